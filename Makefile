@@ -1,0 +1,44 @@
+# make demo   the whole pipeline on real text, on the CPU, from a machine with nothing but Python 3.11
+# make test   the test suite
+# make check  format, lint, types and layers: what CI and pre-commit run
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+demo: $(VENV)/installed
+	$(BIN)/training-infra train --flow --resume --config configs/demo.yaml
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or set PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $$($(PYTHON) --version) is too old; install Python 3.11 or newer, or set PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/installed

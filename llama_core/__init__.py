@@ -1,0 +1,1 @@
+"""The training engine: every algorithm and every type. See docs/development.md for the layers."""

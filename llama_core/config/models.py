@@ -1,0 +1,122 @@
+"""The model registry: every LLaMA variant, its sizes and its exact parameter count."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llama_core.errors import ConfigError, did_you_mean
+
+Family = Literal["llama1", "llama2", "llama3", "code_llama"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency-dependent stretching of the rotary embedding.
+
+    Source: Meta's llama-models reference code, ``apply_scaling``; Hugging Face calls it ``rope_type: llama3``.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The architecture of one variant, enough to build it, count it and plan for it."""
+
+    name: str
+    family: Family
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    rope_theta: float
+    norm_eps: float
+    max_context: int
+    """Longest sequence the position embedding was made for, in tokens."""
+    default_seq_len: int
+    """Sequence length trained at when none is asked for, in tokens."""
+    tied_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+    instruct: bool = False
+    """Whether the variant is trained on conversations: same weights, another template and loss mask."""
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of one layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or of the values) of one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding, and of the head where it is not tied."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_matmul_parameters(self) -> int:
+        """Parameters of one layer that are multiplied with activations: attention and feed-forward matrices."""
+        h = self.hidden_size
+        return h * self.q_size + 2 * h * self.kv_size + self.q_size * h + 3 * h * self.ffn_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one layer, its two norm vectors included."""
+        return self.layer_matmul_parameters + 2 * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the model; a tied head counts once."""
+        tables = 1 if self.tied_embeddings else 2
+        return tables * self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Parameters every token is multiplied with: all layers and the head, but not the embedding look-up."""
+        return self.num_layers * self.layer_matmul_parameters + self.embedding_parameters
+
+
+_LLAMA31_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+
+# fmt: off
+_VARIANTS = (
+    #         name                    family        hidden layers heads kv hd   ffn    vocab    theta eps   context  default
+    ModelSpec("tiny_llama3_50m",     "llama3",       256,  16,   4,   2,  64,  1152, 128_256, 5e5, 1e-5,   2048,  2048, tied_embeddings=True),
+    ModelSpec("tiny_llama3_150m",    "llama3",       768,   8,  12,   4,  64,  2048, 128_256, 5e5, 1e-5,   8192,  8192, tied_embeddings=True),
+    ModelSpec("llama1_7b",           "llama1",      4096,  32,  32,  32, 128, 11008,  32_000, 1e4, 1e-6,   2048,  2048),
+    ModelSpec("llama2_7b",           "llama2",      4096,  32,  32,  32, 128, 11008,  32_000, 1e4, 1e-5,   4096,  4096),
+    ModelSpec("llama2_13b",          "llama2",      5120,  40,  40,  40, 128, 13824,  32_000, 1e4, 1e-5,   4096,  4096),
+    ModelSpec("llama2_70b",          "llama2",      8192,  80,  64,   8, 128, 28672,  32_000, 1e4, 1e-5,   4096,  4096),
+    ModelSpec("llama3_8b",           "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5,   8192,  8192),
+    ModelSpec("llama3_8b_instruct",  "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5,   8192,  8192, instruct=True),
+    ModelSpec("llama3_70b",          "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5,   8192,  8192),
+    ModelSpec("llama3_70b_instruct", "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5,   8192,  8192, instruct=True),
+    ModelSpec("llama3_405b",         "llama3",     16384, 126, 128,   8, 128, 53248, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_LLAMA31_SCALING),
+    ModelSpec("code_llama_7b",       "code_llama",  4096,  32,  32,  32, 128, 11008,  32_016, 1e6, 1e-5,  16384, 16384),
+)
+# fmt: on
+_REGISTRY = {spec.name: spec for spec in _VARIANTS}
+
+
+def model_names() -> list[str]:
+    """Return the names of all variants, in the registry's order."""
+    return list(_REGISTRY)
+
+
+def model_spec(name: str) -> ModelSpec:
+    """Return the architecture of the variant called ``name``.
+
+    Raises:
+        ConfigError: if there is no such variant; the message names the nearest ones.
+    """
+    if name not in _REGISTRY:
+        nearest = did_you_mean(name, _REGISTRY) or f"; choose one of {', '.join(_REGISTRY)}"
+        raise ConfigError(f"unknown model {name!r}{nearest}")
+    return _REGISTRY[name]

@@ -1,0 +1,394 @@
+"""``RunConfig``: everything that defines one run, from YAML, the command line, Python or a Prefect form alike.
+
+Parsing is strict: an unknown key, a wrong type, a key given twice or two settings that contradict each other is an
+error, and all problems are reported at once.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.models import ModelSpec, model_spec
+from llama_core.errors import ConfigError, did_you_mean
+
+Device = Literal["auto", "cpu", "cuda"]
+LauncherName = Literal["local", "slurm"]
+LrSchedule = Literal["cosine", "wsd", "constant"]
+Precision = Literal["auto", "bf16", "fp32"]
+RecomputeMode = Literal["none", "full"]
+StrategyName = Literal["standard"]
+WandbMode = Literal["off", "offline", "online"]
+
+
+class Section(BaseModel):
+    """One section of a run configuration: immutable, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    """What is trained on."""
+
+    source: str = "sample"
+    """'sample' (Python's own standard library), or a .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
+    validation: str | None = None
+    """Held-out documents, in the same forms; without them a fraction of the source is held out."""
+    validation_fraction: float = Field(0.02, ge=0, lt=1)
+    """Fraction of the documents held out when no validation source is given."""
+    text_field: str = "text"
+    """The field of each record that holds the document."""
+    tokenizer: str = "bytes"
+    """'bytes' (built in), or the path of a Hugging Face tokenizer.json or of a folder that holds one."""
+    document_mask: bool = True
+    """Keep attention inside each packed document; without it a sequence is one causal text."""
+    max_bad_lines: int = Field(100, ge=0)
+    """Unusable lines (invalid JSON, missing field, empty, wrong type, invalid UTF-8) tolerated before stopping."""
+    cache_dir: str | None = None
+    """Where token caches are kept; default: $XDG_CACHE_HOME/llama-training-infra."""
+
+
+class TrainingConfig(Section):
+    """How the model is trained."""
+
+    seq_len: int | None = Field(None, ge=2)
+    """Tokens per sequence; default: the length the model was made for."""
+    batch_size: int = Field(8, ge=1)
+    """Sequences per optimizer step, over all devices (the global batch)."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; default: as many as the epochs take."""
+    epochs: float = Field(1.0, gt=0)
+    """Passes over the training documents, when no number of steps is given."""
+    precision: Precision = "auto"
+    """Arithmetic of the matrix products over fp32 weights; auto: bf16 where the device computes it natively."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    lr_schedule: LrSchedule = "cosine"
+    """cosine, wsd (warm-up, stable, decay) or constant; each after a linear warm-up."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear warm-up; default: a tenth of the steps, at most 2000."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end of the decay, as a fraction of the peak."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Fraction of the steps that the wsd schedule spends decaying."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay of the matrices; norm vectors are not decayed."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Global gradient norm above which gradients are scaled down."""
+    max_skipped_steps: int = Field(3, ge=0)
+    """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops."""
+    seed: int = Field(0, ge=0)
+    """Seed of the initial weights and of the data order."""
+    deterministic: bool = False
+    """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations on held-out documents; 0: only after the last step."""
+    eval_sequences: int = Field(64, ge=1)
+    """Held-out sequences in one evaluation."""
+    checkpoint_every: int = Field(100, ge=0)
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints kept on disk."""
+
+
+class ParallelConfig(Section):
+    """How the work is divided; the planner turns this request into a plan."""
+
+    gpus: int = Field(1, ge=1)
+    """Devices in all: GPUs, or processes with --device cpu."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What data-parallel ranks shard: 1 optimizer states, 2 also gradients, 3 also weights; no effect on one device."""
+    microbatch_size: int | None = Field(None, ge=1)
+    """Sequences per forward pass and rank; default: what fits the memory."""
+    recompute: RecomputeMode = "none"
+    """Activation checkpointing: none keeps every activation, full recomputes each layer in the backward."""
+
+
+class SlurmConfig(Section):
+    """What a Slurm job asks for."""
+
+    partition: str | None = None
+    """Partition; default: the cluster's."""
+    account: str | None = None
+    """Account to charge; default: the user's."""
+    time_limit_min: int = Field(24 * 60, ge=1)
+    """Time limit in minutes."""
+    cpus_per_rank: int = Field(4, ge=1)
+    """CPU cores of each rank."""
+    memory_gb_per_node: int | None = Field(None, ge=1)
+    """Host memory per node in GB; default: the partition's."""
+    setup: list[str] = []
+    """Shell lines to run on the node before the job, such as 'module load cuda'."""
+
+
+class LaunchConfig(Section):
+    """Where the run happens."""
+
+    launcher: LauncherName = "local"
+    """local (this machine) or slurm."""
+    device: Device = "auto"
+    """cpu or cuda; auto: cuda where present, else the CPU for a run on one device."""
+    gpu_type: str | None = None
+    """Device planned for; default: the GPU present, else h100."""
+    nodes: int = Field(1, ge=1)
+    """Machines the devices are spread over."""
+    slurm: SlurmConfig = SlurmConfig()
+    """What a Slurm job asks for."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the console and the run directory's Parquet files."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to <run>/logs/tensorboard."""
+    wandb: WandbMode = "off"
+    """Weights & Biases: off, offline (needs no account) or online."""
+    wandb_project: str = "llama-training-infra"
+    """Weights & Biases project."""
+
+
+class BenchmarkConfig(Section):
+    """How the speed of a training step is measured."""
+
+    warmup_steps: int = Field(2, ge=0)
+    """Steps run before the clock starts."""
+    steps: int = Field(5, ge=1)
+    """Steps that are timed."""
+
+
+class RunConfig(Section):
+    """Everything that defines one run."""
+
+    model: str = "tiny_llama3_50m"
+    """Model variant, as `training-infra models` lists them."""
+    strategy: StrategyName = "standard"
+    """What is trained: standard trains every weight."""
+    data: DataConfig = DataConfig()
+    """What is trained on."""
+    training: TrainingConfig = TrainingConfig()
+    """How the model is trained."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the work is divided over devices."""
+    launch: LaunchConfig = LaunchConfig()
+    """Where the run happens."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Where metrics go besides the run directory."""
+    benchmark: BenchmarkConfig = BenchmarkConfig()
+    """How the speed of a step is measured."""
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> Self:
+        problems = list(self._contradictions())
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        try:
+            spec = model_spec(self.model)
+        except ConfigError as error:
+            yield from error.problems
+        else:
+            if self.training.seq_len and self.training.seq_len > spec.max_context:
+                yield (
+                    f"training.seq_len={self.training.seq_len} is above the context of {spec.name}; "
+                    f"use at most {spec.max_context}"
+                )
+        try:
+            gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE)
+        except ConfigError as error:
+            yield from error.problems
+        micro, gpus, batch = self.parallel.microbatch_size or 1, self.parallel.gpus, self.training.batch_size
+        if batch % (micro * gpus):
+            yield (
+                f"training.batch_size={batch} is not a multiple of {micro * gpus} "
+                f"(microbatch_size {micro} x {gpus} devices); use {-(-batch // (micro * gpus)) * micro * gpus}"
+            )
+        if gpus % self.launch.nodes:
+            yield f"parallel.gpus={gpus} cannot be spread evenly over launch.nodes={self.launch.nodes}"
+        warmup, steps = self.training.warmup_steps, self.training.steps
+        if warmup is not None and steps is not None and warmup > steps:
+            yield f"training.warmup_steps={warmup} is above training.steps={steps}"
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture of the model."""
+        return model_spec(self.model)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence: the one asked for, else the one the model was made for."""
+        return self.training.seq_len or self.spec.default_seq_len
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that two runs share exactly when they train the same thing.
+
+        Model, data and training count; where it runs, how it is divided and how often it is logged, evaluated or
+        saved do not.
+        """
+        training = self.training.model_dump(exclude=set(_CADENCE)) | {"seq_len": self.seq_len}
+        identity = {
+            "model": self.model,
+            "strategy": self.strategy,
+            "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),
+            "training": training,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[str] = ()) -> Self:
+        """Build a configuration from nested keys, then ``section.key=value`` overrides.
+
+        Raises:
+            ConfigError: naming every unknown key (with the nearest known one), wrong type and contradiction.
+        """
+        merged = json.loads(json.dumps(dict(mapping)))
+        problems: list[str] = []
+        for override in overrides:
+            problems.extend(_apply_override(merged, override))
+        # Each round drops the keys already reported, so that the settings they hid are checked as well.
+        while True:
+            try:
+                config = cls.model_validate(merged)
+            except ValidationError as error:
+                for detail in error.errors():
+                    problems.extend(_describe(detail))
+                    _drop(merged, detail["loc"])
+                if any(detail["loc"] == () for detail in error.errors()):
+                    raise ConfigError(*problems) from None
+            else:
+                break
+        if problems:
+            raise ConfigError(*problems)
+        return config
+
+    @classmethod
+    def load(cls, path: Path | str, overrides: Iterable[str] = ()) -> Self:
+        """Read a YAML file, then apply ``section.key=value`` overrides.
+
+        Raises:
+            ConfigError: if the file cannot be read, is not a mapping, or does not describe a run.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read configuration {str(path)!r}: {error}") from None
+        mapping = parse_yaml(text, str(path))
+        if not isinstance(mapping, dict | None):
+            raise ConfigError(f"configuration {str(path)!r} is not a mapping of keys to values")
+        return cls.from_mapping(mapping or {}, overrides)
+
+    def to_yaml(self) -> str:
+        """Return the whole configuration, defaults included, as YAML."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+    def with_overrides(self, *overrides: str) -> Self:
+        """Return a copy with ``section.key=value`` overrides applied.
+
+        Raises:
+            ConfigError: as ``from_mapping``.
+        """
+        return self.from_mapping(self.model_dump(), overrides)
+
+
+_CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML 1.1 as people mean it: 1e-4 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ConfigError(f"{node.start_mark.name}: key {twice[0]!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Return the YAML value in ``text``; ``name`` says in errors where it came from.
+
+    Raises:
+        ConfigError: if it is not YAML, or a mapping holds a key twice.
+    """
+    loader = _StrictLoader(text)
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _apply_override(mapping: dict[str, Any], override: str) -> list[str]:
+    key, separator, text = override.partition("=")
+    if not separator:
+        return [f"override {override!r} is not of the form section.key=value"]
+    *sections, last = key.strip().split(".")
+    target = mapping
+    for section in sections:
+        if not isinstance(target.get(section), dict):
+            target[section] = {}
+        target = target[section]
+    target[last] = parse_yaml(text, f"override {key!r}")
+    return []
+
+
+def _describe(detail: ErrorDetails) -> Iterable[str]:
+    """Return the sentences for one of Pydantic's error details."""
+    key = ".".join(str(part) for part in detail["loc"])
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause.problems
+    if detail["type"] == "extra_forbidden":
+        return [f"unknown key {key!r}{did_you_mean(key, config_keys())}"]
+    message = detail["msg"]
+    return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
+
+
+def _drop(mapping: dict[str, Any], location: tuple[int | str, ...]) -> None:
+    """Remove the setting a problem was reported for; one inside a list takes the whole list with it."""
+    match location:
+        case (str() as key,):
+            mapping.pop(key, None)
+        case (str() as section, str() as key, *_) if isinstance(mapping.get(section), dict):
+            mapping[section].pop(key, None)
+        case (str() as section, *_):
+            mapping.pop(section, None)
+
+
+def config_keys() -> dict[str, str]:
+    """Return every dotted key of a run configuration with its description, sections left out."""
+    return dict(_keys(RunConfig, ""))
+
+
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description or ""
+
+
+def literal_values(alias: Any) -> tuple[str, ...]:
+    """Return the values of a ``Literal`` type, such as ``Precision``."""
+    return get_args(alias)

@@ -1,0 +1,38 @@
+"""Bytes, counts, FLOPs and durations, and how they are written.
+
+Code keeps integers in bytes and seconds; units appear only where a number is printed.
+GB is 1e9 bytes (data sheets), GiB is 2**30 bytes (allocators).
+"""
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+GB = 10**9
+TFLOP = 10**12
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return ``num_bytes`` with a binary unit, such as ``'1.50 GiB'``."""
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """Return ``count`` with a decimal suffix, such as ``'8.03B'``."""
+    for suffix, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if abs(count) >= size:
+            return f"{count / size:.2f}{suffix}"
+    return f"{count:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return ``seconds`` as a person would say it, such as ``'1 h 02 min'`` or ``'3.2 s'``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"

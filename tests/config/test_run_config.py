@@ -1,0 +1,136 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_core.config.models import model_names
+from llama_core.config.run import RunConfig, config_keys, parse_yaml
+from llama_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def problems(mapping, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(mapping, overrides)
+    return caught.value.problems
+
+
+def test_what_is_saved_loads_as_the_same_configuration():
+    config = RunConfig.from_mapping({"model": "llama2_7b", "training": {"learning_rate": 1e-4}})
+    assert RunConfig.from_mapping(parse_yaml(config.to_yaml(), "saved")) == config
+
+
+def test_overrides_are_typed_as_yaml_and_the_last_one_counts():
+    config = RunConfig.from_mapping(
+        {"training": {"batch_size": 4}},
+        ["training.batch_size=8", "training.batch_size=16", "training.learning_rate=1e-4", "data.document_mask=false"],
+    )
+    assert (config.training.batch_size, config.training.learning_rate) == (16, 1e-4)
+    assert config.data.document_mask is False
+
+
+def test_all_problems_are_reported_at_once_with_the_nearest_key():
+    found = problems(
+        {"modle": "x", "training": {"batchsize": 3, "steps": "many", "seq_len": 4096}, "launch": {"gpu_type": "h1000"}},
+        "training.warmup_steps=-1",
+    )
+    assert sorted(found) == [
+        "training.seq_len=4096 is above the context of tiny_llama3_50m; use at most 2048",
+        "training.steps='many': input should be a valid integer",
+        "training.warmup_steps=-1: input should be greater than or equal to 0",
+        "unknown gpu type 'h1000'; did you mean 'h100'?",
+        "unknown key 'modle'; did you mean 'model'?",
+        "unknown key 'training.batchsize'; did you mean 'training.batch_size' or 'training.epochs'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"model": "llama3_80b"}, "unknown model 'llama3_80b'; did you mean 'llama3_8b' or 'llama3_70b'?"),
+        (
+            {"training": {"batch_size": 9}, "parallel": {"gpus": 2, "microbatch_size": 2}},
+            "training.batch_size=9 is not a multiple of 4 (microbatch_size 2 x 2 devices); use 12",
+        ),
+        (
+            {"parallel": {"gpus": 8}, "launch": {"nodes": 3}},
+            "parallel.gpus=8 cannot be spread evenly over launch.nodes=3",
+        ),
+        (
+            {"training": {"steps": 10, "warmup_steps": 20}},
+            "training.warmup_steps=20 is above training.steps=10",
+        ),
+        ({"training": 3}, "training=3: input should be a valid dictionary or instance of TrainingConfig"),
+        ({"launch": {"slurm": {"setup": ["a", 1]}}}, "launch.slurm.setup.1=1: input should be a valid string"),
+        ({"training": {"batch_size": "8"}}, "training.batch_size='8': input should be a valid integer"),
+    ],
+)
+def test_each_mistake_is_one_line(mapping, message):
+    assert problems(mapping) == (message,)
+
+
+def test_an_override_without_a_value_is_refused():
+    assert problems({}, "training.steps") == ("override 'training.steps' is not of the form section.key=value",)
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: llama2_7b\nmodel: llama3_8b\n")
+    with pytest.raises(ConfigError, match=r"run.yaml: key 'model' is given twice"):
+        RunConfig.load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: [", "not valid YAML"),
+        (b"- 1\n", "is not a mapping"),
+        (b"\xff\xfe\x00", "cannot read configuration"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.load(tmp_path / "run.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no.yaml"):
+        RunConfig.load(tmp_path / "no.yaml")
+
+
+@pytest.mark.parametrize(
+    "override", ["training.learning_rate=1e-5", "data.source=other.jsonl", "model=tiny_llama3_150m"]
+)
+def test_the_fingerprint_changes_with_what_is_trained(override):
+    config = RunConfig()
+    assert config.with_overrides(override).fingerprint() != config.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["launch.launcher=slurm", "training.checkpoint_every=7", "parallel.microbatch_size=2", "tracking.wandb=offline"],
+)
+def test_the_fingerprint_stays_when_only_the_way_it_is_run_changes(override):
+    config = RunConfig()
+    assert config.with_overrides(override).fingerprint() == config.fingerprint()
+
+
+def test_every_key_has_a_description():
+    assert [key for key, text in config_keys().items() if not text] == []
+
+
+def test_every_model_has_a_configuration_of_its_name():
+    assert {path.stem for path in CONFIGS} >= set(model_names())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_loads(path):
+    assert RunConfig.load(path).spec.num_parameters > 0
+
+
+def test_the_deployments_are_the_configurations():
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    deployed = {one["name"]: RunConfig.from_mapping(one["parameters"]["config"]) for one in deployments}
+    assert deployed == {name: RunConfig.load(ROOT / "configs" / f"{name}.yaml") for name in model_names()}

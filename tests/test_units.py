@@ -1,0 +1,23 @@
+import pytest
+
+from llama_core.units import format_bytes, format_count, format_duration
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (80 * 10**9, "74.51 GiB"), (2**41, "2.00 TiB")],
+)
+def test_bytes_are_written_in_binary_units(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(999, "999"), (8_030_261_248, "8.03B"), (50_143_488, "50.14M")])
+def test_counts_are_written_in_decimal_units(count, text):
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.21, "3.2 s"), (59.99, "60.0 s"), (61, "1 min 01 s"), (7325, "2 h 02 min")]
+)
+def test_durations_are_written_as_people_say_them(seconds, text):
+    assert format_duration(seconds) == text
