@@ -1,0 +1,272 @@
+"""Reading documents from .jsonl, .jsonl.gz and Parquet files one by one, counting the lines that cannot be used."""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from llama_core.errors import DataError
+from llama_core.units import MIB
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+MAX_EXAMPLES = 5
+
+BadLineKind = Literal["invalid JSON", "missing field", "empty", "wrong type", "invalid UTF-8"]
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes to read in all."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a corpus, and what tells whether it has changed."""
+
+    path: Path
+    num_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text to train on."""
+
+    text: str
+    location: str
+    """``file:line`` (a row number in Parquet), from 1."""
+
+
+class UnusableRecordError(ValueError):
+    """A record that gives no document: its kind, and the reason in a few words."""
+
+    def __init__(self, kind: BadLineKind, reason: str) -> None:
+        super().__init__(f"{kind} ({reason})")
+        self.kind = kind
+
+
+@dataclass
+class BadLines:
+    """The lines of a corpus that could not be used: how many of each kind, and the first few."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+    """``file:line: kind (reason)`` of the first few."""
+
+    @property
+    def total(self) -> int:
+        """Lines of all kinds."""
+        return sum(self.counts.values())
+
+    def add(self, location: str, problem: UnusableRecordError, limit: int) -> None:
+        """Count one line.
+
+        Raises:
+            DataError: if there are now more than ``limit``.
+        """
+        self.counts[problem.kind] = self.counts.get(problem.kind, 0) + 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(f"{location}: {problem}")
+        self.check(limit)
+
+    def check(self, limit: int) -> None:
+        """Refuse more than ``limit`` lines.
+
+        Raises:
+            DataError: naming the first ones.
+        """
+        if self.total > limit:
+            raise DataError(f"more than data.max_bad_lines={limit} {self}; mend them or raise the limit")
+
+    def __str__(self) -> str:
+        """Return the counts and the first lines, as they go into a message."""
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        return f"unusable lines ({counts}); the first: {'; '.join(self.examples)}"
+
+
+def find_files(source: str) -> list[SourceFile]:
+    """Return the files of ``source``: itself, or all below a folder in order of their paths.
+
+    Files with other endings, and whatever has a name that begins with a dot, are passed over in a folder.
+
+    Raises:
+        DataError: if there is none, or one cannot be looked at.
+    """
+    path = Path(source).expanduser()
+    with _reading(path):
+        if path.is_dir():
+            paths = sorted(_walk(path))
+            if not paths:
+                raise DataError(f"folder {source!r} holds no {_one_of_suffixes()} file")
+        elif not path.exists():
+            raise DataError(
+                f"data source {source!r} does not exist; "
+                f"use 'sample', or the path of a {_one_of_suffixes()} file or of a folder of them"
+            )
+        elif not path.name.lower().endswith(SUFFIXES):
+            raise DataError(f"data source {source!r} is of an unknown kind; use a {_one_of_suffixes()} file")
+        else:
+            paths = [path]
+        stats = [(path, path.stat()) for path in paths]
+    return [SourceFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def read_documents(
+    files: Sequence[SourceFile],
+    text_field: str,
+    bad_lines: BadLines,
+    *,
+    max_bad_lines: int,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Iterator[Document]:
+    """Yield the documents of ``files`` in order, holding one line (or Parquet batch) at a time.
+
+    Args:
+        files: what ``find_files`` returned.
+        text_field: the field that holds the text.
+        bad_lines: counts the lines that are left out.
+        max_bad_lines: how many may be.
+        on_progress: called about once per MiB, and at the end of each file.
+
+    Raises:
+        DataError: if a file cannot be read, or too many lines cannot be used.
+    """
+    total = sum(file.num_bytes for file in files)
+    before = reported = 0
+    for file in files:
+        for number, position, read_record in _records(file.path, text_field):
+            location = f"{file.path}:{number}"
+            try:
+                text = _document_text(read_record, text_field)
+            except UnusableRecordError as problem:
+                bad_lines.add(location, problem, max_bad_lines)
+            else:
+                yield Document(text, location)
+            if before + position >= reported + MIB:
+                reported = before + position
+                on_progress(reported, total)
+        before += file.num_bytes
+        reported = before
+        on_progress(before, total)
+
+
+def text_of(record: object, text_field: str) -> str:
+    """Return the text of a record; the one place that knows how a record becomes a document.
+
+    Raises:
+        UnusableRecordError: if it has none.
+    """
+    if not isinstance(record, dict):
+        raise UnusableRecordError("wrong type", f"a record is an object, not {_json_type(record)}")
+    if text_field not in record:
+        fields = ", ".join(repr(key) for key in list(record)[:MAX_EXAMPLES])
+        raise UnusableRecordError("missing field", f"no {text_field!r} among {fields or 'no fields'}")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise UnusableRecordError("wrong type", f"{text_field!r} is {_json_type(text)}, not a string")
+    if not text.strip():
+        raise UnusableRecordError("empty", f"{text_field!r} is blank")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+        raise UnusableRecordError("invalid UTF-8", f"lone surrogate at character {error.start + 1}") from None
+    return text
+
+
+def _document_text(read_record: Callable[[], object], text_field: str) -> str:
+    try:
+        return text_of(read_record(), text_field)
+    except UnusableRecordError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UnusableRecordError("invalid UTF-8", f"{error.reason} at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise UnusableRecordError("invalid JSON", f"{error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UnusableRecordError("invalid JSON", str(error)) from None
+
+
+_Record = tuple[int, int, Callable[[], object]]
+"""Line or row number from 1, bytes of the file read so far, and what returns the record or raises."""
+
+
+def _records(path: Path, text_field: str) -> Iterator[_Record]:
+    with _reading(path):
+        if path.name.lower().endswith(".parquet"):
+            yield from _parquet_records(path, text_field)
+        else:
+            yield from _json_records(path)
+
+
+def _json_records(path: Path) -> Iterator[_Record]:
+    with path.open("rb") as file:
+        lines = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
+        for number, line in enumerate(lines, start=1):
+            yield number, file.tell(), partial(_parse_line, line, number)
+
+
+def _parse_line(line: bytes, number: int) -> object:
+    if not line.strip():
+        raise UnusableRecordError("empty", "the line is blank")
+    return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+
+
+def _parquet_records(path: Path, text_field: str) -> Iterator[_Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as handle, pq.ParquetFile(handle) as file:
+            columns = file.schema_arrow.names
+            if text_field not in columns:
+                raise DataError(
+                    f"{path} has no column {text_field!r}; set data.text_field to one of {', '.join(columns)}"
+                )
+            number, num_rows = 0, file.metadata.num_rows
+            for batch in file.iter_batches(batch_size=256, columns=[text_field]):
+                for value in batch.column(0):
+                    number += 1
+                    yield number, size * number // num_rows, partial(_parquet_record, text_field, value)
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())}") from None
+
+
+def _parquet_record(text_field: str, value: Any) -> dict[str, object]:
+    return {text_field: value.as_py()} if value.is_valid else {}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what can go wrong while reading ``path`` into one line."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path}: the gzip stream is damaged or cut short ({error}); copy or compress it again"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                yield Path(parent, name)
+
+
+def _one_of_suffixes() -> str:
+    return f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,190 @@
+"""Text to token ids and back: bytes, built in, or a Hugging Face tokenizer from disk."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llama_core.errors import DataError, EnvironmentMismatchError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+BYTES = "bytes"
+LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
+LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """How a user chooses it: 'bytes' or a path."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins each document; None where the tokenizer has none."""
+
+    @property
+    def eos_id(self) -> int:
+        """Id that ends each document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest that two tokenizers share only if they give the same ids."""
+
+    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """Return the ids of each text, between BOS (where there is one) and EOS."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids``; special tokens give none."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, then BOS and EOS."""
+
+    name = BYTES
+    vocab_size = 258
+    bos_id = 256
+    eos_id = 257
+    fingerprint = "bytes-256-257"
+
+    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """Return uint16 ids of each text, between BOS and EOS."""
+        return [self._encode(text.encode()) for text in texts]
+
+    def _encode(self, data: bytes) -> npt.NDArray[Any]:
+        ids = np.empty(len(data) + 2, np.uint16)
+        ids[0], ids[-1] = self.bos_id, self.eos_id
+        ids[1:-1] = np.frombuffer(data, np.uint8)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids``; ids that are no byte are left out, invalid UTF-8 is replaced."""
+        return bytes(index for index in ids if 0 <= index < 256).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, read with the package ``tokenizers``.
+
+    BOS and EOS are those that ``tokenizer_config.json`` beside it names, else Llama's. Text that spells a special
+    token, such as ``</s>``, is encoded as the characters it is.
+
+    Args:
+        path: a ``tokenizer.json``, or a folder that holds one.
+
+    Raises:
+        DataError: if there is no readable tokenizer, or its EOS cannot be found.
+        EnvironmentMismatchError: if the package ``tokenizers`` is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise EnvironmentMismatchError(
+                f"tokenizer {str(path)!r} needs the package 'tokenizers'; pip install 'llama-training-infra[hf]'"
+            ) from None
+        self.name = str(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise DataError(f"cannot read tokenizer {str(file)!r}: {error.strerror or error}") from None
+        except Exception as error:  # what the Rust parser raises has no class of its own
+            raise DataError(f"{str(file)!r} is not a Hugging Face tokenizer.json: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        config = _tokenizer_config(file.with_name("tokenizer_config.json"))
+        self.bos_id = _special_id(self._tokenizer, file, config.get("bos_token"), LLAMA_BOS_TOKENS)
+        eos_id = _special_id(self._tokenizer, file, config.get("eos_token"), LLAMA_EOS_TOKENS)
+        if eos_id is None:
+            raise DataError(
+                f"tokenizer {str(file)!r} has no end-of-text token: it holds none of {', '.join(LLAMA_EOS_TOKENS)}; "
+                f"name it as 'eos_token' in {str(file.with_name('tokenizer_config.json'))!r}"
+            )
+        self.eos_id = eos_id
+        digest = hashlib.sha256(content)
+        digest.update(f"{self.bos_id} {self.eos_id}".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """Return uint32 ids of each text, between BOS (where there is one) and EOS; runs on all cores."""
+        before = [] if self.bos_id is None else [self.bos_id]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ``ids``; special and unknown ids are left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """Return the tokenizer that ``source`` names: 'bytes', a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        DataError: if there is no such tokenizer.
+        EnvironmentMismatchError: if it needs a package that is missing.
+    """
+    if source == BYTES:
+        return ByteTokenizer()
+    path = Path(source).expanduser()
+    wanted = path / "tokenizer.json" if path.is_dir() else path
+    if not wanted.is_file():
+        raise DataError(
+            f"no tokenizer {source!r}: {str(wanted)!r} does not exist; "
+            "use 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one"
+        )
+    return HuggingFaceTokenizer(path)
+
+
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer whose ids exceed a model's vocabulary of ``vocab_size``.
+
+    Raises:
+        DataError: if they do.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
+            f"{vocab_size}; choose the model's own tokenizer, or 'bytes'"
+        )
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}") from None
+    if not isinstance(config, dict):
+        raise DataError(f"{str(path)!r} is not a JSON object")
+    return config
+
+
+def _special_id(tokenizer: "tokenizers.Tokenizer", file: Path, configured: object, usual: Sequence[str]) -> int | None:
+    """Return the id of the configured token, else of the first usual one that exists, else None."""
+    name = configured.get("content") if isinstance(configured, dict) else configured
+    if name is None:
+        ids = (tokenizer.token_to_id(token) for token in usual)
+        return next((index for index in ids if index is not None), None)
+    index = tokenizer.token_to_id(str(name))
+    if index is None:
+        raise DataError(
+            f"{str(file.with_name('tokenizer_config.json'))!r} names the token {name!r}, "
+            f"which {str(file)!r} does not hold; the two files belong to different tokenizers"
+        )
+    return index
