@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
 from llama_core.errors import RunDirectoryError
+from llama_core.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -193,6 +195,22 @@ class TrainingSummary:
     seconds: float
     """Wall time of the training loop of this attempt."""
 
+    def summary(self) -> str:
+        """Return what was reached in one line."""
+        parts = [f"{self.steps} steps, {format_count(self.tokens)} tokens in {format_duration(self.seconds)}"]
+        if self.eval_loss is not None:
+            baselines = [
+                f"{name} {entropy:.3f}"
+                for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
+                if entropy is not None
+            ]
+            parts.append(
+                f"held-out loss {self.eval_loss:.3f} nats/token" + (f" ({', '.join(baselines)})" if baselines else "")
+            )
+        grown, bare = self.memory_peak_bytes - self.memory_baseline_bytes, self.memory_baseline_bytes
+        parts.append(f"peak {format_bytes(grown)} above the {format_bytes(bare)} of the bare process")
+        return "; ".join(parts)
+
 
 @dataclass(frozen=True)
 class BenchmarkRecord:
@@ -212,6 +230,14 @@ class BenchmarkRecord:
     mfu: float | None
     memory_peak_bytes: int
     """Most memory held during the timed steps, in the measure of ``StepRecord.memory_peak_bytes``."""
+
+    def summary(self) -> str:
+        """Return the speed in one line."""
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        return (
+            f"{self.tokens_per_second:,.0f} tokens/s{mfu}: median step {self.median_seconds:.3f} s, "
+            f"quartiles {self.spread_seconds:.3f} s apart, {len(self.step_seconds)} steps on {self.device}"
+        )
 
 
 @dataclass(frozen=True)
@@ -251,7 +277,7 @@ def now() -> str:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path that takes the place of ``path`` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         yield temporary
         with temporary.open("rb") as written:

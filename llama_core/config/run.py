@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -18,6 +19,11 @@ from pydantic_core import ErrorDetails
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.models import ModelSpec, model_spec
 from llama_core.errors import ConfigError, did_you_mean
+
+SAMPLE = "sample"
+"""The data source that every machine has: the sources of Python's own standard library."""
+DATALOADER = "dataloader"
+"""The data source of a run whose batches the caller's own code makes."""
 
 Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
@@ -34,10 +40,29 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
+class ArchitectureConfig(Section):
+    """Sizes that differ from the variant's, for debugging and ablations; the name then stands for the family."""
+
+    hidden_size: int | None = Field(None, ge=1)
+    """Width of the residual stream."""
+    num_layers: int | None = Field(None, ge=1)
+    """Transformer layers."""
+    num_heads: int | None = Field(None, ge=1)
+    """Query heads."""
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Key/value heads; they divide the query heads."""
+    head_dim: int | None = Field(None, ge=2, multiple_of=2)
+    """Width of a head; even, since the rotary embedding turns pairs."""
+    ffn_size: int | None = Field(None, ge=1)
+    """Width of the feed-forward layers."""
+    vocab_size: int | None = Field(None, ge=1)
+    """Tokens in the vocabulary."""
+
+
 class DataConfig(Section):
     """What is trained on."""
 
-    source: str = "sample"
+    source: str = SAMPLE
     """'sample' (Python's own standard library), or a .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
     validation: str | None = None
     """Held-out documents, in the same forms; without them a fraction of the source is held out."""
@@ -176,6 +201,8 @@ class RunConfig(Section):
     """Model variant, as `training-infra models` lists them."""
     strategy: StrategyName = "standard"
     """What is trained: standard trains every weight."""
+    architecture: ArchitectureConfig = ArchitectureConfig()
+    """Sizes that differ from the variant's."""
     data: DataConfig = DataConfig()
     """What is trained on."""
     training: TrainingConfig = TrainingConfig()
@@ -198,15 +225,11 @@ class RunConfig(Section):
 
     def _contradictions(self) -> Iterator[str]:
         try:
-            spec = model_spec(self.model)
+            spec = self.spec
         except ConfigError as error:
             yield from error.problems
         else:
-            if self.training.seq_len and self.training.seq_len > spec.max_context:
-                yield (
-                    f"training.seq_len={self.training.seq_len} is above the context of {spec.name}; "
-                    f"use at most {spec.max_context}"
-                )
+            yield from self._misfits(spec)
         try:
             gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE)
         except ConfigError as error:
@@ -223,30 +246,45 @@ class RunConfig(Section):
         if warmup is not None and steps is not None and warmup > steps:
             yield f"training.warmup_steps={warmup} is above training.steps={steps}"
 
+    def _misfits(self, spec: ModelSpec) -> Iterator[str]:
+        if self.training.seq_len and self.training.seq_len > spec.max_context:
+            yield (
+                f"training.seq_len={self.training.seq_len} is above the context of {spec.name}; "
+                f"use at most {spec.max_context}"
+            )
+        if spec.num_heads % spec.num_kv_heads:
+            divisors = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
+            yield (
+                f"architecture.num_kv_heads={spec.num_kv_heads} does not divide the {spec.num_heads} query heads; "
+                f"use one of {', '.join(map(str, divisors))}"
+            )
+
     @property
     def spec(self) -> ModelSpec:
         """The architecture of the model."""
-        return model_spec(self.model)
+        return replace(model_spec(self.model), **self.architecture.model_dump(exclude_none=True))
 
     @property
     def seq_len(self) -> int:
         """Tokens per sequence: the one asked for, else the one the model was made for."""
         return self.training.seq_len or self.spec.default_seq_len
 
-    def fingerprint(self) -> str:
-        """Return 16 hex digits that two runs share exactly when they train the same thing.
+    def identity(self) -> dict[str, Any]:
+        """Return what is trained, as nested keys: model, data and training.
 
-        Model, data and training count; where it runs, how it is divided and how often it is logged, evaluated or
-        saved do not.
+        Where it runs, how it is divided and how often it is logged, evaluated or saved are left out.
         """
-        training = self.training.model_dump(exclude=set(_CADENCE)) | {"seq_len": self.seq_len}
-        identity = {
+        return {
             "model": self.model,
+            "architecture": self.architecture.model_dump(exclude_none=True),
             "strategy": self.strategy,
             "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),
-            "training": training,
+            "training": self.training.model_dump(exclude=set(_CADENCE)) | {"seq_len": self.seq_len},
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that two configurations share exactly when they train the same thing."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[str] = ()) -> Self:
@@ -329,14 +367,15 @@ def parse_yaml(text: str, name: str) -> Any:
     Raises:
         ConfigError: if it is not YAML, or a mapping holds a key twice.
     """
-    loader = _StrictLoader(text)
-    loader.name = name
     try:
-        return loader.get_single_data()
+        loader = _StrictLoader(text)
+        loader.name = name
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
 
 
 def _apply_override(mapping: dict[str, Any], override: str) -> list[str]:

@@ -62,6 +62,10 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
             {"training": {"steps": 10, "warmup_steps": 20}},
             "training.warmup_steps=20 is above training.steps=10",
         ),
+        (
+            {"architecture": {"num_kv_heads": 3}},
+            "architecture.num_kv_heads=3 does not divide the 4 query heads; use one of 1, 2, 4",
+        ),
         ({"training": 3}, "training=3: input should be a valid dictionary or instance of TrainingConfig"),
         ({"launch": {"slurm": {"setup": ["a", 1]}}}, "launch.slurm.setup.1=1: input should be a valid string"),
         ({"training": {"batch_size": "8"}}, "training.batch_size='8': input should be a valid integer"),
@@ -115,6 +119,14 @@ def test_the_fingerprint_changes_with_what_is_trained(override):
 def test_the_fingerprint_stays_when_only_the_way_it_is_run_changes(override):
     config = RunConfig()
     assert config.with_overrides(override).fingerprint() == config.fingerprint()
+
+
+def test_sizes_of_a_variant_can_be_changed_for_debugging():
+    config = RunConfig.from_mapping(
+        {"model": "llama3_8b"}, ["architecture.num_layers=2", "architecture.hidden_size=64"]
+    )
+    assert (config.spec.num_layers, config.spec.hidden_size, config.spec.num_heads) == (2, 64, 32)
+    assert config.fingerprint() != RunConfig(model="llama3_8b").fingerprint()
 
 
 def test_every_key_has_a_description():
