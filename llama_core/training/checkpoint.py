@@ -1,0 +1,197 @@
+"""Checkpoints: written aside, made visible whole, and never overwritten.
+
+A checkpoint is a directory ``step-00000100`` of torch's distributed format plus ``state.json`` (the trainer's counters
+and the size of every file) and a copy of the run's ``config.yaml``. It is written as ``.step-00000100.writing`` and
+renamed when every byte is on disk; the ``latest`` file names the newest one and is replaced last. Killing the process
+at any moment therefore leaves the earlier checkpoints as they were.
+"""
+
+import errno
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from llama_core.artifacts import RunDirectory, atomic_write, read_json, write_json
+from llama_core.errors import CheckpointError, RunDirectoryError
+
+logger = logging.getLogger(__name__)
+# One process is what we mean, not an accident; the warning comes from the thread that writes.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+PREFIX = "step-"
+STATE = "state.json"
+LATEST = "latest"
+
+
+@dataclass
+class _Pending:
+    """A checkpoint whose files a background thread is still writing."""
+
+    step: int
+    state: Mapping[str, Any]
+    written: "Future[Any]"
+
+
+class Checkpointer:
+    """Saves and restores one run's model, optimizer and counters."""
+
+    def __init__(self, run: RunDirectory, *, keep: int) -> None:
+        self.run = run
+        self.keep = keep
+        self._pending: _Pending | None = None
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Copy the state after ``step`` and write it in the background; ``poll`` or ``finish`` makes it visible.
+
+        Args:
+            step: the last completed optimizer step, from 1.
+            model: the model, whose ``state_dict`` is saved.
+            optimizer: its optimizer; its state is saved under parameter names, so that it can be resharded.
+            state: the trainer's counters, as JSON.
+
+        Raises:
+            CheckpointError: if this checkpoint, or the one before it, cannot be written.
+        """
+        self.finish()
+        weights, moments = get_state_dict(model, optimizer)
+        writing = self._writing(step)
+        try:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+            written = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=writing, no_dist=True)
+        except OSError as error:
+            raise self._failed(step, error) from error
+        if not isinstance(written, Future):
+            raise TypeError(f"async_save returned {type(written).__name__}")
+        self._pending = _Pending(step, state, written)
+
+    def poll(self) -> None:
+        """Make the checkpoint being written visible if its files are complete.
+
+        Raises:
+            CheckpointError: if writing it failed.
+        """
+        if self._pending is not None and self._pending.written.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written, if any, and make it visible.
+
+        Raises:
+            CheckpointError: if writing it failed; the earlier checkpoints are untouched.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.written.result()
+            self._publish(pending.step, pending.state)
+        except (OSError, dcp.CheckpointException) as error:
+            raise self._failed(pending.step, error) from error
+
+    def _publish(self, step: int, state: Mapping[str, Any]) -> None:
+        writing, final = self._writing(step), self.run.checkpoints / f"{PREFIX}{step:08d}"
+        shutil.copyfile(self.run.config, writing / self.run.config.name)
+        files = {path.name: path.stat().st_size for path in sorted(writing.iterdir())}
+        write_json(writing / STATE, {"step": step, **state, "files": files})
+        if final.exists():
+            shutil.rmtree(final)  # incomplete, or this step would not have been taken again
+        writing.replace(final)
+        with atomic_write(self.run.checkpoints / LATEST) as temporary:
+            temporary.write_text(final.name + "\n")
+        for old in list(_steps(self.run))[: -self.keep]:
+            shutil.rmtree(old)
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Restore the newest complete checkpoint and return the trainer's counters, or None if there is none.
+
+        A damaged checkpoint (a file missing, truncated or unreadable) is passed over with a warning.
+
+        Raises:
+            CheckpointError: if there are checkpoints but none can be read.
+        """
+        for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
+            shutil.rmtree(unfinished)
+        candidates = list(reversed(list(_steps(self.run))))
+        for path in candidates:
+            try:
+                state = _complete(path)
+                _restore(path, model, optimizer)
+            except (CheckpointError, dcp.CheckpointException) as error:
+                logger.warning("checkpoint %s is damaged (%s); trying the one before", path.name, _one_line(error))
+                continue
+            return state
+        if candidates:
+            raise CheckpointError(f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read")
+        return None
+
+    def _writing(self, step: int) -> Path:
+        return self.run.checkpoints / f".{PREFIX}{step:08d}.writing"
+
+    def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        shutil.rmtree(self._writing(step), ignore_errors=True)
+        newest = newest_checkpoint(self.run)
+        kept = f"{newest.name} is complete" if newest else "no earlier checkpoint exists"
+        full = _is_disk_full(error)
+        cause = f"no space left under {self.run.checkpoints}" if full else _one_line(error)
+        return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
+
+
+def newest_checkpoint(run: RunDirectory) -> Path | None:
+    """Return the directory of the newest complete checkpoint, or None."""
+    for path in reversed(list(_steps(run))):
+        try:
+            _complete(path)
+        except CheckpointError:
+            continue
+        return path
+    return None
+
+
+def _steps(run: RunDirectory) -> Iterator[Path]:
+    yield from sorted(path for path in run.checkpoints.glob(f"{PREFIX}*") if path.is_dir())
+
+
+def _complete(path: Path) -> dict[str, Any]:
+    """Return the counters of the checkpoint in ``path`` once every file it lists is there with its size."""
+    try:
+        state = read_json(path / STATE)
+    except RunDirectoryError as error:
+        raise CheckpointError(str(error)) from None
+    for name, size in state.pop("files").items():
+        file = path / name
+        if not file.exists():
+            raise CheckpointError(f"{name} is missing")
+        if file.stat().st_size != size:
+            raise CheckpointError(f"{name} has {file.stat().st_size} of {size} bytes")
+    return state
+
+
+def _restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return True
+        if isinstance(error, dcp.CheckpointException):
+            return any(_is_disk_full(failure[0]) for failure in error.failures.values())
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -1,0 +1,99 @@
+"""Training on batches that the user's own code makes: any iterable of token tensors becomes a ``BatchSource``."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_core.errors import DataError
+from llama_core.training.data import Batch
+from llama_core.training.packing import IGNORE_INDEX
+
+
+class LoaderBatches:
+    """An endless supply of batches from a re-iterable loader, such as ``torch.utils.data.DataLoader``.
+
+    A resumed run goes back to its place by passing over the batches it has already had, so the loader must give the
+    same batches in the same order on every pass.
+    """
+
+    def __init__(self, loader: Iterable[Any], vocab_size: int) -> None:
+        self.loader = loader
+        self.vocab_size = vocab_size
+        self._taken = 0
+        self._iterator: Iterator[Any] | None = None
+
+    def next_batch(self) -> Batch:
+        """Return the next batch, starting over at the loader's end.
+
+        Raises:
+            DataError: if the loader is empty or gives something that is not a batch of tokens.
+        """
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        for item in self._iterator:
+            self._taken += 1
+            return as_batch(item, self.vocab_size)
+        if self._taken == 0:
+            raise DataError("the dataloader is empty; give at least one batch")
+        self._iterator, self._taken = None, 0
+        return self.next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many batches of the current pass were taken."""
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the place that ``state_dict`` returned."""
+        self._taken = state["taken"]
+        self._iterator = islice(iter(self.loader), self._taken, None)
+
+
+def as_batch(item: Any, vocab_size: int) -> Batch:
+    """Return ``item`` as a batch.
+
+    Args:
+        item: a tensor of tokens [B, S]; or a pair of inputs and next-token targets, both [B, S]; or a mapping with
+            ``input_ids`` [B, S] and, optionally, ``labels`` (in place, as Hugging Face has them: shifted here, -100
+            is not trained on) and ``attention_mask`` (0 is not trained on).
+        vocab_size: tokens must be below it.
+
+    Raises:
+        DataError: if it is none of these, or a token is out of range.
+    """
+    match item:
+        case Batch():
+            batch = item
+        case Tensor():
+            batch = _shifted(item, item)
+        case (Tensor() as tokens_BS, Tensor() as targets_BS):
+            batch = Batch(tokens_BS.long(), targets_BS.long(), None)
+        case {"input_ids": Tensor() as tokens_BS, "labels": Tensor() as labels_BS}:
+            batch = _shifted(tokens_BS, _masked(labels_BS, item))
+        case {"input_ids": Tensor() as tokens_BS}:
+            batch = _shifted(tokens_BS, _masked(tokens_BS, item))
+        case _:
+            raise DataError(
+                f"a batch of type {type(item).__name__} is not understood; give token tensors [B, S], pairs of inputs "
+                "and targets, or mappings with 'input_ids'"
+            )
+    if batch.tokens_BS.ndim != 2 or batch.tokens_BS.shape != batch.targets_BS.shape:
+        raise DataError(
+            f"a batch has tokens {list(batch.tokens_BS.shape)} and targets {list(batch.targets_BS.shape)}; "
+            "both must be [sequences, tokens]"
+        )
+    largest = int(torch.maximum(batch.tokens_BS.max(), batch.targets_BS.max()))
+    if largest >= vocab_size:
+        raise DataError(f"token {largest} is not in the model's vocabulary of {vocab_size}")
+    return batch
+
+
+def _masked(labels_BS: Tensor, item: Mapping[str, object]) -> Tensor:
+    mask_BS = item.get("attention_mask")
+    return labels_BS.masked_fill(mask_BS == 0, IGNORE_INDEX) if isinstance(mask_BS, Tensor) else labels_BS
+
+
+def _shifted(tokens_BS: Tensor, labels_BS: Tensor) -> Batch:
+    return Batch(tokens_BS[:, :-1].long().contiguous(), labels_BS[:, 1:].long().contiguous(), None)

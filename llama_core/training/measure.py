@@ -1,0 +1,110 @@
+"""Measuring: memory held by this process or device, and the time of optimizer steps."""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from llama_core.artifacts import BenchmarkRecord
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class MemoryMeter:
+    """Memory held now and at most: the allocator's on CUDA, the process's resident set on the CPU.
+
+    On Linux the kernel keeps the resident set's peak (``VmHWM``), which ``reset_peak`` sets back; elsewhere the peak
+    is the largest value that was read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._peak_read = 0
+        self._resettable = False
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        self._peak_read = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif _CLEAR_REFS.exists():
+            try:
+                _CLEAR_REFS.write_text("5")
+                self._resettable = True
+            except OSError:  # some containers forbid it; the largest reading is used instead
+                self._resettable = False
+
+    def allocated(self) -> int:
+        """Return the bytes held now."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        held: int = psutil.Process().memory_info().rss
+        self._peak_read = max(self._peak_read, held)
+        return held
+
+    def peak(self) -> int:
+        """Return the most bytes held since the last ``reset_peak``."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if self._resettable:
+            for line in _STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        self.allocated()
+        return self._peak_read
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_steps(
+    step: Callable[[], object],
+    *,
+    warmup_steps: int,
+    num_steps: int,
+    tokens_per_step: int,
+    device: torch.device,
+    device_label: str,
+    mfu: Callable[[float], float | None],
+) -> BenchmarkRecord:
+    """Run ``step`` ``warmup_steps + num_steps`` times and report the time of the last ``num_steps``.
+
+    Args:
+        step: runs one whole optimizer step.
+        warmup_steps: steps that are not counted.
+        num_steps: steps that are timed, at least one.
+        tokens_per_step: tokens of one step, all devices together.
+        device: the device to wait for before the clock is read.
+        device_label: the device's name for the record.
+        mfu: turns tokens per second into model FLOPs utilisation, or None where the peak is unknown.
+    """
+    meter = MemoryMeter(device)
+    seconds = []
+    for number in range(warmup_steps + num_steps):
+        synchronize(device)
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        if number >= warmup_steps:
+            seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if num_steps > 1 else (median,) * 3
+    return BenchmarkRecord(
+        device=device_label,
+        warmup_steps=warmup_steps,
+        step_seconds=tuple(seconds),
+        median_seconds=median,
+        spread_seconds=high - low,
+        tokens_per_step=tokens_per_step,
+        tokens_per_second=tokens_per_step / median,
+        mfu=mfu(tokens_per_step / median),
+        memory_peak_bytes=meter.peak(),
+    )

@@ -1,0 +1,187 @@
+"""Where the record of every step goes: Parquet, a heartbeat file, TensorBoard, Weights & Biases, and a line of text."""
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any, Protocol, Self
+
+from llama_core.artifacts import RunDirectory, StepRecord, write_json, write_metrics_part
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.units import format_bytes
+
+
+class MetricsSink(Protocol):
+    """Something that takes the record of every step."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take one step's record."""
+
+    def flush(self) -> None:
+        """Put everything taken so far where it survives the process."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+class ParquetSink:
+    """Appends records to the run's metrics as a new Parquet part every ``part_size`` records."""
+
+    def __init__(self, run: RunDirectory, part_size: int = 100) -> None:
+        self.run = run
+        self.part_size = part_size
+        self._records: list[StepRecord] = []
+
+    def write(self, record: StepRecord) -> None:
+        """Keep the record, and write a part once ``part_size`` are kept."""
+        self._records.append(record)
+        if len(self._records) >= self.part_size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept as a part."""
+        if self._records:
+            write_metrics_part(self.run, self._records)
+            self._records = []
+
+    close = flush
+
+
+class HeartbeatSink:
+    """Keeps the newest record in one small file, for whoever watches the run from outside."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+
+    def write(self, record: StepRecord) -> None:
+        """Replace the file."""
+        write_json(self.run.progress, record)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class TensorBoardSink:
+    """Writes the scalars of every record as TensorBoard events."""
+
+    def __init__(self, run: RunDirectory, resumed_at: int) -> None:
+        # The standalone writer of the tensorboard package is used through torch; events after the step a resumed
+        # run starts from are purged, so that a step shows once.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.logs / "tensorboard"), purge_step=resumed_at + 1)
+
+    def write(self, record: StepRecord) -> None:
+        """Add the record's scalars."""
+        for name, value in _scalars(record).items():
+            self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def flush(self) -> None:
+        """Write buffered events."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases; a resumed run continues under the same id."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise EnvironmentMismatchError(
+                f"tracking.wandb={config.tracking.wandb} needs the wandb package; "
+                "pip install 'llama-training-infra[wandb]', or set tracking.wandb=off"
+            ) from None
+        self._run = wandb.init(
+            project=config.tracking.wandb_project,
+            name=run.name,
+            id=run.name,
+            resume="allow",
+            mode="online" if config.tracking.wandb == "online" else "offline",
+            dir=run.logs,
+            config=config.model_dump(),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def write(self, record: StepRecord) -> None:
+        """Log the record's scalars."""
+        self._run.log(_scalars(record), step=record.step)
+
+    def flush(self) -> None:
+        """W&B writes from a process of its own."""
+
+    def close(self) -> None:
+        """End the W&B run."""
+        self._run.finish()
+
+
+class MetricsSinks:
+    """All sinks of one run as one."""
+
+    def __init__(self, *sinks: MetricsSink) -> None:
+        self.sinks = sinks
+
+    @classmethod
+    def open(cls, run: RunDirectory, config: RunConfig, *, resumed_at: int) -> Self:
+        """Open the sinks that ``config.tracking`` asks for; ``resumed_at`` is the last step already recorded.
+
+        Raises:
+            EnvironmentMismatchError: if a sink's package is missing.
+        """
+        sinks: list[MetricsSink] = [ParquetSink(run), HeartbeatSink(run)]
+        if config.tracking.tensorboard:
+            sinks.append(TensorBoardSink(run, resumed_at))
+        if config.tracking.wandb != "off":
+            sinks.append(WandbSink(run, config))
+        return cls(*sinks)
+
+    def write(self, record: StepRecord) -> None:
+        """Hand the record to every sink."""
+        for sink in self.sinks:
+            sink.write(record)
+
+    def flush(self) -> None:
+        """Flush every sink."""
+        for sink in self.sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Close every sink, whatever one of them raises."""
+        with ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+
+
+def print_record(record: StepRecord) -> None:
+    """Print the record as one line: a rank's log."""
+    print(format_record(record), flush=True)  # noqa: T201
+
+
+def format_record(record: StepRecord) -> str:
+    """Return the record as one line for people."""
+    parts = [
+        f"step {record.step}/{record.total_steps}",
+        f"loss {record.loss:.4f}",
+        f"grad norm {record.grad_norm:.3f}",
+        f"lr {record.learning_rate:.2e}",
+        f"{record.tokens_per_second:,.0f} tokens/s",
+        f"memory {format_bytes(record.memory_allocated_bytes)} (peak {format_bytes(record.memory_peak_bytes)})",
+    ]
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    if record.eval_loss is not None:
+        parts.append(f"held-out loss {record.eval_loss:.4f}")
+    if record.skipped:
+        parts.append("SKIPPED: not finite")
+    return "  ".join(parts)
+
+
+def _scalars(record: StepRecord) -> dict[str, Any]:
+    ignored = {"step", "total_steps", "time"}
+    return {name: float(value) for name, value in asdict(record).items() if name not in ignored and value is not None}

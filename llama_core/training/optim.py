@@ -1,0 +1,57 @@
+"""AdamW with decoupled decay groups, and the learning-rate schedules as functions of the step."""
+
+import math
+
+import torch
+from torch import nn
+
+from llama_core.config.run import TrainingConfig
+
+
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
+    """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
+
+    The fused kernel is used: it needs no temporaries and is the fastest on CUDA and CPU alike.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        eps=training.epsilon,
+        fused=True,
+    )
+
+
+def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
+    """Return the steps of linear warm-up: those asked for, else a tenth of the run, at most 2000."""
+    return min(total_steps // 10, 2000) if training.warmup_steps is None else training.warmup_steps
+
+
+def learning_rate(step: int, training: TrainingConfig, total_steps: int) -> float:
+    """Return the learning rate of optimizer step ``step``, counted from 1.
+
+    After a linear warm-up the rate follows half a cosine (``cosine``), stays and then falls linearly over the last
+    ``decay_fraction`` of the steps (``wsd``), or stays (``constant``). The decays end at ``min_lr_ratio`` of the peak
+    on the last step.
+
+    Source: cosine, Loshchilov and Hutter 2017, arXiv:1608.03983; WSD, Hu et al. 2024, arXiv:2404.06395.
+    """
+    peak, floor = training.learning_rate, training.learning_rate * training.min_lr_ratio
+    warmup = warmup_steps(training, total_steps)
+    if step <= warmup:
+        return peak * step / warmup
+    match training.lr_schedule:
+        case "cosine":
+            progress = (step - warmup) / max(1, total_steps - warmup)
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        case "wsd":
+            decay = max(1, round(total_steps * training.decay_fraction))
+            remaining = min(1.0, max(0, total_steps - step) / decay)
+            return floor + (peak - floor) * remaining
+        case "constant":
+            return peak

@@ -1,0 +1,323 @@
+"""The training loop: one optimizer step as a function, and the run of many of them as ``Trainer``."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llama_core.artifacts import BenchmarkRecord, RunDirectory, StepRecord, TrainingSummary, drop_metrics_after
+from llama_core.config.hardware import DeviceSpec, recognise_gpu
+from llama_core.config.run import RunConfig
+from llama_core.errors import NonFiniteError, StoppedError
+from llama_core.models.llama import Llama, build_llama
+from llama_core.parallel.recompute import apply_recompute
+from llama_core.planning.cost import model_flops_utilisation
+from llama_core.planning.memory import Phase
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.data import Batch
+from llama_core.training.measure import MemoryMeter, synchronize, time_steps
+from llama_core.training.metrics import MetricsSinks, print_record
+from llama_core.training.optim import build_optimizer, learning_rate
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class BatchSource(Protocol):
+    """An endless supply of global batches that remembers where it is."""
+
+    def next_batch(self) -> Batch:
+        """Return the next batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that ``state_dict`` returned."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured; tensors, so that a step needs no more than one synchronisation."""
+
+    loss: Tensor
+    """Mean cross-entropy over the target tokens of all microbatches, fp32 scalar."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping, fp32 scalar."""
+    updated: bool
+    """Whether the weights were updated: not when the loss or the norm was not finite."""
+
+
+def train_step(
+    model: Llama,
+    optimizer: Optimizer,
+    microbatches: Sequence[Batch],
+    *,
+    learning_rate: float,
+    max_grad_norm: float,
+    check_finite: bool = True,
+    on_phase: Callable[[Phase], None] = lambda phase: None,
+) -> StepResult:
+    """Accumulate the gradients of ``microbatches``, clip them, and update the weights once.
+
+    The loss is the mean over all target tokens of the step, so it does not depend on how the step is cut into
+    microbatches.
+
+    Args:
+        model: the model, on the device of the batches.
+        optimizer: its optimizer; gradients are dropped after the update.
+        microbatches: the step's batches, in order.
+        learning_rate: rate of this step.
+        max_grad_norm: global norm above which gradients are scaled down.
+        check_finite: leave the update out if the loss or norm is not finite, which waits for the device; without
+            it no value is read back, as a step on fake tensors needs.
+        on_phase: called as each forward, backward and optimizer phase begins.
+    """
+    num_targets = max(1, sum(batch.num_targets for batch in microbatches))
+    losses = []
+    for batch in microbatches:
+        on_phase("forward")
+        loss = model.loss_sum(batch.tokens_BS, batch.targets_BS, batch.positions_BS) / num_targets
+        on_phase("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    total = torch.stack(losses).sum()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    updated = not check_finite or bool(torch.isfinite(total) & torch.isfinite(grad_norm))
+    on_phase("optimizer")
+    if updated:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(total, grad_norm, updated)
+
+
+@torch.no_grad()
+def mean_loss(model: Llama, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return the mean cross-entropy over the target tokens of ``batches``, in nats, and how many they were."""
+    total, num_targets = 0.0, 0
+    for batch in batches:
+        total += float(model.loss_sum(batch.tokens_BS, batch.targets_BS, batch.positions_BS))
+        num_targets += batch.num_targets
+    return total / max(1, num_targets), num_targets
+
+
+class Trainer:
+    """One run on one device: builds the model, resumes from the newest checkpoint, and trains.
+
+    Args:
+        run: the run directory that metrics and checkpoints go to.
+        config: the resolved configuration (no ``auto`` left).
+        plan: how a batch is cut into microbatches, and what is recomputed.
+        batches: global batches of ``config.training.batch_size`` sequences.
+        validation: returns the held-out batches of one evaluation, in the same order every time; None to evaluate
+            nothing.
+        total_steps: optimizer steps of the whole run.
+        should_stop: asked after every step; once it says yes the run saves a checkpoint and stops.
+        on_step: told of every step, besides the metrics sinks.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        plan: ParallelPlan,
+        *,
+        batches: BatchSource,
+        validation: Callable[[], Iterable[Batch]] | None,
+        total_steps: int,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_step: Callable[[StepRecord], None] = print_record,
+    ) -> None:
+        self.run, self.config, self.plan = run, config, plan
+        self.batches, self.validation = batches, validation
+        self.total_steps = total_steps
+        self.should_stop, self.on_step = should_stop, on_step
+        self.device = torch.device(config.launch.device)
+        self.meter = MemoryMeter(self.device)
+        self.memory_baseline_bytes = self.meter.allocated()
+        self.model = build_llama(
+            config.spec,
+            device=self.device,
+            compute_dtype=COMPUTE_DTYPES[config.training.precision],
+            seed=config.training.seed,
+        )
+        apply_recompute(self.model, plan.recompute)
+        self.optimizer = build_optimizer(self.model, config.training)
+        self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints)
+        self.step = 0
+        self.tokens = 0
+        self._skipped_in_a_row = 0
+        self._last_loss = math.nan
+        self._last_eval: tuple[float, int] | None = None
+        self._resume()
+
+    def _resume(self) -> None:
+        state = self.checkpointer.load(self.model, self.optimizer)
+        if state is not None:
+            self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
+            self.batches.load_state_dict(state["data"])
+            logger.info("resuming after step %d", self.step)
+        drop_metrics_after(self.run, self.step)
+
+    def fit(self) -> TrainingSummary:
+        """Train until ``total_steps``, with a checkpoint at the end.
+
+        Raises:
+            NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient.
+            StoppedError: when ``should_stop`` said so; a checkpoint of the last step has been saved.
+            CheckpointError: if a checkpoint cannot be written.
+        """
+        started = time.perf_counter()
+        self.meter.reset_peak()
+        sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step)
+        try:
+            while self.step < self.total_steps:
+                record = self._take_step()
+                sinks.write(record)
+                self.on_step(record)
+                self._checkpoint_if_due(sinks)
+            self.checkpointer.finish()
+        finally:
+            sinks.close()
+        if self._last_eval is None and self.validation is not None:  # resumed after the last step
+            self._last_eval = self._evaluate()
+        eval_loss, eval_tokens = self._last_eval or (None, 0)
+        return TrainingSummary(
+            steps=self.step,
+            tokens=self.tokens,
+            train_loss=self._last_loss,
+            eval_loss=eval_loss,
+            eval_tokens=eval_tokens,
+            unigram_entropy=None,
+            bigram_entropy=None,
+            memory_baseline_bytes=self.memory_baseline_bytes,
+            memory_peak_bytes=self.meter.peak(),
+            seconds=time.perf_counter() - started,
+        )
+
+    def benchmark(self, device_label: str) -> BenchmarkRecord:
+        """Time whole steps at the current state, after warm-up; nothing of them is recorded or saved."""
+        timing = self.config.benchmark
+        return time_steps(
+            lambda: self._optimize(self.batches.next_batch(), on_phase=lambda phase: None),
+            warmup_steps=timing.warmup_steps,
+            num_steps=timing.steps,
+            tokens_per_step=self.config.training.batch_size * self.config.seq_len,
+            device=self.device,
+            device_label=device_label,
+            mfu=self._mfu,
+        )
+
+    def _take_step(self) -> StepRecord:
+        clock = _Stopwatch()
+        batch = self.batches.next_batch()
+        result = self._optimize(batch, on_phase=clock.enter)
+        synchronize(self.device)
+        clock.stop()
+        self.step += 1
+        num_tokens = batch.tokens_BS.numel()
+        self.tokens += num_tokens
+        self._last_loss = float(result.loss)
+        self._skipped_in_a_row = 0 if result.updated else self._skipped_in_a_row + 1
+        eval_loss = None
+        if self.validation is not None and self._is_due(self.config.training.eval_every):
+            self._last_eval = self._evaluate()
+            eval_loss = self._last_eval[0]
+        return StepRecord(
+            step=self.step,
+            total_steps=self.total_steps,
+            loss=self._last_loss,
+            grad_norm=float(result.grad_norm),
+            learning_rate=learning_rate(self.step, self.config.training, self.total_steps),
+            tokens=self.tokens,
+            tokens_per_second=num_tokens / clock.total,
+            step_seconds=clock.total,
+            data_seconds=clock.seconds["data"],
+            forward_backward_seconds=clock.seconds["forward"] + clock.seconds["backward"],
+            optimizer_seconds=clock.seconds["optimizer"],
+            mfu=self._mfu(num_tokens / clock.total),
+            memory_allocated_bytes=self.meter.allocated(),
+            memory_peak_bytes=self.meter.peak(),
+            loss_scale=1.0,
+            skipped=not result.updated,
+            eval_loss=eval_loss,
+            time=time.time(),
+        )
+
+    def _optimize(self, batch: Batch, on_phase: Callable[[Phase], None]) -> StepResult:
+        training = self.config.training
+        return train_step(
+            self.model,
+            self.optimizer,
+            [micro.to(self.device) for micro in batch.split(self.plan.microbatch_size)],
+            learning_rate=learning_rate(self.step + 1, training, self.total_steps),
+            max_grad_norm=training.max_grad_norm,
+            on_phase=on_phase,
+        )
+
+    def _evaluate(self) -> tuple[float, int]:
+        if self.validation is None:
+            raise ValueError("there is nothing to evaluate on")
+        return mean_loss(self.model, (batch.to(self.device) for batch in self.validation()))
+
+    def _checkpoint_if_due(self, sinks: MetricsSinks) -> None:
+        limit = self.config.training.max_skipped_steps
+        if self._skipped_in_a_row > limit:
+            self.checkpointer.finish()
+            raise NonFiniteError(
+                f"the loss or gradient was not finite for {self._skipped_in_a_row} steps in a row, "
+                f"the last one step {self.step}; training.max_skipped_steps={limit}"
+            )
+        stop = self.should_stop() and self.step < self.total_steps
+        if stop or self._is_due(self.config.training.checkpoint_every):
+            sinks.flush()  # the records of a checkpointed step are never lost, since a resumed run does not redo it
+            state = {"tokens": self.tokens, "loss": self._last_loss, "data": self.batches.state_dict()}
+            self.checkpointer.save(self.step, self.model, self.optimizer, state)
+        if stop:
+            self.checkpointer.finish()
+            raise StoppedError(f"stopped after step {self.step} of {self.total_steps}")
+        self.checkpointer.poll()
+
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        config = self.config
+        return model_flops_utilisation(
+            tokens_per_second, config.spec, config.seq_len, self.plan.world_size, self._device_spec()
+        )
+
+    def _device_spec(self) -> DeviceSpec | None:
+        return recognise_gpu(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+
+class _Stopwatch:
+    """Splits the wall time of a step over its phases; the time before the first one is the data's."""
+
+    def __init__(self) -> None:
+        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._phase = "data"
+        self._since = time.perf_counter()
+
+    def enter(self, phase: Phase) -> None:
+        self.stop()
+        self._phase = phase
+
+    def stop(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._since
+        self._since = now
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())

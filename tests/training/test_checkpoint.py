@@ -1,0 +1,178 @@
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from llama_core.artifacts import RunDirectory
+from llama_core.errors import CheckpointError
+from llama_core.training.checkpoint import Checkpointer, newest_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.config.write_text("model: tiny_llama3_50m\n")
+    return run
+
+
+def trained(steps, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for step in range(steps):
+        model(torch.full((2, 8), float(step + 1))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(run, *steps, keep=5):
+    checkpointer = Checkpointer(run, keep=keep)
+    for step in steps:
+        checkpointer.save(step, *trained(step), {"tokens": 10 * step})
+    checkpointer.finish()
+
+
+def names(run):
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_what_is_loaded_is_what_was_saved_to_the_bit(run):
+    save(run, 3)
+    model, optimizer = trained(0, seed=1)
+    state = Checkpointer(run, keep=1).load(model, optimizer)
+    expected_model, expected_optimizer = trained(3)
+    assert state == {"step": 3, "tokens": 30}
+    torch.testing.assert_close(model.state_dict(), expected_model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        optimizer.state_dict()["state"], expected_optimizer.state_dict()["state"], rtol=0, atol=0
+    )
+
+
+def test_training_on_while_the_checkpoint_is_written_does_not_change_it(run):
+    checkpointer = Checkpointer(run, keep=1)
+    model, optimizer = trained(2)
+    checkpointer.save(2, model, optimizer, {})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    checkpointer.finish()
+    loaded, loaded_optimizer = trained(0, seed=1)
+    Checkpointer(run, keep=1).load(loaded, loaded_optimizer)
+    torch.testing.assert_close(loaded.state_dict(), trained(2)[0].state_dict(), rtol=0, atol=0)
+
+
+def test_a_run_without_checkpoints_starts_from_nothing(run):
+    assert Checkpointer(run, keep=1).load(*trained(0)) is None
+
+
+def test_only_the_newest_are_kept_and_latest_names_the_last(run):
+    save(run, 1, 2, 3, 4, keep=2)
+    assert names(run) == ["latest", "step-00000003", "step-00000004"]
+    assert (run.checkpoints / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_checkpoint_carries_the_configuration_of_its_run(run):
+    save(run, 1)
+    assert (run.checkpoints / "step-00000001" / "config.yaml").read_text() == run.config.read_text()
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGE = {
+    "truncated": lambda path: truncate(path / "__0_0.distcp"),
+    "missing": lambda path: (path / "__0_0.distcp").unlink(),
+    "no metadata": lambda path: (path / ".metadata").unlink(),
+    "no state": lambda path: (path / "state.json").unlink(),
+    "empty": lambda path: [file.unlink() for file in path.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(run, caplog, damage):
+    save(run, 1, 2)
+    damage(run.checkpoints / "step-00000002")
+    with caplog.at_level(logging.WARNING):
+        state = Checkpointer(run, keep=2).load(*trained(0))
+    assert state["step"] == 1
+    assert "step-00000002 is damaged" in caplog.text
+    assert newest_checkpoint(run).name == "step-00000001"
+
+
+def test_bytes_that_changed_on_disk_are_refused_when_they_cannot_be_read(run, caplog):
+    save(run, 1, 2)
+    file = run.checkpoints / "step-00000002" / ".metadata"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    assert Checkpointer(run, keep=2).load(*trained(0))["step"] == 1
+
+
+def test_when_no_checkpoint_can_be_read_the_run_does_not_start_over_silently(run):
+    save(run, 1)
+    (run.checkpoints / "step-00000001" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        Checkpointer(run, keep=1).load(*trained(0))
+
+
+def test_what_a_killed_process_left_half_written_is_removed(run):
+    save(run, 1)
+    shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / ".step-00000002.writing")
+    assert Checkpointer(run, keep=1).load(*trained(0))["step"] == 1
+    assert names(run) == ["latest", "step-00000001"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a file system: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_keeps_the_checkpoint_before_and_says_so_in_one_line(small_disk):
+    run = RunDirectory(small_disk / "run")
+    run.create()
+    run.config.write_text("")
+    save(run, 1)
+    (small_disk / "ballast").write_bytes(b"\0" * (shutil.disk_usage(small_disk).free - 8192))
+    with pytest.raises(CheckpointError) as caught:
+        save(run, 2)
+    assert str(caught.value) == (
+        f"cannot save the checkpoint of step 2: no space left under {run.checkpoints}; step-00000001 is complete"
+    )
+    assert names(run) == ["latest", "step-00000001"]
+    assert Checkpointer(run, keep=1).load(*trained(0))["step"] == 1
+
+
+def test_a_process_killed_while_saving_leaves_the_checkpoints_before_it(run):
+    """The process saves again and again, and is killed in the middle of it."""
+    program = (
+        "import sys; from pathlib import Path; import torch; from torch import nn\n"
+        "from llama_core.artifacts import RunDirectory; from llama_core.training.checkpoint import Checkpointer\n"
+        "model = nn.Linear(2000, 2000); optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
+        "model(torch.ones(1, 2000)).sum().backward(); optimizer.step()\n"
+        "checkpointer = Checkpointer(RunDirectory(Path(sys.argv[1])), keep=2)\n"
+        "for step in range(1, 10_000):\n"
+        "    checkpointer.save(step, model, optimizer, {}); print(step, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, run.path], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if int(line) == 4:
+            process.kill()
+            break
+    process.wait()
+    model = nn.Linear(2000, 2000)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert Checkpointer(run, keep=2).load(model, optimizer)["step"] >= 3

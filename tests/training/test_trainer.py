@@ -1,0 +1,267 @@
+import math
+
+import pytest
+import torch
+
+from llama_core.artifacts import RunDirectory, read_metrics
+from llama_core.config.run import RunConfig
+from llama_core.errors import NonFiniteError, StoppedError
+from llama_core.models.llama import build_llama
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.data import Batch
+from llama_core.training.optim import build_optimizer
+from llama_core.training.trainer import Trainer, mean_loss, train_step
+
+FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "head_dim": 8, "ffn_size": 64, "vocab_size": 128}
+SPEC = RunConfig.from_mapping({"architecture": FEW_PARAMETERS}).spec
+BATCH_SIZE, SEQ_LEN = 4, 16
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
+class Counting:
+    """Batches that are a function of how many came before; some of them poisoned."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def next_batch(self):
+        self.taken += 1
+        return batch(self.taken)
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+def batch(seed, rows=BATCH_SIZE, packed=True):
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BS = torch.randint(0, SPEC.vocab_size, (rows, SEQ_LEN + 1), generator=generator)
+    targets_BS = tokens_BS[:, 1:].clone()
+    targets_BS[:, seed % SEQ_LEN] = -100
+    positions_BS = torch.arange(SEQ_LEN).expand(rows, -1) % 7 if packed else None
+    return Batch(tokens_BS[:, :-1], targets_BS, positions_BS)
+
+
+def config(**training):
+    settings = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "precision": "fp32", "checkpoint_every": 5} | training
+    return RunConfig.from_mapping(
+        {
+            "architecture": FEW_PARAMETERS,
+            "training": settings,
+            "launch": {"device": "cpu"},
+            "tracking": {"tensorboard": False},
+        }
+    )
+
+
+def trainer(run, steps=10, plan=None, validation=None, batches=None, should_stop=lambda: False, **training):
+    settings = config(steps=steps, **training)
+    run.config.write_text(settings.to_yaml())
+    return Trainer(
+        run,
+        settings,
+        plan or ParallelPlan(microbatch_size=BATCH_SIZE),
+        batches=batches or Counting(),
+        validation=validation,
+        total_steps=steps,
+        should_stop=should_stop,
+    )
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_equal(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def losses(run):
+    return read_metrics(run).column("loss").to_pylist()
+
+
+def test_the_same_seed_gives_the_same_losses_and_weights_to_the_bit(tmp_path):
+    results = []
+    for name in ("one", "other"):
+        run = RunDirectory(tmp_path / name)
+        run.create()
+        one = trainer(run)
+        one.fit()
+        results.append((losses(run), weights(one)))
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])
+
+
+def test_another_seed_gives_other_losses(run, tmp_path):
+    other = RunDirectory(tmp_path / "other")
+    other.create()
+    trainer(run, steps=1).fit()
+    trainer(other, steps=1, seed=1).fit()
+    assert losses(run) != losses(other)
+
+
+def test_training_lowers_the_loss_of_a_batch_it_sees_again_and_again(run):
+    class Same(Counting):
+        def next_batch(self):
+            return batch(1)
+
+    trainer(run, steps=30, batches=Same(), learning_rate=1e-2).fit()
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
+
+
+def test_a_stopped_run_goes_on_to_the_bit(run, tmp_path):
+    whole = RunDirectory(tmp_path / "whole")
+    whole.create()
+    undisturbed = trainer(whole)
+    undisturbed.fit()
+
+    first = trainer(run)
+    first.should_stop = lambda: first.step == 4
+    with pytest.raises(StoppedError, match="stopped after step 4 of 10"):
+        first.fit()
+    second = trainer(run)
+    assert (second.step, second.tokens) == (4, 4 * BATCH_SIZE * SEQ_LEN)
+    second.fit()
+    assert losses(run) == losses(whole)
+    assert read_metrics(run).column("step").to_pylist() == list(range(1, 11))
+    assert_equal(weights(second), weights(undisturbed))
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+def test_accumulated_gradients_are_those_of_the_whole_batch(microbatch_size):
+    """In float64, so that only the order of the sums differs: 1e-12 is some hundred roundings."""
+
+    def stepped(size):
+        model = build_llama(SPEC, device="cpu", compute_dtype=torch.float64, seed=0).double()
+        optimizer = build_optimizer(model, config().training)
+        whole = batch(3)
+        # rows of unequal numbers of targets: a mean of means would be another loss
+        whole.targets_BS[0, :9] = -100
+        result = train_step(
+            model,
+            optimizer,
+            Batch(whole.tokens_BS, whole.targets_BS, whole.positions_BS).split(size),
+            learning_rate=1e-2,
+            max_grad_norm=0.1,
+        )
+        return result, dict(model.named_parameters())
+
+    expected, expected_weights = stepped(BATCH_SIZE)
+    got, got_weights = stepped(microbatch_size)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=0)  # the loss is reported in fp32
+    torch.testing.assert_close(got.grad_norm, expected.grad_norm, rtol=1e-10, atol=0)
+    torch.testing.assert_close(got_weights, expected_weights, rtol=0, atol=1e-8)
+
+
+def test_gradients_are_clipped_to_their_global_norm():
+    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
+    norms = []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    sgd.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    )
+    result = train_step(model, sgd, [batch(1)], learning_rate=0.0, max_grad_norm=0.05)
+    assert result.grad_norm > 0.05
+    assert float(norms[0]) == pytest.approx(0.05, rel=1e-4)
+
+
+def test_the_loss_of_an_untrained_model_is_that_of_guessing():
+    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
+    loss, num_targets = mean_loss(model, [batch(1), batch(2)])
+    assert loss == pytest.approx(math.log(SPEC.vocab_size), rel=0.02)
+    assert num_targets == 2 * BATCH_SIZE * (SEQ_LEN - 1)
+
+
+def test_the_held_out_loss_does_not_depend_on_how_it_is_batched():
+    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
+    whole = mean_loss(model, [batch(1)])
+    assert mean_loss(model, batch(1).split(1)) == (pytest.approx(whole[0], rel=1e-6), whole[1])
+
+
+def test_bf16_trains_to_the_loss_of_fp32_within_its_rounding(tmp_path):
+    final = {}
+    for precision in ("fp32", "bf16"):
+        run = RunDirectory(tmp_path / precision)
+        run.create()
+        trainer(run, steps=20, precision=precision, learning_rate=3e-3).fit()
+        final[precision] = losses(run)[-1]
+    assert final["bf16"] == pytest.approx(final["fp32"], rel=0.01)
+
+
+def test_evaluation_happens_when_due_and_after_the_last_step(run):
+    summary = trainer(run, steps=7, eval_every=3, validation=lambda: [batch(99)]).fit()
+    evaluated = read_metrics(run).select(["step", "eval_loss"]).to_pylist()
+    assert [row["step"] for row in evaluated if row["eval_loss"] is not None] == [3, 6, 7]
+    assert summary.eval_loss == evaluated[-1]["eval_loss"]
+    assert summary.eval_tokens == batch(99).num_targets
+
+
+def test_the_parts_of_a_step_make_up_its_time(run):
+    trainer(run, steps=2).fit()
+    for row in read_metrics(run).to_pylist():
+        parts = row["data_seconds"] + row["forward_backward_seconds"] + row["optimizer_seconds"]
+        assert parts == pytest.approx(row["step_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(BATCH_SIZE * SEQ_LEN / row["step_seconds"])
+
+
+def test_the_peak_is_never_below_what_is_held(run):
+    trainer(run, steps=3).fit()
+    for row in read_metrics(run).to_pylist():
+        assert row["memory_peak_bytes"] >= row["memory_allocated_bytes"] > 0
+
+
+class Poisoned(Counting):
+    """From a given batch on, the model's weights meet a gradient that is not finite."""
+
+    def __init__(self, trainer_of, first, last):
+        super().__init__()
+        self.trainer_of, self.first, self.last = trainer_of, first, last
+
+    def next_batch(self):
+        model = self.trainer_of().model
+        poison = self.first <= self.taken + 1 <= self.last
+        for handle in getattr(self, "handles", []):
+            handle.remove()
+        self.handles = [model.norm.weight.register_hook(lambda grad: grad * math.nan)] if poison else []
+        return super().next_batch()
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(run):
+    box = []
+    one = trainer(run, steps=6, batches=Poisoned(lambda: box[0], 3, 4), max_skipped_steps=2)
+    box.append(one)
+    one.fit()
+    rows = read_metrics(run).to_pylist()
+    assert [row["step"] for row in rows if row["skipped"]] == [3, 4]
+    assert all(torch.isfinite(tensor).all() for tensor in one.model.state_dict().values())
+
+
+def test_too_many_of_them_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(run):
+    box = []
+    one = trainer(run, steps=20, batches=Poisoned(lambda: box[0], 7, 20), max_skipped_steps=2)
+    box.append(one)
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row, the last one step 9; training\.max_skipped_steps=2"):
+        one.fit()
+    resumed = trainer(run, steps=20)
+    assert resumed.step == 5
+    assert all(torch.isfinite(tensor).all() for tensor in resumed.model.state_dict().values())
+
+
+def test_timed_steps_are_counted_after_warmup_and_leave_no_trace(run):
+    one = trainer(run, steps=2)
+    one.fit()
+    record = one.benchmark("a device")
+    assert len(record.step_seconds) == one.config.benchmark.steps
+    assert min(record.step_seconds) <= record.median_seconds <= max(record.step_seconds)
+    assert record.tokens_per_second == pytest.approx(BATCH_SIZE * SEQ_LEN / record.median_seconds)
+    assert record.mfu is None
+    assert read_metrics(run).num_rows == 2
+    assert trainer(run, steps=2).step == 2
