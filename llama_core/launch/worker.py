@@ -1,0 +1,145 @@
+"""What every rank of a job runs: read the run directory, train, time some steps, and say how it ended.
+
+``python -m llama_core.launch.worker RUN_DIR [--only train|benchmark]``; it needs torch and the run directory, nothing
+else, so it also starts by hand on any machine that sees the directory.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import get_args
+
+import torch
+
+from llama_core.artifacts import Outcome, OutcomeStatus, RunDirectory, read_json, write_json
+from llama_core.config.run import RunConfig
+from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
+from llama_core.launch.environment import device_label
+from llama_core.launch.launchers import Part
+from llama_core.launch.outcome import record_outcome
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.data import BatchStream, DataStatistics, load_datasets, validation_batches
+from llama_core.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+Build = Callable[[Callable[[], bool]], tuple[Trainer, DataStatistics | None]]
+"""Makes the trainer, given what it asks between steps whether to stop; with what is known of the data."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank and return the process's exit code: 0 finished, 1 failed, 2 the request was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m llama_core.launch.worker", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--only", choices=get_args(Part), help="leave the other part out")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+    run = RunDirectory(options.run_dir)
+    outcome = run_to_end(run, lambda should_stop: _trainer(run, should_stop), options.only)
+    return {"finished": 0, "bad-config": 2}.get(outcome.status, 1)
+
+
+def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Outcome:
+    """Train and time some steps; every ending but a kill is recorded in ``outcome.json``, which is returned."""
+    try:
+        with _stop_on_signal() as should_stop:
+            trainer, statistics = build(should_stop)
+            if only != "benchmark":
+                summary = trainer.fit()
+                if statistics is not None:
+                    summary = replace(
+                        summary,
+                        unigram_entropy=statistics.unigram_entropy,
+                        bigram_entropy=statistics.bigram_entropy,
+                    )
+                write_json(run.training, summary)
+            if only != "train":
+                write_json(run.benchmark, trainer.benchmark(device_label(trainer.device.type)))
+    except Exception as error:
+        status, next_action = _classify(error)
+        expected = isinstance(error, TrainingInfraError) or status != "crashed"
+        logger.error("the run ended: %s", error, exc_info=not expected)
+        return record_outcome(run, status, reason=_first_line(error), next_action=next_action)
+    return record_outcome(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="")
+
+
+def _trainer(run: RunDirectory, should_stop: Callable[[], bool]) -> tuple[Trainer, DataStatistics]:
+    config = RunConfig.load(run.config)
+    training = config.training
+    if config.launch.device == "cuda" and training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+    datasets = load_datasets(config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed)
+    plan, held_out = ParallelPlan.from_dict(read_json(run.plan)), datasets.validation
+    trainer = Trainer(
+        run,
+        config,
+        plan,
+        batches=BatchStream(datasets.train, batch_size=config.batch_size, seed=training.seed),
+        validation=None
+        if held_out is None
+        else partial(validation_batches, held_out, plan.microbatch_size, max_rows=training.eval_sequences),
+        total_steps=training.steps or max(1, round(training.epochs * len(datasets.train) / config.batch_size)),
+        should_stop=should_stop,
+    )
+    return trainer, datasets.statistics
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Turn the signals that end a job into a flag that the training loop asks for between steps.
+
+    SIGUSR2 is how Slurm announces the end of the time limit.
+    """
+    received: list[int] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) if current_thread() is main_thread() else ()
+    before = {number: signal.signal(number, remember) for number in stopping}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_LESS_MEMORY = "use a smaller parallel.microbatch_size or parallel.recompute=full, then --resume"
+_ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
+    (RequestError, "bad-config", "correct the request and start again"),
+    (StoppedError, "cancelled", "start it again with --resume"),
+    (NonFiniteError, "non-finite", "lower training.learning_rate or look at the data, then --resume"),
+    (torch.OutOfMemoryError, "oom", _LESS_MEMORY),
+    (MemoryError, "oom", _LESS_MEMORY),
+    (CheckpointError, "crashed", "make room or choose another disk, then --resume"),
+)
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # how torch's CPU allocator words its RuntimeError
+
+
+def _classify(error: Exception) -> tuple[OutcomeStatus, str]:
+    """Return the outcome of a run that ended by ``error``, and the next thing to try."""
+    if _CPU_OUT_OF_MEMORY in str(error):
+        return "oom", _LESS_MEMORY
+    for kind, status, next_action in _ENDINGS:
+        if isinstance(error, kind):
+            return status, next_action
+    return "crashed", "read logs/rank-00000.log, then --resume"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

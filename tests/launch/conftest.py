@@ -1,0 +1,44 @@
+import socket
+import sys
+
+import pytest
+from launch_harness import FAKE_WORKER, Job
+
+from llama_core.artifacts import JobRecord, RunDirectory, write_json
+from llama_core.config.run import RunConfig
+from llama_core.launch.launchers import LocalLauncher
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+@pytest.fixture
+def config():
+    return RunConfig.from_mapping({"launch": {"device": "cpu"}})
+
+
+@pytest.fixture
+def submit(run, config):
+    """Submit a job of fake workers; it is killed at the end of the test."""
+    handles = []
+
+    def start(behaviour, *, num_ranks=1, only=None):
+        launcher = LocalLauncher(worker=(sys.executable, str(FAKE_WORKER), behaviour))
+        handles.append(launcher.submit(run, config, num_ranks, only))
+        return Job(handles[-1], num_ranks)
+
+    yield start
+    for handle in handles:
+        handle.cancel(grace_seconds=0)
+
+
+@pytest.fixture
+def job(run):
+    """A recorded job, submitted a thousand seconds after the epoch."""
+    record = JobRecord("local", "4242", socket.gethostname(), "1970-01-01T00:16:40.000000+00:00")
+    write_json(run.job, record)
+    return record

@@ -1,0 +1,92 @@
+"""A rank that obeys the worker's contract but computes nothing: ``fake_worker.py BEHAVIOUR RUN_DIR [--only PART]``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launch_harness import step_record
+
+from llama_core.artifacts import RunDirectory, write_json
+from llama_core.launch.outcome import record_outcome
+
+behaviour, run_dir, *options = sys.argv[1:]
+run = RunDirectory(Path(run_dir))
+rank = int(os.environ["RANK"])
+received = []
+
+
+def take_step(step):
+    if rank == 0:
+        write_json(run.progress, step_record(step))
+
+
+def announce():
+    """Leave what a test wants to know; its presence says that signals are handled from here on."""
+    facts = {"pid": os.getpid(), "supervisor": os.getppid(), "options": options, "environment": dict(os.environ)}
+    write_json(run.path / f"worker-{rank}.json", facts)
+
+
+def finish():
+    for step in range(1, 4):
+        take_step(step)
+        time.sleep(0.3)
+    record_outcome(run, "finished", reason="3 steps", next_action="")
+
+
+def serve():
+    """Train until asked to stop, as the real worker does."""
+    sys.stdout.write("at work\n")
+    step = 0
+    while not received:
+        step += 1
+        take_step(step)
+        time.sleep(0.05)
+    Path(run.path / "received.json").write_text(json.dumps(received))
+    record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume")
+    sys.exit(1)
+
+
+def hang():
+    """Never end, whatever the signal, and have a child that does the same."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    announce()
+    while True:
+        time.sleep(1)
+
+
+def fail():
+    sys.stdout.write("about to fail\n")
+    raise ValueError("the third weight is made of cheese")
+
+
+def fail_on_rank_1_while_others_hang():
+    fail() if rank == 1 else hang()
+
+
+def run_out_of_device_memory():
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def run_out_of_host_memory():
+    hoard = []
+    while True:
+        hoard.append(b"x" * 2**22)
+
+
+def refuse():
+    sys.stdout.write("ERROR unknown model 'llama9'\n")
+    sys.exit(2)
+
+
+def leave_silently():
+    pass
+
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT):
+    signal.signal(number, lambda number, frame: received.append(number))
+announce()
+globals()[behaviour]()

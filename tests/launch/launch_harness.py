@@ -1,0 +1,70 @@
+"""Jobs of fake workers, their processes, and the records that training would leave."""
+
+import time
+from pathlib import Path
+
+import psutil
+
+from llama_core.artifacts import StepRecord, read_json
+
+FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
+
+
+def eventually(condition, *, seconds=60):
+    """Return the first true value of ``condition``, which must come before the test is given up."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value
+
+
+def is_alive(pid):
+    """Return whether a process is at work; one that only waits to be reaped is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Job:
+    """A job of fake workers, with the processes that belong to it."""
+
+    def __init__(self, handle, num_ranks):
+        self.handle = handle
+        self.num_ranks = num_ranks
+
+    def worker(self, rank=0):
+        """Return what a rank left about itself, once its worker heeds signals."""
+        path = self.handle.run.path / f"worker-{rank}.json"
+        return read_json(eventually(lambda: path.exists() and path))
+
+    def processes(self):
+        """Return the ids of the controller and everything below it, once every rank is at work."""
+        for rank in range(self.num_ranks):
+            self.worker(rank)
+        controller = psutil.Process(int(self.handle.record.job_id))
+        return [controller.pid, *(process.pid for process in controller.children(recursive=True))]
+
+
+def step_record(step, *, at=None):
+    return StepRecord(
+        step=step,
+        total_steps=3,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        tokens=step,
+        tokens_per_second=1.0,
+        step_seconds=0.01,
+        data_seconds=0.0,
+        forward_backward_seconds=0.01,
+        optimizer_seconds=0.0,
+        mfu=None,
+        memory_allocated_bytes=1,
+        memory_peak_bytes=1,
+        loss_scale=1.0,
+        skipped=False,
+        eval_loss=None,
+        time=time.time() if at is None else at,
+    )

@@ -1,0 +1,167 @@
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from launch_harness import step_record
+
+from llama_core.artifacts import read_json, write_json, write_metrics_part
+from llama_core.launch.outcome import (
+    JOB_ID_VARIABLE,
+    LOG_HEADER,
+    RankExit,
+    cancel_path,
+    conclude,
+    exit_path,
+    log_path,
+    record_outcome,
+)
+
+TRACEBACK = "Traceback (most recent call last):\n  File \"x.py\", line 1, in <module>\nKeyError: 'tokens'\n"
+
+
+def leave(run, *, rank=0, exit_code=None, by=None, log="", **facts):
+    """Leave what a rank that has ended leaves: its exit record and its log, after an earlier attempt's."""
+    defaults = {"oom_killed": False, "stopped": False, "num_ranks": 1, "ended_at": 2000.0}
+    write_json(exit_path(run, rank), RankExit(rank, exit_code, by, **defaults | facts))
+    log_path(run, rank).write_text(f"{LOG_HEADER}1 ===\nCUDA out of memory\n{LOG_HEADER}4242 ===\n{log}")
+
+
+@pytest.fixture
+def under_the_job(job, monkeypatch):
+    monkeypatch.setenv(JOB_ID_VARIABLE, job.job_id)
+    return job
+
+
+def test_what_the_worker_recorded_stands(run, under_the_job):
+    recorded = record_outcome(run, "non-finite", reason="loss is NaN at step 7", next_action="lower the rate", step=7)
+    leave(run, exit_code=1, log=TRACEBACK)
+    assert conclude(run, under_the_job) == recorded
+
+
+def test_an_outcome_of_an_earlier_job_says_nothing_about_this_one(run, job):
+    record_outcome(run, "finished", reason="10 steps", next_action="")
+    leave(run, exit_code=1, log=TRACEBACK)
+    assert conclude(run, job).status == "crashed"
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "reason"),
+    [
+        ({"exit_code": 1, "log": TRACEBACK}, "crashed", "rank 0 ended with exit code 1: KeyError: 'tokens'"),
+        ({"exit_code": 3}, "crashed", "rank 0 ended with exit code 3"),
+        ({"exit_code": 0}, "crashed", "every rank exited with code 0 but none recorded an outcome"),
+        ({"exit_code": 2, "log": "unknown key"}, "bad-config", "rank 0 refused the request: unknown key"),
+        ({"by": signal.SIGKILL}, "crashed", "rank 0 was killed by signal 9 (possibly out of memory)"),
+        ({"by": signal.SIGKILL, "oom_killed": True}, "oom", "the kernel ran out of memory and killed rank 0"),
+        ({"by": signal.SIGABRT}, "crashed", "rank 0 was killed by signal 6 (SIGABRT)"),
+        ({"by": signal.SIGTERM}, "cancelled", "rank 0 was stopped by SIGTERM before it could save"),
+        ({"by": signal.SIGUSR2}, "preempted", "rank 0 was stopped by SIGUSR2 before it could save"),
+        (
+            {"exit_code": 1, "log": f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"},
+            "oom",
+            "rank 0 ran out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+        ),
+        (
+            {"exit_code": 1, "log": "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"},
+            "oom",
+            "rank 0 ran out of memory: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes",
+        ),
+        (
+            {"exit_code": 1, "log": "Traceback (most recent call last):\n  import torch\nKeyboardInterrupt\n"},
+            "cancelled",
+            "rank 0 was interrupted",
+        ),
+    ],
+)
+def test_the_reason_is_worked_out_from_exit_code_signal_and_log(run, job, ended, status, reason):
+    leave(run, **ended)
+    outcome = conclude(run, job)
+    assert (outcome.status, outcome.reason) == (status, reason)
+    assert outcome.next_action
+
+
+def test_the_rank_that_failed_first_is_the_one_to_blame(run, job):
+    leave(run, rank=0, exit_code=1, log="connection reset by peer", num_ranks=2, ended_at=2001.0)
+    leave(run, rank=1, exit_code=1, log=TRACEBACK, num_ranks=2, ended_at=2000.0)
+    assert conclude(run, job).reason == "rank 1 ended with exit code 1: KeyError: 'tokens'"
+
+
+def test_a_rank_that_was_stopped_for_another_is_not_to_blame(run, job):
+    leave(run, rank=0, by=signal.SIGKILL, stopped=True, num_ranks=2)
+    assert conclude(run, job).reason.startswith("rank 1 vanished")
+
+
+def test_a_job_without_any_exit_record_has_vanished(run, job):
+    assert conclude(run, job).reason.startswith("rank 0 vanished without an exit code")
+
+
+def test_a_job_that_could_not_start_quotes_the_submission_log(run, job):
+    folder = run.logs / "submitit" / "attempt-00000"
+    folder.mkdir(parents=True)
+    (folder / "4242_0_log.out").write_text(f"{TRACEBACK}ModuleNotFoundError: No module named 'llama_core'\n")
+    assert conclude(run, job).reason == "rank 0 did not start: ModuleNotFoundError: No module named 'llama_core'"
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ("TIMEOUT", "timeout"),
+        ("PREEMPTED", "preempted"),
+        ("NODE_FAIL", "node-failure"),
+        ("OUT_OF_MEMORY", "oom"),
+        ("CANCELLED", "cancelled"),
+        ("FAILED", "crashed"),
+    ],
+)
+def test_the_state_slurm_ended_a_job_in_is_its_reason(run, job, state, status):
+    leave(run, by=signal.SIGKILL)
+    assert conclude(run, job, state).status == status
+
+
+def test_slurm_knows_better_than_the_worker_why_it_was_stopped(run, under_the_job):
+    record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume", step=7)
+    outcome = conclude(run, under_the_job, "PREEMPTED")
+    assert (outcome.status, outcome.step, len(outcome.attempts)) == ("preempted", 7, 1)
+
+
+def test_a_job_that_was_asked_to_stop_was_cancelled_however_it_ended(run, job):
+    write_json(cancel_path(run), {})
+    leave(run, by=signal.SIGKILL)
+    assert conclude(run, job).status == "cancelled"
+
+
+def test_each_attempt_keeps_its_job_its_status_and_its_steps(run, job):
+    write_metrics_part(run, [step_record(step, at=500.0 + step) for step in (1, 2)])
+    write_json(run.progress, step_record(5, at=2000.0))
+    record_outcome(run, "crashed", reason="by hand", next_action="try again")
+    leave(run, exit_code=1)
+    attempts = conclude(run, job).attempts
+    assert [(attempt["job_id"], attempt["status"]) for attempt in attempts] == [(None, "crashed"), ("4242", "crashed")]
+    assert (attempts[1]["first_step"], attempts[1]["last_step"]) == (3, 5)
+
+
+def test_an_attempt_that_took_no_step_has_none(run, job):
+    write_json(run.progress, step_record(5, at=900.0))
+    outcome = conclude(run, job)
+    assert (outcome.step, outcome.attempts[0]["first_step"], outcome.attempts[0]["last_step"]) == (5, None, None)
+
+
+def test_a_late_look_at_an_earlier_job_leaves_the_later_outcome(run, job):
+    conclude(run, job)
+    later = conclude(run, replace(job, job_id="4343"))
+    assert conclude(run, job) == later
+
+
+def test_the_same_job_is_one_attempt_however_often_it_is_recorded(run, under_the_job):
+    for _ in range(2):
+        outcome = record_outcome(run, "finished", reason="3 steps", next_action="")
+    assert len(outcome.attempts) == 1
+
+
+def test_a_worker_started_by_hand_does_not_rewrite_the_last_jobs_attempt(run, under_the_job, monkeypatch):
+    record_outcome(run, "crashed", reason="of old", next_action="resume")
+    monkeypatch.delenv(JOB_ID_VARIABLE)
+    assert JOB_ID_VARIABLE not in os.environ
+    record_outcome(run, "finished", reason="3 steps", next_action="")
+    assert [attempt["status"] for attempt in read_json(run.outcome)["attempts"]] == ["crashed", "finished"]

@@ -1,0 +1,123 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_harness import FAKE_WORKER, eventually
+from submitit import LocalExecutor
+
+from llama_core.artifacts import JobRecord, write_json
+from llama_core.launch.environment import available_cores
+from llama_core.launch.launchers import LocalJobHandle, LocalLauncher
+from llama_core.launch.outcome import log_path, read_rank_exits
+from llama_core.launch.supervisor import MALLOC_TUNABLES, Supervisor, worker_environment
+
+on_glibc = pytest.mark.skipif(not Path("/lib64/ld-linux-x86-64.so.2").exists(), reason="needs glibc on x86-64")
+
+COUNT_FAULTS_OF_TWENTY_TENSORS = """
+import resource
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+bytearray(2**26)
+before = faults()
+for _ in range(20):
+    bytearray(2**26)
+print(faults() - before)
+"""
+
+
+def page_faults(tunables):
+    environment = os.environ | {"GLIBC_TUNABLES": tunables}
+    counted = subprocess.run(
+        [sys.executable, "-c", COUNT_FAULTS_OF_TWENTY_TENSORS], env=environment, capture_output=True, check=True
+    )
+    return int(counted.stdout)
+
+
+@on_glibc
+def test_the_allocator_settings_spare_the_page_faults_of_large_tensors():
+    assert page_faults(MALLOC_TUNABLES) < page_faults("") / 10
+
+
+@on_glibc
+def test_only_cpu_ranks_get_the_allocator_settings():
+    assert worker_environment({}, "cpu", 1)["GLIBC_TUNABLES"] == MALLOC_TUNABLES
+    assert "GLIBC_TUNABLES" not in worker_environment({}, "cuda", 1)
+
+
+@pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"])
+def test_a_variable_the_user_has_set_is_kept(variable):
+    assert worker_environment({variable: "mine"}, "cpu", 1)[variable] == "mine"
+
+
+def test_ranks_share_the_cores_of_a_machine():
+    threads = [int(worker_environment({}, "cpu", ranks)["OMP_NUM_THREADS"]) for ranks in (1, 2, 1000)]
+    assert threads == [available_cores(), max(1, available_cores() // 2), 1]
+
+
+def test_a_rank_under_slurm_uses_the_cores_it_was_given():
+    assert worker_environment({"SLURM_CPUS_PER_TASK": "6"}, "cpu", 8)["OMP_NUM_THREADS"] == "6"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT])
+def test_signals_reach_the_worker_once(submit, run, number):
+    job = submit("serve")
+    os.kill(job.worker()["supervisor"], number)
+    job.handle.wait()
+    assert json.loads((run.path / "received.json").read_text()) == [number]
+
+
+def test_the_exit_code_of_a_worker_is_recorded(submit, run):
+    submit("refuse").handle.wait()
+    assert [(rank_exit.exit_code, rank_exit.signal) for rank_exit in read_rank_exits(run)] == [(2, None)]
+
+
+def test_the_signal_that_ended_a_worker_is_recorded(submit, run):
+    job = submit("serve")
+    os.kill(job.worker()["pid"], signal.SIGSEGV)
+    outcome = job.handle.wait()
+    assert [(rank_exit.exit_code, rank_exit.signal) for rank_exit in read_rank_exits(run)] == [(None, signal.SIGSEGV)]
+    assert outcome.reason == "rank 0 was killed by signal 11 (SIGSEGV)"
+
+
+def test_a_worker_does_not_start_before_its_job_is_recorded(run):
+    executor = LocalExecutor(run.logs / "submitit" / "attempt-00000")
+    supervisor = Supervisor(run.path, (sys.executable, str(FAKE_WORKER), "finish", str(run.path)), "cpu")
+    record = JobRecord("local", executor.submit(supervisor).job_id, socket.gethostname(), "2000-01-01T00:00:00+00:00")
+    time.sleep(1.5)
+    assert not log_path(run, 0).exists()
+    write_json(run.job, record)
+    assert LocalJobHandle(run, record).wait().status == "finished"
+
+
+def test_output_can_be_followed_while_the_worker_runs(submit, run):
+    job = submit("serve")
+    job.worker()
+    eventually(lambda: "at work" in log_path(run, 0).read_text())
+    assert job.handle.is_running()
+
+
+@pytest.fixture
+def small_memory_group(tmp_path):
+    """Yield the file that puts a process into a control group of 100 MB."""
+    root = Path("/sys/fs/cgroup/memory")
+    group = root / f"fake-worker-{os.getpid()}"
+    if os.geteuid() != 0 or not os.access(root, os.W_OK):
+        pytest.skip("needs root and a writable version 1 memory control group")
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text("100M")
+    yield group / "tasks"
+    eventually(lambda: not (group / "tasks").read_text())
+    group.rmdir()
+
+
+@pytest.mark.root
+def test_a_worker_killed_by_the_kernel_for_want_of_memory_ran_out_of_memory(run, config, small_memory_group):
+    enter = f'echo $$ > {small_memory_group}; exec "$@"'
+    worker = ("/bin/sh", "-c", enter, "sh", sys.executable, str(FAKE_WORKER), "run_out_of_host_memory")
+    outcome = LocalLauncher(worker).submit(run, config, 1).wait()
+    assert (outcome.status, outcome.reason) == ("oom", "the kernel ran out of memory and killed rank 0")

@@ -1,0 +1,175 @@
+"""The worker as a real process, on a model of few parameters, trained on the built-in sample."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from llama_core.artifacts import read_json, read_metrics
+from llama_core.config.run import RunConfig
+from llama_core.steps import prepare_run, read_outcome
+
+STEPS = 20
+FEW_PARAMETERS = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def configuration(cache, **training):
+    settings = {"batch_size": 8, "seq_len": 128, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10}
+    return RunConfig.from_mapping(
+        {
+            "architecture": FEW_PARAMETERS,
+            "training": settings | {"eval_sequences": 2, "keep_checkpoints": 4} | training,
+            "data": {"cache_dir": str(cache)},
+            "launch": {"device": "cpu"},
+            "benchmark": {"warmup_steps": 0, "steps": 2},
+        }
+    )
+
+
+def prepared(path, cache, **training):
+    return prepare_run(configuration(cache, **training), path)
+
+
+def start(run, *options):
+    command = [sys.executable, "-m", "llama_core.launch.worker", str(run.path), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def work(run, *options):
+    process = start(run, *options)
+    output, _ = process.communicate()
+    return process.returncode, output
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.002)
+
+
+def step_of(run):
+    return read_json(run.progress)["step"] if run.progress.exists() else 0
+
+
+def losses(run):
+    return read_metrics(run).select(["step", "loss", "grad_norm", "eval_loss"]).to_pylist()
+
+
+def final_state(run, tmp_path):
+    """Every tensor of the newest checkpoint: weights and both moments."""
+    path = tmp_path / f"{run.name}.pt"
+    dcp_to_torch_save(run.checkpoints / f"step-{STEPS:08d}", path)
+    return torch.load(path, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, cache):
+    run = prepared(tmp_path_factory.mktemp("runs") / "undisturbed", cache)
+    code, output = work(run)
+    assert code == 0, output
+    return run
+
+
+def test_a_finished_run_leaves_its_whole_record(undisturbed):
+    assert read_outcome(undisturbed).status == "finished"
+    assert [row["step"] for row in losses(undisturbed)] == list(range(1, STEPS + 1))
+    summary = read_json(undisturbed.training)
+    assert summary["eval_loss"] < losses(undisturbed)[0]["loss"]
+    assert 0 < summary["bigram_entropy"] < summary["unigram_entropy"]
+    assert len(read_json(undisturbed.benchmark)["step_seconds"]) == 2
+    assert list((undisturbed.logs / "tensorboard").glob("events*"))
+
+
+def test_a_run_killed_and_resumed_equals_an_undisturbed_one_to_the_bit(undisturbed, cache, tmp_path):
+    """Every logged loss and norm, every weight, every moment: kill -9 after the tenth step changes none of them."""
+    run = prepared(tmp_path / "killed", cache)
+    process = start(run)
+    wait_until(lambda: step_of(run) >= 12)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (run.checkpoints / "step-00000010").exists()
+    assert not (run.checkpoints / f"step-{STEPS:08d}").exists()
+    assert not run.outcome.exists()
+
+    code, output = work(run)
+    assert code == 0, output
+    assert "resuming after step 10" in output
+    assert losses(run) == losses(undisturbed)
+    ours, theirs = final_state(run, tmp_path), final_state(undisturbed, tmp_path)
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_a_run_asked_to_stop_saves_a_checkpoint_of_its_last_step_first(cache, tmp_path):
+    run = prepared(tmp_path / "stopped", cache, steps=1000, checkpoint_every=0)
+    process = start(run)
+    wait_until(lambda: step_of(run) >= 2)
+    process.terminate()
+    assert process.wait() == 1
+    outcome = read_outcome(run)
+    assert (outcome.status, outcome.next_action) == ("cancelled", "start it again with --resume")
+    assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"
+
+
+def test_a_resumed_run_can_only_go_on_with_the_data_it_began_with(undisturbed, cache, tmp_path):
+    run = prepared(tmp_path / "other-data", cache)
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)))
+    undisturbed.checkpoints.rename(run.checkpoints)
+    try:
+        config = configuration(cache).with_overrides(f"data.source={tmp_path / 'other.jsonl'}")
+        run.config.write_text(config.to_yaml())
+        code, output = work(run)
+    finally:
+        run.checkpoints.rename(undisturbed.checkpoints)
+    assert code == 2
+    assert "the checkpoint was made on other data" in read_outcome(run).reason
+    assert "Traceback" not in output
+
+
+def test_a_learning_rate_that_diverges_ends_as_non_finite_with_the_last_good_checkpoint(cache, tmp_path):
+    run = prepared(
+        tmp_path / "diverges",
+        cache,
+        learning_rate=1e30,
+        lr_schedule="constant",
+        warmup_steps=0,
+        checkpoint_every=1,
+        max_skipped_steps=1,
+    )
+    code, output = work(run)
+    assert code == 1
+    assert "Traceback" not in output
+    outcome = read_outcome(run)
+    assert outcome.status == "non-finite"
+    assert "2 steps in a row" in outcome.reason
+    assert list(run.checkpoints.glob("step-*"))
+
+
+def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    config = configuration(cache).with_overrides(f"data.source={tmp_path / 'empty.jsonl'}")
+    run = prepare_run(config, tmp_path / "run")
+    code, output = work(run)
+    assert code == 2
+    assert read_outcome(run).status == "bad-config"
+    assert read_outcome(run).reason == "the data source holds no document"
+    assert "Traceback" not in output
+
+
+def test_a_benchmark_alone_times_steps_and_trains_nothing(cache, tmp_path):
+    run = prepared(tmp_path / "timed", cache)
+    code, output = work(run, "--only", "benchmark")
+    assert code == 0, output
+    assert run.benchmark.exists()
+    assert not run.training.exists()
+    assert read_metrics(run).num_rows == 0
