@@ -1,0 +1,1 @@
+"""The LLaMA model: its layers, its loss, and the way to and from Hugging Face checkpoints."""

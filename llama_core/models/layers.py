@@ -1,0 +1,169 @@
+"""The layers of a LLaMA block.
+
+Mixed precision is explicit: activations have one dtype from the embedding to the loss, parameters may have a wider
+one, and each layer casts its weight to the dtype of its input where it uses it.
+"""
+
+# Shape suffixes: B batch, S sequence (i queries, j keys), D model dim, N query heads, K key/value heads,
+# H head dim, R half of a head (one entry per rotated pair), F feed-forward dim
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llama_core.config.models import ModelSpec
+
+
+class Linear(nn.Linear):
+    """A matrix without bias, cast to the dtype of its input at use."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` in the dtype of ``x``."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square normalisation, computed in fp32 and returned in the dtype of its input.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467; equal to Hugging Face's ``LlamaRMSNorm``.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with root mean square one along its last dim, times the weight."""
+        # F.rms_norm itself widens half precision to fp32
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the rotary embedding, fp32, broadcastable to [B, 1, S, R]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Tensor:
+    """Return the angle per position of every rotated pair, in radians: fp32, [R].
+
+    With ``spec.rope_scaling``, wavelengths longer than ``original_context / low_freq_factor`` are stretched by
+    ``factor``, those shorter than ``original_context / high_freq_factor`` are kept, and those between are blended.
+
+    Source: Su et al. 2021, arXiv:2104.09864; scaling as in Meta's llama-models, ``apply_scaling``.
+    """
+    exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+    plain_R = 1.0 / spec.rope_theta**exponents_R
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain_R
+    turns_R = plain_R * (scaling.original_context / (2 * math.pi))
+    kept_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(plain_R / scaling.factor, plain_R, kept_R.clamp(0.0, 1.0))
+
+
+def rotation(spec: ModelSpec, positions_BS: Tensor) -> Rotation:
+    """Return the rotation of every token; ``positions_BS`` counts from 0 (B may be 1)."""
+    angles_B1SR = positions_BS[:, None, :, None].float() * rope_frequencies(spec, positions_BS.device)
+    return Rotation(angles_B1SR.cos(), angles_B1SR.sin())
+
+
+def rotate(x_BNSH: Tensor, rotary: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + H/2) of every head, as Hugging Face lays them out; computed in fp32."""
+    first_BNSR, second_BNSR = x_BNSH.float().chunk(2, dim=-1)
+    rotated_BNSH = torch.cat(
+        (
+            first_BNSR * rotary.cos - second_BNSR * rotary.sin,
+            second_BNSR * rotary.cos + first_BNSR * rotary.sin,
+        ),
+        dim=-1,
+    )
+    return rotated_BNSH.to(x_BNSH.dtype)
+
+
+def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive attention mask of rows of packed documents: 0 where query i sees key j, else -inf.
+
+    ``positions_BS`` restarts at 0 with each document, so query i sees the keys i - positions[i] <= j <= i.
+    Shape [B, 1, S, S]. Additive and in the dtype of the queries, since SDPA would convert a boolean mask to just
+    this once per layer, and keep every copy for the backward.
+    """
+    index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+    start_BS1 = (index_S - positions_BS)[:, :, None]
+    visible_BSS = (index_S >= start_BS1) & (index_S <= index_S[:, None])
+    mask_BSS = torch.zeros(visible_BSS.shape, dtype=dtype, device=positions_BS.device)
+    return mask_BSS.masked_fill_(~visible_BSS, -math.inf)[:, None]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads.
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention).
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.grouped = spec.num_kv_heads < spec.num_heads
+        self.wq = Linear(spec.hidden_size, spec.q_size)
+        self.wk = Linear(spec.hidden_size, spec.kv_size)
+        self.wv = Linear(spec.hidden_size, spec.kv_size)
+        self.wo = Linear(spec.q_size, spec.hidden_size)
+
+    def forward(self, x_BSD: Tensor, rotary: Rotation, mask_B1SS: Tensor | None) -> Tensor:
+        """Attend over the tokens ``mask_B1SS`` allows, or over all earlier ones where it is None."""
+        # the number of heads is read from the projection, which tensor parallelism makes narrower
+        q_BNSH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k_BKSH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        v_BKSH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        out_BNSH = F.scaled_dot_product_attention(
+            rotate(q_BNSH, rotary),
+            rotate(k_BKSH, rotary),
+            v_BKSH,
+            attn_mask=mask_B1SS,
+            is_causal=mask_B1SS is None,
+            enable_gqa=self.grouped,
+        )
+        out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
+        return out_BSD
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(w1 x) * w3 x)``, where w1 is the gate, w3 goes up and w2 comes down.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.w1 = Linear(spec.hidden_size, spec.ffn_size)
+        self.w2 = Linear(spec.ffn_size, spec.hidden_size)
+        self.w3 = Linear(spec.hidden_size, spec.ffn_size)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the feed-forward output, in the shape and dtype of ``x_BSD``."""
+        out_BSD: Tensor = self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        return out_BSD
+
+
+class Block(nn.Module):
+    """One transformer layer: attention and feed-forward, each after a norm and beside a residual."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.attention = Attention(spec)
+        self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.feed_forward = FeedForward(spec)
+
+    def forward(self, x_BSD: Tensor, rotary: Rotation, mask_B1SS: Tensor | None) -> Tensor:
+        """Return the residual stream after this layer."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask_B1SS)
+        out_BSD: Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+        return out_BSD

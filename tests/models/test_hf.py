@@ -1,0 +1,158 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_core.config.models import model_names, model_spec
+from llama_core.errors import CheckpointError
+from llama_core.models.hf import from_hugging_face, hugging_face_name, to_hugging_face
+from llama_core.models.llama import Llama
+
+
+def shrunk(name):
+    """The variant with everything small that is not a trait of its family."""
+    spec = model_spec(name)
+    scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens feel it
+    num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
+    return replace(
+        spec,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        ffn_size=96,
+        vocab_size=128,
+        rope_scaling=scaling,
+    )
+
+
+def hugging_face_model(spec, attention):
+    rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    if spec.rope_scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": spec.rope_scaling.factor,
+            "low_freq_factor": spec.rope_scaling.low_freq_factor,
+            "high_freq_factor": spec.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": spec.rope_scaling.original_context,
+        }
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.norm_eps,
+        max_position_embeddings=spec.max_context,
+        rope_parameters=rope,
+        tie_word_embeddings=spec.tied_embeddings,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def model_with_lively_weights(spec):
+    """Weights far larger than initial ones, so that attention is sharp and every norm weight matters."""
+    model = Llama(spec)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(mean=float(parameter.ndim == 1), std=0.25, generator=generator)
+    return model
+
+
+def random_tokens(*shape):
+    return torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", model_names())
+def test_logits_equal_those_of_transformers_for_the_same_weights(name, attention):
+    spec = shrunk(name)
+    ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec, attention)
+    theirs.load_state_dict(to_hugging_face(spec, ours.state_dict()), strict=not spec.tied_embeddings)
+    tokens = random_tokens(2, 48)
+    with torch.no_grad():
+        logits = ours(tokens)
+        assert logits.std() > 1
+        torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m"])
+def test_packed_documents_have_the_logits_transformers_gives_each_alone(name):
+    spec = shrunk(name)
+    ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec, "sdpa")
+    theirs.load_state_dict(to_hugging_face(spec, ours.state_dict()), strict=not spec.tied_embeddings)
+    tokens = random_tokens(1, 48)
+    positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
+    with torch.no_grad():
+        alone = torch.cat((theirs(tokens[:, :31]).logits, theirs(tokens[:, 31:]).logits), dim=1)
+        torch.testing.assert_close(ours(tokens, positions), alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_round_trip_through_hugging_faces_names_is_the_identity(name):
+    spec = shrunk(name)
+    weights = Llama(spec).state_dict()
+    back = from_hugging_face(spec, to_hugging_face(spec, weights))
+    assert list(back) == list(weights)
+    assert all(back[name] is weights[name] for name in weights)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_the_names_and_shapes_are_those_of_transformers(name):
+    spec = shrunk(name)
+    theirs = hugging_face_model(spec, "sdpa").state_dict()
+    from_hugging_face(spec, theirs)
+    given = to_hugging_face(spec, Llama(spec).state_dict())
+    assert {name: weight.shape for name, weight in theirs.items()}.items() >= {
+        name: weight.shape for name, weight in given.items()
+    }.items()
+    assert ("lm_head.weight" in given) == (not spec.tied_embeddings)
+
+
+def test_rotary_frequencies_in_old_files_are_left_out():
+    spec = shrunk("llama1_7b")
+    weights = to_hugging_face(spec, Llama(spec).state_dict())
+    old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    assert from_hugging_face(spec, old).keys() == from_hugging_face(spec, weights).keys()
+
+
+def broken(spec, change):
+    weights = to_hugging_face(spec, Llama(spec).state_dict())
+    change(weights)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda weights: weights.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda weights: weights.update(extra=torch.ones(1)), "extra is unknown"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(65)}),
+            r"model.norm.weight is \[65\] instead of \[64\]",
+        ),
+        (lambda weights: weights.clear(), r"and 18 more"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_one_line(change, complaint):
+    spec = shrunk("llama3_8b")
+    with pytest.raises(CheckpointError, match=complaint) as refusal:
+        from_hugging_face(spec, broken(spec, change))
+    assert "not those of llama3_8b" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_405b_checkpoint_with_16_key_value_heads_is_refused_by_their_number():
+    spec = model_spec("llama3_405b")
+    with torch.device("meta"):
+        first_release = Llama(replace(spec, num_kv_heads=16)).state_dict()
+    theirs = {hugging_face_name(name): weight for name, weight in first_release.items()}
+    with pytest.raises(CheckpointError, match="16 key/value heads instead of 8"):
+        from_hugging_face(spec, theirs)

@@ -1,0 +1,84 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from llama_core.config.models import model_spec
+from llama_core.models.layers import Linear, RMSNorm, document_mask, rope_frequencies, rotate, rotation
+
+LLAMA_405B = model_spec("llama3_405b")
+
+
+def test_rms_norm_equals_hugging_faces_in_fp32():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 64) * 7
+    ours, theirs = RMSNorm(64, 1e-5), LlamaRMSNorm(64, 1e-5)
+    torch.nn.init.normal_(ours.weight)
+    theirs.weight = ours.weight
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+def test_rms_norm_of_bf16_is_computed_in_fp32_and_returned_in_bf16():
+    torch.manual_seed(0)
+    # the sum of 4096 squares in bf16 would stop growing at 256
+    x = torch.randn(2, 4096).bfloat16()
+    normed = RMSNorm(4096, 1e-5)(x)
+    assert normed.dtype == torch.bfloat16
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(normed.double(), exact, rtol=2**-8, atol=0)  # one rounding to bf16
+
+
+def test_linear_computes_in_the_dtype_of_its_input_and_keeps_the_gradient_in_that_of_its_weight():
+    linear = Linear(8, 4)
+    out = linear(torch.randn(3, 8, dtype=torch.bfloat16))
+    out.sum().backward()
+    assert (out.dtype, linear.weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_rotated_queries_and_keys_depend_on_the_distance_between_positions_alone():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, LLAMA_405B.head_dim)
+
+    def score(q_position, k_position):
+        rotated_q = rotate(q, rotation(LLAMA_405B, torch.tensor([[q_position]])))
+        return (rotated_q * rotate(k, rotation(LLAMA_405B, torch.tensor([[k_position]])))).sum()
+
+    torch.testing.assert_close(score(40, 7), score(1040, 1007), rtol=0, atol=2e-3)  # angles of 1000 radians in fp32
+    assert abs(score(40, 7) - score(40, 17)) > 0.1
+
+
+def test_rotation_keeps_the_dtype_and_the_length_of_every_head():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 9, LLAMA_405B.head_dim, dtype=torch.bfloat16)
+    rotated = rotate(x, rotation(LLAMA_405B, torch.arange(9)[None]))
+    assert rotated.dtype == torch.bfloat16
+    torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=0)
+
+
+def test_scaled_rope_keeps_short_wavelengths_and_stretches_long_ones_by_the_factor():
+    scaling = LLAMA_405B.rope_scaling
+    plain = rope_frequencies(replace(LLAMA_405B, rope_scaling=None))
+    ratio = plain / rope_frequencies(LLAMA_405B)
+    wavelength = 2 * math.pi / plain
+    short = wavelength < scaling.original_context / scaling.high_freq_factor
+    long = wavelength > scaling.original_context / scaling.low_freq_factor
+    between = ~short & ~long
+    torch.testing.assert_close(ratio[short], torch.ones_like(ratio[short]))
+    torch.testing.assert_close(ratio[long], torch.full_like(ratio[long], scaling.factor))
+    assert between.any()
+    assert ((ratio[between] > 1) & (ratio[between] < scaling.factor)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_sees_itself_and_the_earlier_tokens_of_its_own_document(dtype):
+    lengths = [[3, 1, 4], [5, 3], [8]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    mask = document_mask(positions, dtype)
+    document = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    same = document[:, :, None] == document[:, None, :]
+    earlier = torch.ones(8, 8).tril().bool()
+    assert (mask.shape, mask.dtype) == ((3, 1, 8, 8), dtype)
+    assert torch.equal(mask[:, 0] == 0, same & earlier)
+    assert torch.equal(mask[:, 0] == -math.inf, ~(same & earlier))

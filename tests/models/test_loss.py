@@ -1,0 +1,194 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from llama_core.models.loss import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, default_chunk_tokens, linear_cross_entropy
+from llama_core.units import GIB, MIB
+
+
+def plain_loss(hidden, weight, targets):
+    """The definition: all logits at once, in the dtype of the hidden states, then a softmax in at least fp32."""
+    logits = F.linear(hidden, weight.to(hidden.dtype))
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")
+
+
+def problem(shape, dtype=torch.float64, weight_dtype=None, ignored=0.25, seed=0):
+    """Random hidden states, head and targets; ``shape`` is tokens, hidden size, vocabulary."""
+    num_tokens, hidden_size, vocab_size = shape
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+    targets[torch.rand(num_tokens, generator=generator) < ignored] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(weight_dtype or dtype).requires_grad_(), targets
+
+
+def loss_and_gradients(loss_function, hidden, weight, targets):
+    loss = loss_function(hidden, weight, targets)
+    return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(2, 50)),
+    chunk_tokens=st.integers(1, 50),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_loss_and_gradients_equal_the_plain_ones_for_any_shape_and_chunk(shape, chunk_tokens, ignored, seed):
+    inputs = problem(shape, ignored=ignored, seed=seed)
+    ours = loss_and_gradients(lambda *x: linear_cross_entropy(*x, chunk_tokens=chunk_tokens), *inputs)
+    for value, expected in zip(ours, loss_and_gradients(plain_loss, *inputs), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+# fp32 differs by the order of its sums. In bf16 both round the logits alike, then the gradient of the logits and the
+# results once more, with 8 bits each.
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "loss_rtol", "grad_tolerance"),
+    [
+        (torch.float32, torch.float32, 1e-6, 1e-5),
+        (torch.bfloat16, torch.bfloat16, 1e-6, 2e-2),
+        (torch.bfloat16, torch.float32, 1e-6, 2e-2),
+    ],
+)
+def test_loss_and_gradients_equal_the_plain_ones_in_training_precisions(dtype, weight_dtype, loss_rtol, grad_tolerance):
+    inputs = problem((300, 64, 1000), dtype, weight_dtype)
+    loss, *gradients = loss_and_gradients(lambda *x: linear_cross_entropy(*x, chunk_tokens=64), *inputs)
+    expected_loss, *expected_gradients = loss_and_gradients(plain_loss, *inputs)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected_loss, rtol=loss_rtol, atol=0)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == expected.dtype
+        error = (gradient.double() - expected.double()).norm() / expected.double().norm()
+        assert error < grad_tolerance
+
+
+def test_the_weight_gradient_is_summed_in_fp32_over_chunks():
+    hidden, weight, targets = problem((512, 8, 64), torch.bfloat16, torch.float32, ignored=0.0)
+    exact = loss_and_gradients(plain_loss, hidden.double(), weight.bfloat16().double(), targets)[2]
+    errors = [
+        (
+            loss_and_gradients(lambda *x, c=c: linear_cross_entropy(*x, chunk_tokens=c), hidden, weight, targets)[2]
+            - exact
+        )
+        .norm()
+        .item()
+        for c in (512, 4)
+    ]
+    assert errors[1] < 1.5 * errors[0]  # 128 sums in bf16 would cost another order of magnitude
+
+
+def test_gradients_pass_gradcheck():
+    hidden, weight, targets = problem((7, 3, 5))
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, targets, chunk_tokens=3), (hidden, weight)
+    )
+
+
+def test_the_upstream_gradient_scales_both_gradients():
+    hidden, weight, targets = problem((9, 4, 11))
+    once = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), (hidden, weight))
+    scaled = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets) * -2.5, (hidden, weight))
+    for gradient, reference in zip(scaled, once, strict=True):
+        torch.testing.assert_close(gradient, -2.5 * reference)
+
+
+def test_a_tied_embedding_receives_the_gradients_of_both_its_uses():
+    _, table, targets = problem((12, 4, 20), ignored=0.0)
+    tokens = targets.roll(1)
+    (ours,) = torch.autograd.grad(linear_cross_entropy(F.embedding(tokens, table), table, targets), table)
+    (plain,) = torch.autograd.grad(plain_loss(F.embedding(tokens, table), table, targets), table)
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)
+
+
+def test_extreme_logits_give_a_finite_loss():
+    hidden = torch.full((2, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 1]))
+    loss.backward()
+    assert loss.item() == pytest.approx(2e4)
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_no_token_is_no_loss():
+    hidden, weight, targets = problem((0, 4, 11))
+    loss, _, weight_gradient = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)
+    assert loss.item() == 0
+    assert not weight_gradient.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max([self.num_elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_one_chunk_of_logits_or_the_weight(dtype):
+    hidden, weight, targets = problem((256, 8, 500), dtype, torch.float32)
+    with LargestTensor() as ours:
+        linear_cross_entropy(hidden, weight, targets, chunk_tokens=32).backward()
+    with LargestTensor() as plain:
+        plain_loss(hidden, weight, targets).backward()
+    assert ours.num_elements == 32 * 500
+    assert plain.num_elements == 256 * 500
+
+
+def test_evaluation_and_frozen_heads_skip_the_gradients_nobody_asked_for():
+    hidden, weight, targets = problem((8, 4, 11))
+
+    def products(hidden, weight):
+        with FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(hidden, weight, targets)
+        return counter.get_total_flops() / (2 * 8 * 4 * 11)
+
+    with torch.no_grad():
+        assert products(hidden, weight) == 1
+    assert products(hidden.detach(), weight.detach()) == 1
+    assert products(hidden, weight.detach()) == 2
+    assert products(hidden, weight) == 3
+
+
+def test_a_frozen_head_passes_the_full_gradient_on():
+    hidden, weight, targets = problem((8, 4, 11))
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), targets), hidden)
+    (expected,) = torch.autograd.grad(plain_loss(hidden, weight, targets), hidden)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_the_loss_and_its_backward_run_on_fake_tensors():
+    with FakeTensorMode():
+        hidden = torch.empty((8192, 4096), dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty((128_256, 4096), requires_grad=True)
+        linear_cross_entropy(hidden, weight, torch.zeros(8192, dtype=torch.long)).backward()
+        assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "dtype", "chunk_bytes"),
+    [
+        (128_256, 256, torch.float32, MIN_CHUNK_BYTES),
+        (32_000, 4096, torch.bfloat16, 250 * MIB),  # the weight's own size
+        (128_256, 16_384, torch.bfloat16, MAX_CHUNK_BYTES),
+    ],
+)
+def test_the_default_chunk_is_as_large_as_the_weight_within_bounds(vocab_size, hidden_size, dtype, chunk_bytes):
+    tokens = default_chunk_tokens(vocab_size, hidden_size, dtype)
+    assert tokens * vocab_size * dtype.itemsize <= chunk_bytes < (tokens + 1) * vocab_size * dtype.itemsize
+    assert MIN_CHUNK_BYTES < MAX_CHUNK_BYTES <= GIB
