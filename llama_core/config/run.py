@@ -85,8 +85,8 @@ class TrainingConfig(Section):
 
     seq_len: int | None = Field(None, ge=2)
     """Tokens per sequence; default: the length the model was made for."""
-    batch_size: int = Field(8, ge=1)
-    """Sequences per optimizer step, over all devices (the global batch)."""
+    batch_size: int | None = Field(None, ge=1)
+    """Sequences per optimizer step, over all devices (the global batch); default: 8, or a microbatch per device."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; default: as many as the epochs take."""
     epochs: float = Field(1.0, gt=0)
@@ -234,7 +234,7 @@ class RunConfig(Section):
             gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE)
         except ConfigError as error:
             yield from error.problems
-        micro, gpus, batch = self.parallel.microbatch_size or 1, self.parallel.gpus, self.training.batch_size
+        micro, gpus, batch = self.parallel.microbatch_size or 1, self.parallel.gpus, self.batch_size
         if batch % (micro * gpus):
             yield (
                 f"training.batch_size={batch} is not a multiple of {micro * gpus} "
@@ -265,6 +265,12 @@ class RunConfig(Section):
         return replace(model_spec(self.model), **self.architecture.model_dump(exclude_none=True))
 
     @property
+    def batch_size(self) -> int:
+        """Sequences per optimizer step: those asked for, else the least that is a multiple of a pass and at least 8."""
+        one_pass = self.parallel.gpus * (self.parallel.microbatch_size or 1)
+        return self.training.batch_size or -(-8 // one_pass) * one_pass
+
+    @property
     def seq_len(self) -> int:
         """Tokens per sequence: the one asked for, else the one the model was made for."""
         return self.training.seq_len or self.spec.default_seq_len
@@ -279,7 +285,8 @@ class RunConfig(Section):
             "architecture": self.architecture.model_dump(exclude_none=True),
             "strategy": self.strategy,
             "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),
-            "training": self.training.model_dump(exclude=set(_CADENCE)) | {"seq_len": self.seq_len},
+            "training": self.training.model_dump(exclude=set(_CADENCE))
+            | {"batch_size": self.batch_size, "seq_len": self.seq_len},
         }
 
     def fingerprint(self) -> str:

@@ -1,0 +1,1 @@
+"""What a run did, drawn: figures from its records, and one page that opens offline. Imports no torch."""

@@ -1,0 +1,190 @@
+"""Figures show every record they are given, add up, and take what is missing as missing."""
+
+import math
+from dataclasses import asdict
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, step_record, step_records
+
+from reports import figures
+
+PAGE_COLORS = ("#ffffff", "#1b1f25")
+sizes = st.integers(min_value=0, max_value=2**42)
+profiles = st.dictionaries(st.sampled_from([*figures.CATEGORY_COLORS, "unforeseen"]), sizes, min_size=1).map(
+    lambda stack: {"phases": {"backward": stack}, "peak_phase": "backward", "peak_bytes": sum(stack.values())}
+)
+
+
+def table(records):
+    return pd.DataFrame([asdict(record) for record in records]).astype({"eval_loss": float, "mfu": float})
+
+
+@pytest.fixture
+def steps():
+    return table(step_records())
+
+
+def traces(figure):
+    return {trace.name: trace for trace in figure.data}
+
+
+def length_in_bytes(figure, row):
+    unit = 2**30 if "GiB" in row else 2**20
+    return unit * sum(x for bar in figure.data for x, y in zip(bar.x, bar.y, strict=True) if y == row)
+
+
+def rows(figure):
+    return {label.split("<br>")[0]: label for label in figure.layout.yaxis.categoryarray}
+
+
+@pytest.mark.parametrize(
+    ("draw", "shown"),
+    [
+        (figures.loss, {"training": "loss"}),
+        (
+            figures.learning_rate_and_gradient_norm,
+            {"learning rate": "learning_rate", "gradient norm": "grad_norm"},
+        ),
+        (figures.throughput, {"training steps": "tokens_per_second"}),
+        (
+            figures.step_time,
+            {
+                "forward + backward": "forward_backward_seconds",
+                "optimizer": "optimizer_seconds",
+                "waiting for data": "data_seconds",
+            },
+        ),
+    ],
+)
+def test_every_record_is_in_the_line_of_its_figure(draw, shown, steps):
+    drawn = traces(draw(steps))
+    for name, column in shown.items():
+        np.testing.assert_array_equal(drawn[name].x, steps["step"])
+        np.testing.assert_array_equal(drawn[name].y, steps[column])
+
+
+def test_memory_by_step_shows_every_record_in_the_unit_of_its_axis(steps):
+    figure = figures.memory_by_step(steps)
+    assert figure.layout.yaxis.title.text == "memory (GiB)"
+    np.testing.assert_allclose(traces(figure)["held now"].y * 2**30, steps["memory_allocated_bytes"])
+    np.testing.assert_allclose(traces(figure)["peak so far"].y * 2**30, steps["memory_peak_bytes"])
+
+
+def test_held_out_points_are_the_steps_that_were_evaluated(steps):
+    held_out = traces(figures.loss(steps))["held-out"]
+    assert list(held_out.x) == [10, 20, 30, 40]
+    assert "held-out" not in traces(figures.loss(steps.assign(eval_loss=math.nan)))
+
+
+def test_skipped_steps_are_marked_where_a_finite_loss_can_be_seen(steps):
+    skipped = traces(figures.loss(steps))["skipped step"]
+    assert list(skipped.x) == [14]
+    assert list(skipped.y) == [steps["loss"][12]]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_run_without_one_finite_loss_still_marks_its_skipped_steps(loss):
+    steps = table([step_record(step, loss=loss, skipped=True) for step in (1, 2)])
+    assert np.isfinite(traces(figures.loss(steps))["skipped step"].y).all()
+
+
+@pytest.mark.parametrize(("unigram", "bigram"), list(product((None, 3.1), (None, 2.3))))
+def test_the_entropies_that_are_known_are_lines_at_their_values(unigram, bigram, steps):
+    levels = [shape.y0 for shape in figures.loss(steps, unigram, bigram).layout.shapes]
+    assert levels == [entropy for entropy in (unigram, bigram) if entropy is not None]
+
+
+def test_the_benchmark_is_a_line_at_its_median_inside_the_band_of_its_middle_half(steps):
+    band, line = figures.throughput(steps, BENCHMARK).layout.shapes
+    rates = [BENCHMARK.tokens_per_step / seconds for seconds in BENCHMARK.step_seconds]
+    assert line.y0 == line.y1 == BENCHMARK.tokens_per_second
+    assert band.y0 <= line.y0 <= band.y1
+    assert [band.y0 <= rate <= band.y1 for rate in sorted(rates)] == [False, True, True, True, False]
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1e4)] * 4), min_size=1, max_size=20))
+def test_the_stacked_times_of_a_step_add_up_to_the_whole_step(times):
+    steps = table(
+        step_record(
+            number,
+            data_seconds=data,
+            forward_backward_seconds=forward_backward,
+            optimizer_seconds=optimizer,
+            step_seconds=data + forward_backward + optimizer + rest,
+        )
+        for number, (data, forward_backward, optimizer, rest) in enumerate(times, start=1)
+    )
+    figure = figures.step_time(steps)
+    assert {trace.stackgroup for trace in figure.data} == {"step"}
+    stack = sum(trace.y for trace in figure.data)
+    np.testing.assert_allclose(stack, steps["step_seconds"], rtol=1e-9, atol=1e-9)
+
+
+def test_parts_that_exceed_their_step_by_the_clocks_error_leave_nothing_negative():
+    steps = table([step_record(1, forward_backward_seconds=20.0, step_seconds=19.999)])
+    assert all((trace.y >= 0).all() for trace in figures.step_time(steps).data)
+
+
+@given(estimated=profiles, rehearsed=profiles, measured=sizes)
+def test_each_memory_bar_is_as_long_as_its_peak(estimated, rehearsed, measured):
+    figure = figures.memory_comparison(estimated, rehearsed, measured)
+    labels = rows(figure)
+    assert length_in_bytes(figure, labels["estimated"]) == pytest.approx(estimated["peak_bytes"])
+    assert length_in_bytes(figure, labels["rehearsed"]) == pytest.approx(rehearsed["peak_bytes"])
+    assert length_in_bytes(figure, labels["measured"]) == pytest.approx(measured)
+
+
+@pytest.mark.parametrize(
+    ("estimated", "rehearsed", "measured"), list(product((None, ESTIMATE), (None, DRY_RUN), (None, 2**30)))
+)
+def test_what_is_not_known_has_no_memory_bar(estimated, rehearsed, measured):
+    given_ones = {"estimated": estimated, "rehearsed": rehearsed, "measured": measured}
+    labels = rows(figures.memory_comparison(estimated, rehearsed, measured))
+    assert list(labels) == [name for name, value in given_ones.items() if value is not None]
+
+
+def test_categories_keep_their_colour_and_order_whatever_the_profiles_hold():
+    bars = figures.memory_comparison(ESTIMATE, DRY_RUN, None).data
+    expected = [category for category in figures.CATEGORY_COLORS if category in ESTIMATE["phases"]["backward"]]
+    assert [bar.name for bar in bars] == expected
+    assert [bar.marker.color for bar in bars] == [figures.CATEGORY_COLORS[category] for category in expected]
+
+
+def test_every_figure_names_its_axes(steps):
+    drawn = [
+        figures.loss(steps),
+        figures.learning_rate_and_gradient_norm(steps),
+        figures.throughput(steps),
+        figures.step_time(steps),
+        figures.memory_by_step(steps),
+    ]
+    for figure in drawn:
+        assert all(axis.title.text for axis in figure.select_yaxes())
+        assert list(figure.select_xaxes())[-1].title.text == "optimizer step"
+    assert figures.memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory of one rank (GiB)"
+
+
+def test_single_and_many_steps_are_both_visible():
+    single = figures.step_time(table([step_record(1)]))
+    many = figures.loss(table([step_record(step) for step in range(1, 200)]))
+    assert {trace.mode for trace in single.data} == {"lines+markers"}
+    assert traces(many)["training"].mode == "lines"
+
+
+@pytest.mark.parametrize("color", {*figures.CATEGORY_COLORS.values(), figures.GREY})
+@pytest.mark.parametrize("background", PAGE_COLORS)
+def test_series_stand_out_from_the_light_and_the_dark_page(color, background):
+    light, dark = sorted((luminance(color), luminance(background)), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 3  # WCAG 2.2, success criterion 1.4.11
+
+
+def luminance(color):
+    """Return the relative luminance of an sRGB colour (WCAG 2.2)."""
+    channels = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))

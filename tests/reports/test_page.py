@@ -1,0 +1,247 @@
+"""The report says what is there and what is not, escapes what users wrote, and loads nothing."""
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_records, write_run
+
+from llama_core.artifacts import RunDirectory, write_json
+from llama_core.config.run import RunConfig
+from llama_core.errors import RunDirectoryError
+from reports.page import write_report
+
+HOSTILE = "<script>alert('$title')<img src=x onerror=\"alert(1)\">&amp;"
+
+
+class Page(HTMLParser):
+    """The elements and the visible text of a page; what a script or style holds is neither."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.elements, self.texts, self.open = [], [], []
+        self.feed(path.read_text())
+        self.text = " ".join(" ".join(self.texts).split())
+        self.tags = Counter(tag for tag, _ in self.elements)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        # Void elements such as <meta> are opened and never closed.
+        while self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        self.texts += [] if self.open and self.open[-1] in ("script", "style") else [data]
+
+
+def report(run):
+    return Page(write_report(run))
+
+
+def test_the_report_is_the_only_file_that_is_written(run):
+    before = set(run.path.rglob("*"))
+    assert write_report(run) == run.report
+    assert set(run.path.rglob("*")) - before == {run.report}
+
+
+def test_the_page_loads_nothing_from_anywhere(run):
+    page = report(run)
+    assert [value for _, attributes in page.elements for value in (attributes.get("src"), attributes.get("href"))] == [
+        None
+    ] * 2 * len(page.elements)
+    assert page.tags["link"] == page.tags["iframe"] == 0
+    policies = [attributes["content"] for tag, attributes in page.elements if "http-equiv" in attributes]
+    assert policies[0].startswith("default-src 'none'")
+
+
+def test_plotly_is_embedded_once_however_many_figures_there_are(run):
+    html = write_report(run).read_text()
+    assert html.count("plotly.js v") == 1
+    assert Page(run.report).tags["figure"] == 6
+
+
+def test_the_page_is_titled_after_the_run_and_every_figure_is_described(run):
+    page = report(run)
+    assert f"{run.name} · training report" in page.text
+    labels = [attributes["aria-label"] for _, attributes in page.elements if attributes.get("role") == "img"]
+    assert len(labels) == 6
+    first, *_, last = step_records()
+    assert labels[0] == f"Loss. Steps 1 to 40: training loss from {first.loss:.4f} to {last.loss:.4f} nats per token."
+
+
+def test_headline_numbers_are_those_of_the_records(run):
+    text = report(run).text
+    assert "2.4518 nats per token" in text
+    assert "0.701 below the byte-unigram entropy of 3.153." in text
+    assert "0.064 above the byte-bigram entropy of 2.387." in text
+    assert "1,354 ± 17 tokens/s" in text
+    assert "No MFU: the peak rate of this device is not known." in text
+    assert "1.84 GiB measured" in text
+
+
+def test_predictions_of_memory_carry_their_signed_error(run):
+    write_json(run.training, replace(SUMMARY, memory_baseline_bytes=0, memory_peak_bytes=ESTIMATE["peak_bytes"] // 2))
+    write_json(run.dry_run, DRY_RUN | {"phases": {"backward": {"weights": 3}}, "peak_bytes": 3})
+    text = report(run).text
+    assert "Estimated 1.70 GiB (+100.0 %)." in text
+    assert "Rehearsed 3 B (-100.0 %)." in text
+
+
+def test_a_known_peak_rate_gives_the_mfu(run):
+    write_json(run.benchmark, replace(BENCHMARK, mfu=0.4123))
+    assert "41.2% MFU" in report(run).text
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cpu", "Measured is the peak of the process's resident set, above"),
+        ("cuda", "Measured is the peak of what the CUDA allocator has handed out, above"),
+        ("auto", "what the CUDA allocator has handed out, or on the CPU the process's resident set, above"),
+    ],
+)
+def test_the_caption_says_what_was_measured_as_memory(run, device, said):
+    run.config.write_text(run.config.read_text().replace("device: cpu", f"device: {device}"))
+    text = report(run).text
+    assert said in text
+    assert ("A resident set also counts freed memory" in text) == (device != "cuda")
+
+
+def test_a_finished_run_asks_for_nothing(run):
+    text = report(run).text
+    assert "Next:" not in text
+    assert "--resume" not in text
+    assert "Attempts" not in text
+
+
+def test_a_failed_run_says_why_it_ended_what_to_try_and_what_was_tried(tmp_path):
+    text = report(write_run(tmp_path / "failed", outcome=FAILED, records=step_records(23))).text
+    assert "Ended as oom after step 23" in text
+    assert FAILED.reason in text
+    assert f"Next: {FAILED.next_action}" in text
+    assert "1 4711 preempted 1 11 2 4712 oom 12 23" in text.replace("  ", " ")
+
+
+def test_a_run_that_has_not_ended_tells_its_last_sign_of_life_and_how_to_continue(tmp_path):
+    run = write_run(tmp_path / "my run")
+    run.outcome.unlink()
+    text = report(run).text
+    assert "Job 1234 (local) was submitted from login1" in text
+    assert "Last sign of life: step 40" in text
+    assert f"training-infra train --run-dir '{run.path}' --resume" in text
+
+
+def test_settings_that_differ_from_their_defaults_stand_out(run):
+    run.config.write_text(RunConfig().with_overrides("training.seed=12345").to_yaml())
+    page = report(run)
+    assert [attributes.get("class") for tag, attributes in page.elements if tag == "tr"].count("emphasised") == 1
+    assert "Settings 1 of " in page.text
+    assert "training.seed 12345" in page.text
+
+
+MISSING = {
+    "config": "No configuration yet: config.yaml has not been written.",
+    "plan": "No plan yet: plan.json has not been written.",
+    "environment": "No check of the environment yet: environment.json has not been written.",
+    "estimate": "No memory estimate yet: estimate.json has not been written.",
+    "dry_run": "No dry run yet: dry_run.json has not been written.",
+    "training": "No training summary yet: training.json has not been written.",
+    "benchmark": "No benchmark yet: benchmark.json has not been written.",
+    "outcome": "No outcome yet: outcome.json has not been written.",
+}
+
+
+@pytest.mark.parametrize("field", MISSING)
+def test_a_missing_piece_is_said_in_its_place(run, field):
+    getattr(run, field).unlink()
+    assert MISSING[field] in report(run).text
+
+
+@pytest.mark.parametrize("field", MISSING)
+@pytest.mark.parametrize("damage", ["", "\x00 [", "[1, 2]", '{"schema_version": 1}', '{"schema_version": 99}', "\xff"])
+def test_a_damaged_piece_never_keeps_the_report_from_being_written(run, field, damage):
+    getattr(run, field).write_text(damage, encoding="latin-1")
+    assert run.name in report(run).text
+
+
+def test_a_damaged_piece_is_named(run):
+    run.estimate.write_text('{"schema_version": 1, "phases": {}}')
+    run.outcome.write_text("{")
+    text = report(run).text
+    assert "No memory estimate to show: estimate.json is damaged" in text
+    assert "No outcome to show: outcome.json is damaged" in text
+
+
+def test_a_profile_that_does_not_add_up_is_not_drawn(run):
+    write_json(run.estimate, ESTIMATE | {"peak_bytes": ESTIMATE["peak_bytes"] + 1})
+    assert "the categories of its peak phase do not add up to its peak" in report(run).text
+
+
+def test_damaged_metrics_leave_the_rest_of_the_report(run):
+    next(run.metrics.glob("part-*.parquet")).write_bytes(b"PAR1 cut short")
+    text = report(run).text
+    assert "No metrics to show: metrics is damaged" in text
+    assert "1.84 GiB measured" in text
+
+
+def test_a_run_that_has_just_been_made_has_a_report(tmp_path):
+    run = RunDirectory(tmp_path / "new")
+    run.create()
+    page = report(run)
+    assert "No metrics yet" in page.text
+    assert all(sentence in page.text for sentence in MISSING.values())
+    assert page.tags["script"] == 2
+
+
+def test_what_users_wrote_is_text_and_never_markup(tmp_path):
+    plain, hostile = (
+        report(written_by(tmp_path / name, text))
+        for name, text in (("plain", "plain"), (HOSTILE.replace("/", ""), HOSTILE))
+    )
+    assert hostile.tags == plain.tags
+    assert hostile.text.count(HOSTILE) >= 9
+
+
+def written_by(path, text):
+    """Write a failed run in which ``text`` stands wherever a user's or a machine's own words do."""
+    attempt = {text: text, "status": text}
+    run = write_run(
+        path, outcome=replace(FAILED, reason=text, next_action=text, ended_at=text, attempts=(attempt, attempt))
+    )
+    run.config.write_text(yaml.safe_dump({"model": text, "data": {"source": text}}))
+    write_json(run.plan, {text: text})
+    write_json(run.environment, {"errors": [text], "warnings": [text], "facts": {text: text}})
+    write_json(run.estimate, ESTIMATE | {"device": text, "notes": [text]})
+    write_json(run.benchmark, replace(BENCHMARK, device=text))
+    return run
+
+
+def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path):
+    with pytest.raises(RunDirectoryError, match="is not a directory; name one that a run has written"):
+        write_report(RunDirectory(tmp_path / "absent"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written_is_an_error_that_names_it(run):
+    run.report.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*report\.html"):
+        write_report(run)
+    assert list(run.path.glob(".report*")) == []
+
+
+def test_an_older_report_is_replaced(run):
+    write_report(run)
+    write_json(run.outcome, replace(FINISHED, status="cancelled"))
+    assert "cancelled" in report(run).text
+
+
+def test_reports_need_neither_torch_nor_prefect():
+    loaded = "import reports.page, sys; print(sorted({'torch', 'prefect', 'training_infra'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout == "[]\n"
