@@ -22,7 +22,7 @@ def choose_plan(config: RunConfig, memory_budget_bytes: int | None) -> ParallelP
     Raises:
         PlanError: if the request makes no valid plan.
     """
-    share = config.training.batch_size // config.parallel.gpus
+    share = config.batch_size // config.parallel.gpus
     asked = config.parallel.microbatch_size
     sizes = [asked] if asked else [size for size in range(share, 1, -1) if share % size == 0]
     for size in sizes:
@@ -42,7 +42,7 @@ def _plan(config: RunConfig, microbatch_size: int) -> ParallelPlan:
         dp_replicate=1 if zero_stage else gpus,
         zero_stage=zero_stage,
         microbatch_size=microbatch_size,
-        num_microbatches=config.training.batch_size // (gpus * microbatch_size),
+        num_microbatches=config.batch_size // (gpus * microbatch_size),
         recompute=config.parallel.recompute,
     )
 

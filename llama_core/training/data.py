@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.artifacts import read_json, write_json
-from llama_core.config.run import DataConfig
+from llama_core.config.run import SAMPLE, DataConfig
 from llama_core.errors import ConfigError, DataError, RunDirectoryError
 from llama_core.training.corpus import OnProgress, find_files
 from llama_core.training.entropy import Entropies, token_entropies
 from llama_core.training.packing import IGNORE_INDEX, PackedDataset, row_order
-from llama_core.training.sample import SAMPLE, TEXT_FIELD, sample_file
+from llama_core.training.sample import TEXT_FIELD, sample_file
 from llama_core.training.token_cache import TokenCache, cache_directory, cached_tokens
 from llama_core.training.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
 

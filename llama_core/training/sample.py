@@ -12,7 +12,6 @@ from pathlib import Path
 from llama_core.artifacts import atomic_write
 from llama_core.errors import DataError
 
-SAMPLE = "sample"
 TEXT_FIELD = "text"
 
 # Installed packages, tests, bundled applications, and the generated tables of encodings.

@@ -118,7 +118,7 @@ class Trainer:
         run: the run directory that metrics and checkpoints go to.
         config: the resolved configuration (no ``auto`` left).
         plan: how a batch is cut into microbatches, and what is recomputed.
-        batches: global batches of ``config.training.batch_size`` sequences.
+        batches: global batches of ``config.batch_size`` sequences.
         validation: returns the held-out batches of one evaluation, in the same order every time; None to evaluate
             nothing.
         total_steps: optimizer steps of the whole run.
@@ -212,7 +212,7 @@ class Trainer:
             lambda: self._optimize(self.batches.next_batch(), on_phase=lambda phase: None),
             warmup_steps=timing.warmup_steps,
             num_steps=timing.steps,
-            tokens_per_step=self.config.training.batch_size * self.config.seq_len,
+            tokens_per_step=self.config.batch_size * self.config.seq_len,
             device=self.device,
             device_label=device_label,
             mfu=self._mfu,

@@ -44,5 +44,5 @@ def test_a_misspelt_model_is_answered_with_the_nearest_name():
 
 
 def test_a_model_like_no_other_is_answered_with_the_whole_list():
-    with pytest.raises(ConfigError, match="choose one of tiny_llama3_50m, .*code_llama_7b"):
+    with pytest.raises(ConfigError, match=r"choose one of tiny_llama3_50m, .*code_llama_7b"):
         model_spec("gpt")

@@ -100,7 +100,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no.yaml"):
+    with pytest.raises(ConfigError, match=r"no\.yaml"):
         RunConfig.load(tmp_path / "no.yaml")
 
 

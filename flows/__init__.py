@@ -1,0 +1,1 @@
+"""Prefect flows: the chain as a table of contents."""

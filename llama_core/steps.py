@@ -1,0 +1,442 @@
+"""The steps of the chain: prepare, validate, estimate, rehearse, train, benchmark; each over a run directory.
+
+A step reads what earlier ones left in the run directory, adds its own record, and returns it. The command line calls
+them in order; the Prefect flow calls the same functions as tasks. Each can be called again on its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_core.artifacts import (
+    BenchmarkRecord,
+    Outcome,
+    RunDirectory,
+    StepRecord,
+    TrainingSummary,
+    atomic_write,
+    read_json,
+    write_json,
+)
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
+from llama_core.errors import (
+    ConfigError,
+    EnvironmentMismatchError,
+    PlanError,
+    RunDirectoryError,
+    StoppedError,
+    TrainingFailedError,
+)
+from llama_core.launch.environment import (
+    EnvironmentReport,
+    Machine,
+    detect_machine,
+    resolve_machine_defaults,
+    validate_environment,
+)
+from llama_core.launch.launchers import JobHandle, Part, launcher_for
+from llama_core.planning.auto import choose_plan
+from llama_core.planning.memory import MemoryEstimate, estimate_memory
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.corpus import find_files
+
+if TYPE_CHECKING:
+    from llama_core.training.dry_run import DryRunResult
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A configuration with every default filled in, and the plan made for it."""
+
+    config: RunConfig
+    plan: ParallelPlan
+    estimate: MemoryEstimate
+    choices: tuple[str, ...]
+    """One line for each default that was filled in from what the machine has."""
+
+
+def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
+    """Resolve what ``config`` leaves to the machine, choose a plan and estimate its memory. Nothing is written.
+
+    Raises:
+        ConfigError, PlanError, EnvironmentMismatchError: if the request cannot be met here.
+    """
+    machine = machine or detect_machine()
+    resolved = resolve_machine_defaults(config, machine)
+    return _planned(resolved.config, machine, resolved.choices)
+
+
+def plan_for_gpu(config: RunConfig) -> PlannedRun:
+    """Plan as ``plan_run`` does, for GPUs that need not be here; for the CPU only where ``config`` names it."""
+    machine = detect_machine()
+    if config.launch.device == "cpu":
+        return plan_run(config, machine)
+    here = machine.gpu_type
+    gpu_type = config.launch.gpu_type or (here.name if here else DEFAULT_GPU_TYPE)
+    choices = (
+        ()
+        if config.launch.gpu_type
+        else (f"launch.gpu_type={gpu_type} ({'the device here' if here else 'no device here'})",)
+    )
+    return _planned(_with(config, launch={"device": "cuda", "gpu_type": gpu_type}), machine, choices)
+
+
+def _planned(
+    config: RunConfig, machine: Machine, choices: tuple[str, ...], plan: ParallelPlan | None = None
+) -> PlannedRun:
+    if config.launch.device == "cpu":
+        label, usable = "this machine's memory", machine.memory_bytes // config.parallel.gpus
+    else:
+        gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+        label, usable = gpu.label, gpu.usable_bytes
+    plan = plan or choose_plan(config, usable)
+    profile = estimate_memory(
+        config.spec,
+        plan,
+        seq_len=config.seq_len,
+        precision=config.training.precision,
+        document_mask=config.data.document_mask,
+    )
+    return PlannedRun(config, plan, MemoryEstimate(profile, label, usable), choices)
+
+
+def _with(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """Return ``config`` with some keys of some sections changed, validated anew."""
+    mapping = config.model_dump()
+    for section, changes in sections.items():
+        mapping[section] |= changes
+    return RunConfig.from_mapping(mapping)
+
+
+def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool = False) -> RunDirectory:
+    """Make the directory of a run, or find the one to resume, and write its configuration and plan.
+
+    A resumed run keeps its plan unless ``config.parallel`` has changed, since cutting a batch into other microbatches
+    rounds its sums differently.
+
+    Args:
+        config: what to run.
+        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+
+    Raises:
+        RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
+        ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met; nothing is written.
+    """
+    planned = plan_run(config)
+    if planned.plan.world_size > 1:
+        raise PlanError(
+            f"parallel.gpus={config.parallel.gpus}: training runs on one device in this version; use --gpus 1 "
+            "(estimate-memory plans for more)"
+        )
+    for source in (config.data.source, config.data.validation):
+        if source not in {SAMPLE, DATALOADER, None}:
+            find_files(source)
+    try:
+        run = _existing_run(planned.config, run_dir, resume=resume)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write run directory {str(run_dir)!r}: {error.strerror}; choose another --run-dir"
+        ) from None
+    plan = planned.plan
+    if run is None:
+        run = _new_run(planned.config, run_dir)
+    elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
+        plan = load_plan(run)
+    run.create()
+    sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
+    with atomic_write(run.config) as temporary:
+        temporary.write_text(_with(planned.config, training=sizes).to_yaml())
+    write_json(run.plan, plan.as_dict())
+    return run
+
+
+def _existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory | None:
+    if run_dir is None:
+        return _newest_unfinished(config) if resume else None
+    run = RunDirectory(run_dir)
+    if not run.config.exists():
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
+        return None
+    there = RunConfig.load(run.config)
+    if there.fingerprint() != config.fingerprint():
+        differences = "; ".join(_differences(there, config))
+        raise RunDirectoryError(
+            f"{run_dir} holds a run of another configuration ({differences}); choose another --run-dir"
+        )
+    if not resume:
+        raise RunDirectoryError(f"{run_dir} already holds this run; add --resume to continue it")
+    return run
+
+
+def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
+    fingerprint = config.fingerprint()
+    candidates = sorted(
+        RUNS.glob(f"{config.model}-*-{fingerprint[:4]}*/config.yaml"), key=lambda path: path.stat().st_mtime
+    )
+    for path in reversed(candidates):
+        run = RunDirectory(path.parent)
+        if RunConfig.load(path).fingerprint() == fingerprint and not is_finished(run):
+            return run
+    return None
+
+
+def _new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
+    if run_dir is not None:
+        return RunDirectory(run_dir)
+    name = f"{config.model}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(RunDirectory(RUNS / name) for name in names if not (RUNS / name).exists())
+
+
+def _differences(one: RunConfig, other: RunConfig) -> Iterable[str]:
+    """Yield what tells two runs apart, one key at a time."""
+    left, right = _flat(one.identity()), _flat(other.identity())
+    for key in sorted(left | right):
+        if left.get(key) != right.get(key):
+            yield f"{key} is {left.get(key)!r} there, {right.get(key)!r} here"
+
+
+def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def load_config(run: RunDirectory) -> RunConfig:
+    """Return the resolved configuration of ``run``.
+
+    Raises:
+        RunDirectoryError: if the directory holds no run.
+    """
+    if not run.config.exists():
+        raise RunDirectoryError(f"{run.path} holds no run (no {run.config.name})")
+    return RunConfig.load(run.config)
+
+
+def load_plan(run: RunDirectory) -> ParallelPlan:
+    """Return the plan of ``run``."""
+    return ParallelPlan.from_dict(read_json(run.plan))
+
+
+def validate(run: RunDirectory) -> EnvironmentReport:
+    """Check this machine against the run and record what was found.
+
+    Raises:
+        EnvironmentMismatchError: naming everything that keeps the run from starting.
+    """
+    report = validate_environment(load_config(run), run.path)
+    write_json(run.environment, report.as_dict())
+    return _ready(report)
+
+
+def check_environment(config: RunConfig) -> EnvironmentReport:
+    """Check this machine against a configuration that has no run directory yet.
+
+    Raises:
+        EnvironmentMismatchError: naming everything that keeps the run from starting.
+    """
+    return _ready(validate_environment(config))
+
+
+def _ready(report: EnvironmentReport) -> EnvironmentReport:
+    if report.errors:
+        raise EnvironmentMismatchError("; ".join(report.errors))
+    return report
+
+
+def estimate(run: RunDirectory) -> MemoryEstimate:
+    """Estimate the bytes of a rank by category, without torch, and record them."""
+    estimated = _planned(load_config(run), detect_machine(), (), load_plan(run)).estimate
+    write_json(run.estimate, estimated.as_dict())
+    return estimated
+
+
+def rehearse(run: RunDirectory) -> "DryRunResult":
+    """Take two real steps on fake tensors, counting every byte, and record the counts."""
+    result = rehearse_plan(load_config(run), load_plan(run))
+    write_json(run.dry_run, result.as_dict())
+    return result
+
+
+def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult":
+    """Take two real steps of a plan on fake tensors, counting every byte."""
+    from llama_core.training.dry_run import rehearse as rehearse_steps
+
+    return rehearse_steps(config, plan)
+
+
+def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
+    """Start the run's job, or find the one already at work; None if the run is finished.
+
+    Args:
+        run: the run.
+        only: leave training or the timed steps out.
+
+    Raises:
+        RunDirectoryError, EnvironmentMismatchError: if the job cannot be started.
+    """
+    if only != "benchmark" and is_finished(run):
+        return None
+    config = load_config(run)
+    return attach(run) or launcher_for(config).submit(run, config, load_plan(run).world_size, only)
+
+
+def attach(run: RunDirectory) -> JobHandle | None:
+    """Return the job at work on the run, whoever submitted it, or None."""
+    return launcher_for(load_config(run)).attach(run)
+
+
+def wait(
+    run: RunDirectory, handle: JobHandle | None, on_progress: Callable[[StepRecord], None] | None = None
+) -> Outcome:
+    """Wait for the job's end and return its outcome; an interrupt (Ctrl-C) stops the job first.
+
+    Args:
+        run: the run.
+        handle: its job, as ``submit`` or ``attach`` returned it; None where none is at work any more.
+        on_progress: told of each newest step.
+
+    Raises:
+        TrainingFailedError: if it ended without finishing, with the reason and what to try.
+        StoppedError: if it was interrupted, with the command that resumes it.
+    """
+    if handle is None:
+        return check_outcome(read_outcome(run))
+    try:
+        return check_outcome(handle.wait(on_progress))
+    except KeyboardInterrupt:
+        raise stopped(run, handle.cancel()) from None
+
+
+def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
+    """Return the error that says how a run was stopped and how it goes on."""
+    return StoppedError(
+        f"stopped after step {outcome.step}; continue with: training-infra train --run-dir {run.path} --resume"
+    )
+
+
+def check_outcome(outcome: Outcome) -> Outcome:
+    """Return ``outcome`` if it is a finished run's.
+
+    Raises:
+        TrainingFailedError: otherwise; ConfigError where the request was wrong.
+    """
+    match outcome.status:
+        case "finished":
+            return outcome
+        case "bad-config":
+            raise ConfigError(outcome.reason)
+        case status:
+            raise TrainingFailedError(f"{status} after step {outcome.step}: {outcome.reason}; {outcome.next_action}")
+
+
+def benchmark(run: RunDirectory) -> BenchmarkRecord:
+    """Return the steps that were timed at the end of the run's job, inside the same allocation."""
+    record = read_json(run.benchmark)
+    return BenchmarkRecord(**record | {"step_seconds": tuple(record["step_seconds"])})
+
+
+def read_outcome(run: RunDirectory) -> Outcome:
+    """Return why the run's last job ended.
+
+    Raises:
+        RunDirectoryError: if it has not ended.
+    """
+    record = read_json(run.outcome)
+    return Outcome(**record | {"attempts": tuple(record["attempts"])})
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Return whether the run has reached its last step."""
+    return run.outcome.exists() and read_outcome(run).status == "finished"
+
+
+def training_summary(run: RunDirectory) -> TrainingSummary:
+    """Return what training reached.
+
+    Raises:
+        RunDirectoryError: if it has not come to its end.
+    """
+    return TrainingSummary(**read_json(run.training))
+
+
+def records(run: RunDirectory) -> dict[str, Any]:
+    """Return everything the run's steps have recorded so far, by file."""
+    paths = (run.plan, run.environment, run.estimate, run.dry_run, run.training, run.benchmark, run.outcome)
+    return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
+
+
+def prepare_loader_run(
+    config: RunConfig, loader: Iterable[Any], run_dir: Path | None = None, *, resume: bool = False
+) -> RunDirectory:
+    """Make the directory of a run on batches that the caller's loader gives; see ``prepare_run``.
+
+    The sizes of the loader's first batch are the run's batch size and sequence length; its length, if it has one, is
+    an epoch's.
+
+    Raises:
+        DataError, ConfigError: if the first batch is none, or the number of steps cannot be known.
+    """
+    from llama_core.training.loaders import LoaderBatches
+
+    num_sequences, seq_len = LoaderBatches(loader, config.spec.vocab_size).next_batch().tokens_BS.shape
+    steps = config.training.steps
+    if steps is None:
+        if not isinstance(loader, Sized):
+            raise ConfigError("the dataloader has no length; set training.steps: configure(steps=...)")
+        steps = max(1, round(config.training.epochs * len(loader)))
+    sizes = {"batch_size": num_sequences, "seq_len": seq_len, "steps": steps}
+    return prepare_run(
+        _with(config, training=sizes, data={"source": DATALOADER, "document_mask": False}), run_dir, resume=resume
+    )
+
+
+def train_here(
+    run: RunDirectory,
+    loader: Iterable[Any],
+    validation_loader: Iterable[Any] | None,
+    on_progress: Callable[[StepRecord], None],
+) -> Outcome:
+    """Train in this process on the caller's batches; Ctrl-C saves a checkpoint and stops.
+
+    Raises:
+        TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
+    """
+    from llama_core.launch.worker import run_to_end
+    from llama_core.training.loaders import LoaderBatches, as_batch
+    from llama_core.training.trainer import Trainer
+
+    config, plan = load_config(run), load_plan(run)
+    if is_finished(run):
+        return read_outcome(run)
+
+    def held_out() -> Iterator[Any]:
+        for item in validation_loader or ():
+            yield from as_batch(item, config.spec.vocab_size).split(plan.microbatch_size)
+
+    def build(should_stop: Callable[[], bool]) -> tuple[Trainer, None]:
+        trainer = Trainer(
+            run,
+            config,
+            plan,
+            batches=LoaderBatches(loader, config.spec.vocab_size),
+            validation=None if validation_loader is None else held_out,
+            total_steps=config.training.steps or 1,
+            should_stop=should_stop,
+            on_step=on_progress,
+        )
+        return trainer, None
+
+    outcome = run_to_end(run, build)
+    if outcome.status == "cancelled":
+        raise stopped(run, outcome)
+    return check_outcome(outcome)

@@ -1,0 +1,1 @@
+"""Prefect tasks: each a name, a retry policy, one engine call and one artifact."""

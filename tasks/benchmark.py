@@ -1,0 +1,18 @@
+"""The timed steps of a run."""
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from llama_core import steps
+from llama_core.artifacts import RunDirectory
+from llama_core.launch.watch import say
+
+
+@task(name="benchmark", cache_policy=NO_CACHE)
+def benchmark(run: RunDirectory) -> None:
+    """Read the steps that were timed inside the training job; they become a table."""
+    record = steps.benchmark(run)
+    rows = [{"timed step": number, "seconds": seconds} for number, seconds in enumerate(record.step_seconds, start=1)]
+    create_table_artifact(rows, key="benchmark", description=record.summary())
+    say("benchmark", record.summary())

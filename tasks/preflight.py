@@ -1,0 +1,58 @@
+"""The steps before anything is trained: prepare the run, validate, estimate, rehearse."""
+
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from llama_core import steps
+from llama_core.artifacts import RunDirectory
+from llama_core.config.run import RunConfig
+from llama_core.launch.watch import say
+from llama_core.planning.memory import MemoryProfile
+from llama_core.units import format_bytes
+
+
+@task(name="prepare-run", cache_policy=NO_CACHE)
+def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory:
+    """Make the run's directory and plan; the plan becomes a table."""
+    run = steps.prepare_run(config, run_dir, resume=resume)
+    plan = steps.load_plan(run).as_dict()
+    create_table_artifact([{"setting": key, "value": str(value)} for key, value in plan.items()], key="plan")
+    say("run", str(run.path))
+    return run
+
+
+@task(name="validate-environment", cache_policy=NO_CACHE)
+def validate_environment(run: RunDirectory) -> None:
+    """Check the machine; what it has becomes a table."""
+    report = steps.validate(run)
+    rows = [{"what": key, "found": str(value)} for key, value in report.facts.items()]
+    create_table_artifact([*rows, *({"what": "warning", "found": text} for text in report.warnings)], key="environment")
+    say("validate", report.summary())
+
+
+@task(name="estimate-memory", cache_policy=NO_CACHE)
+def estimate_memory(run: RunDirectory) -> None:
+    """Estimate the bytes of a rank by arithmetic; they become a table."""
+    estimate = steps.estimate(run)
+    create_table_artifact(_profile_rows(estimate.profile), key="memory-estimate", description=estimate.summary())
+    say("estimate", estimate.summary())
+
+
+@task(name="dry-run", cache_policy=NO_CACHE)
+def dry_run(run: RunDirectory) -> None:
+    """Count the bytes of two real steps on fake tensors; they become a table."""
+    rehearsed = steps.rehearse(run)
+    create_table_artifact(_profile_rows(rehearsed.profile), key="dry-run", description=rehearsed.summary())
+    say("dry-run", rehearsed.summary())
+
+
+def _profile_rows(profile: MemoryProfile) -> list[dict[str, str]]:
+    categories = {category for phase in profile.phases.values() for category in phase}
+    return [
+        {"category": category}
+        | {phase: format_bytes(counts.get(category, 0)) for phase, counts in profile.phases.items()}
+        for category in sorted(categories)
+    ]

@@ -1,0 +1,61 @@
+"""Training: submit the job or find it again, follow it, and say how it ended."""
+
+from uuid import UUID
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.cache_policies import NO_CACHE
+
+from llama_core import steps
+from llama_core.artifacts import RunDirectory, StepRecord
+from llama_core.launch.watch import say, watch
+
+
+@task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
+def submit(run: RunDirectory) -> None:
+    """Start the job unless one is at work or the run is finished; a retry finds the job of the try before."""
+    steps.submit(run)
+
+
+@task(name="train", cache_policy=NO_CACHE)
+def train(run: RunDirectory) -> None:
+    """Follow the job to its end; the outcome becomes a page, the progress a bar."""
+    with watch(run) as on_progress:
+        progress = _Progress()
+
+        def follow(record: StepRecord) -> None:
+            on_progress(record)
+            progress(record)
+
+        try:
+            steps.wait(run, steps.attach(run), follow)
+        finally:
+            if run.outcome.exists():
+                create_markdown_artifact(_outcome_page(run), key="outcome")
+    say("train", steps.training_summary(run).summary())
+
+
+class _Progress:
+    """A Prefect progress artifact, updated at every whole percent."""
+
+    def __init__(self) -> None:
+        artifact = create_progress_artifact(0.0, key="training-progress")
+        if not isinstance(artifact, UUID):
+            raise TypeError("an artifact of a synchronous task is made at once")
+        self.artifact = artifact
+        self.percent = 0
+
+    def __call__(self, record: StepRecord) -> None:
+        percent = record.step * 100 // record.total_steps
+        if percent > self.percent:
+            self.percent = percent
+            update_progress_artifact(self.artifact, float(percent))
+
+
+def _outcome_page(run: RunDirectory) -> str:
+    outcome = steps.read_outcome(run)
+    return (
+        f"# {run.name}: {outcome.status}\n\n{outcome.reason}\n\n"
+        f"* last step: {outcome.step}\n* next: {outcome.next_action or 'nothing, the run is finished'}\n"
+        f"* directory: `{run.path}`\n"
+    )

@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llama_core import steps
+from llama_core.artifacts import Outcome, RunDirectory, read_json, write_json
+from llama_core.config.run import RunConfig
+from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**training):
+    return RunConfig.from_mapping({"training": {"seq_len": 32} | training, "launch": {"device": "cpu"}})
+
+
+def finish(run, status="finished"):
+    write_json(run.outcome, Outcome(status, "it did", 10, "", "2026-01-01T00:00:00+00:00"))
+
+
+def test_a_run_is_named_by_model_date_and_fingerprint():
+    run = steps.prepare_run(config())
+    model, date, fingerprint = run.name.rsplit("-", 2)
+    assert (model, len(date)) == ("tiny_llama3_50m", 8)
+    assert fingerprint == RunConfig.load(run.config).fingerprint()[:4]
+
+
+def test_what_is_written_is_resolved_and_can_be_read_back():
+    run = steps.prepare_run(RunConfig())
+    written = RunConfig.load(run.config)
+    assert written.launch.device in {"cpu", "cuda"}
+    assert written.training.precision in {"bf16", "fp32"}
+    assert steps.load_plan(run).world_size == 1
+
+
+def test_the_same_request_again_is_another_run():
+    names = [steps.prepare_run(config()).name for _ in range(3)]
+    assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
+
+
+def test_resume_takes_the_newest_unfinished_run_of_the_configuration():
+    first, second = steps.prepare_run(config()), steps.prepare_run(config())
+    steps.prepare_run(config(seed=1))
+    assert steps.prepare_run(config(), resume=True) == second
+    finish(second)
+    assert steps.prepare_run(config(), resume=True) == first
+    finish(first)
+    assert steps.prepare_run(config(), resume=True).name.endswith("-3")
+
+
+def test_resume_may_change_how_often_is_saved_but_not_what_is_trained(tmp_path):
+    run = steps.prepare_run(config(), tmp_path / "run")
+    steps.prepare_run(config(checkpoint_every=7), run.path, resume=True)
+    assert RunConfig.load(run.config).training.checkpoint_every == 7
+    with pytest.raises(RunDirectoryError) as caught:
+        steps.prepare_run(config(learning_rate=1e-5), run.path, resume=True)
+    assert str(caught.value) == (
+        f"{run.path} holds a run of another configuration (training.learning_rate is 0.0003 there, 1e-05 here); "
+        "choose another --run-dir"
+    )
+
+
+def test_a_resumed_run_keeps_its_plan():
+    """Other microbatches would round the sums differently."""
+    run = steps.prepare_run(config())
+    plan = read_json(run.plan) | {"microbatch_size": 2, "num_microbatches": 4}
+    write_json(run.plan, plan)
+    steps.prepare_run(config(), run.path, resume=True)
+    assert read_json(run.plan) == plan
+
+
+def test_a_directory_with_this_run_is_only_taken_to_resume(tmp_path):
+    steps.prepare_run(config(), tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match="already holds this run; add --resume to continue it"):
+        steps.prepare_run(config(), tmp_path / "run")
+
+
+def test_a_directory_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("")
+    with pytest.raises(RunDirectoryError, match="holds files that are not a run"):
+        steps.prepare_run(config(), tmp_path / "home", resume=True)
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "error", "message"),
+    [
+        ({"data": {"source": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
+        ({"data": {"validation": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
+        ({"parallel": {"gpus": 2}, "launch": {"device": "cpu"}}, PlanError, "training runs on one device"),
+        ({"parallel": {"gpus": 4}}, EnvironmentMismatchError, "gpus=4: this machine has"),
+    ],
+)
+def test_a_request_that_cannot_be_met_writes_nothing(tmp_path, mapping, error, message):
+    with pytest.raises(error, match=message):
+        steps.prepare_run(RunConfig.from_mapping(mapping), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.root
+def test_a_directory_without_permission_to_write_is_one_line(tmp_path):
+    """As an unprivileged user, since root may write anywhere."""
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from llama_core import steps; from llama_core.config.run import RunConfig\n"
+        "config = RunConfig.from_mapping({'launch': {'device': 'cpu'}})\n"
+        "steps.prepare_run(config, Path(sys.argv[2]))  # imports what the user may not be able to read\n"
+        "import os; os.setgid(65534); os.setuid(65534)\n"
+        "try: steps.prepare_run(config, Path(sys.argv[1]))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "theirs" / "run"), str(tmp_path / "ours")]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert told.startswith("RunDirectoryError cannot write run directory")
+    assert "Permission denied; choose another --run-dir" in told
+
+
+def test_a_step_on_a_directory_without_a_run_says_so(tmp_path):
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        steps.validate(RunDirectory(tmp_path))
+
+
+def test_the_estimate_of_a_run_is_that_of_its_plan():
+    run = steps.prepare_run(config())
+    steps.estimate(run)
+    whole = read_json(run.estimate)["phases"]["forward"]["activations"]
+    write_json(run.plan, read_json(run.plan) | {"microbatch_size": 1, "num_microbatches": 8})
+    steps.estimate(run)
+    assert read_json(run.estimate)["phases"]["forward"]["activations"] < whole
+
+
+def test_a_finished_run_is_not_started_again():
+    run = steps.prepare_run(config())
+    finish(run)
+    assert steps.submit(run) is None
+    assert steps.wait(run, None).status == "finished"
+
+
+def test_the_records_of_a_run_are_json():
+    run = steps.prepare_run(config())
+    steps.estimate(run)
+    assert set(json.loads(json.dumps(steps.records(run)))) == {"run_dir", "plan", "estimate"}

@@ -1,0 +1,249 @@
+"""The command line as a user meets it: real processes, their output and exit codes."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llama_core.artifacts import RunDirectory, read_json, read_metrics
+from llama_core.config.models import model_names
+from llama_core.steps import read_outcome
+from training_infra import cli
+
+FEW_PARAMETERS = [
+    f"--set=architecture.{size}"
+    for size in ("hidden_size=64", "num_layers=2", "ffn_size=128", "head_dim=16", "vocab_size=512")
+]
+SMALL = [*FEW_PARAMETERS, "--device=cpu", "--seq-len=32", "--batch-size=2", "--set=training.eval_sequences=2"]
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """Run the command line in an empty directory on the CPU, with a token cache of its own."""
+
+    def run(*arguments, **options):
+        return subprocess.run(command(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False, **options)
+
+    def command(*arguments):
+        return [sys.executable, "-m", "training_infra.cli", *arguments]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run.command, run.path = command, tmp_path
+    return run
+
+
+def only_run(path):
+    (run,) = (path / "runs").iterdir()
+    return RunDirectory(run)
+
+
+def test_help_names_every_command_and_imports_no_torch(shell):
+    program = (
+        "import sys; from training_infra.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    for command in ("train", "estimate-memory", "dry-run", "benchmark", "validate-environment", "report", "models"):
+        assert re.search(rf"^    {command}\b", told, re.MULTILINE)
+
+
+def test_the_help_of_train_describes_every_flag(shell):
+    told = shell("train", "--help").stdout
+    for flag in cli._MODEL_FLAGS + cli._RUN_FLAGS:
+        assert flag.name in told
+        assert flag.key in told
+
+
+def test_models_lists_every_variant_with_its_parameters(shell):
+    assert list(json.loads(shell("models", "--json").stdout)) == model_names()
+    assert "405,853,388,800" in shell("models").stdout
+
+
+def test_a_memory_estimate_is_a_table_by_category_without_torch(shell):
+    program = (
+        "import sys; from training_infra.cli import main\n"
+        "code = main(['estimate-memory', '--model', 'llama3_8b', '--gpus', '8'])\n"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    for category in ("weights", "gradients", "moments", "activations", "loss", "communication", "temporaries", "total"):
+        assert re.search(rf"^{category} +[\d.]+ \w+", told, re.MULTILINE)
+    assert re.search(r"^moments .* 7\.48 GiB$", told, re.MULTILINE)  # 8 bytes x 8.03e9 parameters / 8 ranks
+
+
+def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
+    told = shell("estimate-memory", "--model", "llama3_405b", "--gpus", "64", "--gpu-type", "h100").stdout
+    assert "does not fit" in told
+    assert "note: weights, gradients and moments alone take 101.5 GB per device" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["train", "--model", "lama3_8b"],
+            ["error: unknown model 'lama3_8b'; did you mean 'llama3_8b' or 'llama3_70b'?"],
+        ),
+        (
+            ["train", "--set", "training.batchsize=3"],
+            ["error: unknown key 'training.batchsize'; did you mean 'training.batch_size' or 'training.epochs'?"],
+        ),
+        (
+            ["train", "--batch-size", "eight", "--seq-len", "4096"],
+            [
+                "error: training.batch_size='eight': input should be a valid integer",
+                "error: training.seq_len=4096 is above the context of tiny_llama3_50m; use at most 2048",
+            ],
+        ),
+        (
+            ["train", "--batchsize", "3"],
+            ["error: unrecognized arguments: --batchsize 3; did you mean '--batch-size' or '--microbatch-size'?"],
+        ),
+        (["trian"], ["error: argument COMMAND: invalid choice: 'trian'"]),
+        (["train", "--data", "no.jsonl", "--device", "cpu"], ["error: data source 'no.jsonl' does not exist"]),
+        (["train", "--gpus", "2", "--device", "cpu"], ["error: parallel.gpus=2: training runs on one device"]),
+        (["train", "--gpus", "4"], ["error: gpus=4: this machine has no CUDA device; add --device cpu"]),
+        (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
+        (["train", "--strategy", "lora"], ["error: strategy='lora': input should be 'standard'"]),
+        (["report", "nowhere"], ["error: nowhere holds no run"]),
+        (["dry-run", "--gpus", "4"], ["error: a dry run rehearses one device, not 4"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
+)
+def test_a_wrong_request_is_one_line_each_exits_2_and_writes_nothing(shell, arguments, lines):
+    ended = shell(*arguments)
+    told = ended.stderr.splitlines()
+    assert ended.returncode == 2
+    assert len(told) == len(lines)
+    for line, beginning in zip(told, lines, strict=True):
+        assert line.startswith(beginning)
+    assert list(shell.path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(shell):
+    assert "Traceback" in shell("train", "--model", "lama3_8b", "--debug").stderr
+
+
+def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
+    ended = shell("train", *SMALL, "--steps", "6")
+    assert ended.returncode == 0, ended.stderr
+    names = [line.split()[0] for line in ended.stdout.splitlines()]
+    assert list(dict.fromkeys(names)) == ["run", "validate", "estimate", "dry-run", "train", "benchmark", "report"]
+    run = only_run(shell.path)
+    assert ended.stdout.splitlines()[-1].split()[1] == f"runs/{run.name}/report.html"
+    assert "held-out loss" in ended.stdout
+    assert read_metrics(run).num_rows == 6
+    assert run.report.stat().st_size > 100_000
+
+
+def test_train_json_prints_one_record_of_everything(shell):
+    ended = shell("train", *SMALL, "--steps", "2", "--json")
+    record = json.loads(ended.stdout)
+    assert record["outcome"]["status"] == "finished"
+    assert record["training"]["steps"] == 2
+    assert set(record) == {"run_dir", "plan", "environment", "estimate", "dry_run", "training", "benchmark", "outcome"}
+
+
+def test_train_dry_run_rehearses_and_leaves_nothing(shell):
+    ended = shell("train", *SMALL, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("default")] == [
+        "validate",
+        "estimate",
+        "dry-run",
+    ]
+    assert list(shell.path.iterdir()) == []
+
+
+def test_the_long_names_of_dtypes_are_understood(shell):
+    ended = shell("train", *SMALL, "--dry-run", "--mixed-precision", "bfloat16")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_data_with_no_document_ends_with_one_line_and_a_report(shell):
+    (shell.path / "empty.jsonl").write_text("\n")
+    ended = shell("train", *SMALL, "--data", "empty.jsonl")
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: the data holds no document")
+    assert only_run(shell.path).report.exists()
+
+
+def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_go_on(shell):
+    process = subprocess.Popen(
+        shell.command("train", *SMALL, "--steps", "100000"),
+        cwd=shell.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(shell.path.glob("runs/*/metrics/latest.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate()
+    run = only_run(shell.path)
+    outcome = read_outcome(run)
+    assert process.returncode == 130
+    assert errors == (
+        f"error: stopped after step {outcome.step}; continue with: "
+        f"training-infra train --run-dir runs/{run.name} --resume\n"
+    )
+    assert (outcome.status, output.splitlines()[-1].split()[0]) == ("cancelled", "report")
+    assert (run.checkpoints / f"step-{outcome.step:08d}").exists()
+
+
+def test_resuming_needs_only_the_directory(shell):
+    assert shell("train", *SMALL, "--steps", "4", "--run-dir", "mine").returncode == 0
+    run = RunDirectory(shell.path / "mine")
+    run.outcome.unlink()
+    ended = shell("train", "--resume", "--run-dir", "mine")
+    assert ended.returncode == 0, ended.stderr
+    assert read_json(run.training)["steps"] == 4
+    assert read_metrics(run).num_rows == 4
+
+
+def test_a_report_can_be_written_again(shell):
+    assert shell("train", *SMALL, "--steps", "2", "--run-dir", "mine").returncode == 0
+    (shell.path / "mine" / "report.html").unlink()
+    ended = shell("report", "mine")
+    assert ended.stdout == "mine/report.html\n"
+    assert (shell.path / "mine" / "report.html").exists()
+
+
+def test_benchmark_times_steps_without_training(shell):
+    ended = shell("benchmark", *SMALL, "--json")
+    record = json.loads(ended.stdout)
+    assert len(record["step_seconds"]) == 5
+    assert record["tokens_per_second"] == pytest.approx(64 / record["median_seconds"])
+
+
+def test_a_dry_run_prints_what_was_counted_beside_the_estimate(shell):
+    told = shell("dry-run", *SMALL, "--json").stdout
+    rehearsed = json.loads(told)
+    estimated = json.loads(shell("estimate-memory", *SMALL, "--json").stdout)
+    assert rehearsed["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.05)
+
+
+def test_validate_environment_lists_what_was_found(shell):
+    ended = shell("validate-environment")
+    assert ended.returncode == 0, ended.stdout
+    assert "environment ready for training" in ended.stdout
+    assert "torch" in ended.stdout
+
+
+def test_output_into_a_closed_pipe_is_no_traceback(shell):
+    ended = subprocess.run(
+        f"{sys.executable} -m training_infra.cli models | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in ended.stderr

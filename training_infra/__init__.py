@@ -1,0 +1,35 @@
+"""Train LLaMA models from Python: the engine of ``llama_core``, spelled as users spell it.
+
+Names are imported when they are first used, so that ``import training_infra`` costs nothing and needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from training_infra.config import TrainingStrategy as TrainingStrategy
+    from training_infra.orchestrator import LlamaTrainingOrchestrator as LlamaTrainingOrchestrator
+    from training_infra.orchestrator import estimate_requirements as estimate_requirements
+    from training_infra.orchestrator import quick_start as quick_start
+    from training_infra.orchestrator import validate_environment as validate_environment
+
+_HOMES = {
+    "LlamaTrainingOrchestrator": "orchestrator",
+    "TrainingStrategy": "config",
+    "estimate_requirements": "orchestrator",
+    "quick_start": "orchestrator",
+    "validate_environment": "orchestrator",
+}
+__all__ = [
+    "LlamaTrainingOrchestrator",
+    "TrainingStrategy",
+    "estimate_requirements",
+    "quick_start",
+    "validate_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

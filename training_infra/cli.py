@@ -1,0 +1,365 @@
+"""The command line: ``training-infra`` or ``python -m training_infra.cli``.
+
+Every flag of a run is one row of a table: the flag, and the configuration key it sets. Help texts are the keys' own.
+Nothing here imports torch; the commands import what they need.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
+
+from llama_core.config.models import model_names, model_spec
+from llama_core.config.run import RunConfig, config_keys
+from llama_core.errors import ConfigError, EnvironmentMismatchError, StoppedError, TrainingInfraError, did_you_mean
+from llama_core.planning.memory import Category, MemoryProfile
+from llama_core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from llama_core.steps import PlannedRun
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that sets one key of the run configuration."""
+
+    name: str
+    key: str
+    metavar: str = "N"
+    constant: str | None = None
+    """The value that a flag without an argument stands for."""
+
+
+_MODEL_FLAGS = (
+    Flag("--model", "model", "NAME"),
+    Flag("--strategy", "strategy", "NAME"),
+    Flag("--gpus", "parallel.gpus"),
+    Flag("--nodes", "launch.nodes"),
+    Flag("--gpu-type", "launch.gpu_type", "NAME"),
+    Flag("--device", "launch.device", "cpu|cuda"),
+    Flag("--batch-size", "training.batch_size"),
+    Flag("--seq-len", "training.seq_len"),
+    Flag("--microbatch-size", "parallel.microbatch_size"),
+    Flag("--zero-stage", "parallel.zero_stage", "0|1|2|3"),
+    Flag("--activation-checkpointing", "parallel.recompute", constant="full"),
+    Flag("--mixed-precision", "training.precision", "bfloat16|fp32"),
+)
+_RUN_FLAGS = (
+    Flag("--data", "data.source", "PATH"),
+    Flag("--validation-data", "data.validation", "PATH"),
+    Flag("--tokenizer", "data.tokenizer", "PATH"),
+    Flag("--steps", "training.steps"),
+    Flag("--epochs", "training.epochs"),
+    Flag("--lr", "training.learning_rate", "X"),
+    Flag("--lr-schedule", "training.lr_schedule", "cosine|wsd|constant"),
+    Flag("--warmup-steps", "training.warmup_steps"),
+    Flag("--seed", "training.seed"),
+    Flag("--eval-every", "training.eval_every"),
+    Flag("--checkpoint-every", "training.checkpoint_every"),
+    Flag("--launcher", "launch.launcher", "local|slurm"),
+    Flag("--wandb", "tracking.wandb", "off|offline|online"),
+)
+_LONG_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
+"""The long names of dtypes, which ``--mixed-precision`` takes as well."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the nearest flag where one was misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        near = ""
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            near = did_you_mean(unknown, [flag for action in self._actions for flag in action.option_strings])
+        self.exit(2, f"error: {message}{near}\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and let the command that was chosen report what it does not know."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser: _Parser = getattr(options, "parser", self)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit code: see ``training-infra --help``."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options) or 0)
+    except TrainingInfraError as error:
+        if options.debug:
+            raise
+        for problem in error.problems if isinstance(error, ConfigError) else (str(error),):
+            print(f"error: {problem}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return StoppedError.exit_code
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="training-infra",
+        description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
+        epilog="exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 interrupted",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], help_text: str) -> _Parser:
+        added = commands.add_parser(name, help=help_text, description=help_text)
+        added.set_defaults(command=run, parser=added)
+        added.add_argument("--debug", action="store_true", help="show a traceback with an error")
+        return added
+
+    train = command("train", _train, "run the whole chain: validate, estimate, rehearse, train, benchmark, report")
+    _add_config_flags(train, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_run_dir_flags(train)
+    train.add_argument("--dry-run", action="store_true", help="stop after the dry run: nothing is trained")
+    train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
+
+    estimate = command("estimate-memory", _estimate_memory, "bytes per rank and category, by arithmetic; needs no GPU")
+    _add_config_flags(estimate, _MODEL_FLAGS)
+
+    dry_run = command("dry-run", _dry_run, "take real steps on fake tensors, counting every byte; needs no GPU")
+    _add_config_flags(dry_run, _MODEL_FLAGS)
+
+    bench = command("benchmark", _benchmark, "time optimizer steps on this machine, or on the cluster")
+    _add_config_flags(bench, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_run_dir_flags(bench)
+
+    validate = command("validate-environment", _validate_environment, "check this machine against what a run needs")
+    _add_config_flags(validate, _MODEL_FLAGS + _RUN_FLAGS)
+
+    report = command("report", _report, "write report.html of a run directory, finished or not")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    models = command("models", _models, "list the model variants")
+    models.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_config_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
+    texts = config_keys()
+    parser.add_argument("--config", type=Path, metavar="FILE", help="run configuration in YAML; flags override it")
+    for flag in flags:
+        text = f"{texts[flag.key]} [{flag.key}]".replace("%", "%%")
+        if flag.constant is None:
+            parser.add_argument(flag.name, dest=flag.key, metavar=flag.metavar, help=text)
+        else:
+            parser.add_argument(flag.name, dest=flag.key, action="store_const", const=flag.constant, help=text)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set any configuration key"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(flags=flags)
+
+
+def _add_run_dir_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="the run's directory; default: runs/<model>-<date>-<fingerprint>"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --run-dir, or the newest unfinished run of this configuration",
+    )
+
+
+def _config(options: argparse.Namespace) -> RunConfig:
+    """Build the run configuration from the file, then the flags, then ``--set``."""
+    file: Path | None = options.config
+    run_dir: Path | None = getattr(options, "run_dir", None)
+    if file is None and run_dir is not None and options.resume and (run_dir / "config.yaml").exists():
+        file = run_dir / "config.yaml"
+    overrides = [
+        f"{flag.key}={_LONG_NAMES.get(value, value)}"
+        for flag in options.flags
+        if (value := getattr(options, flag.key)) is not None
+    ]
+    overrides += options.overrides
+    return RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = _config(options)
+    if options.dry_run:
+        _preview(config, as_json=options.json)
+    elif options.flow:
+        _run_flow(config, options)
+    else:
+        _run_chain(config, options)
+
+
+def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
+    """Run the same steps under Prefect: on the server of PREFECT_API_URL, or on one that lives as long as the run."""
+    quiet = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    if not options.debug:
+        quiet["PREFECT_LOGGING_LEVEL"] = "CRITICAL"  # errors reach the user as one line, from main
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    # Flows live in the repository, not in the installed package.
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    try:
+        from flows.train import train
+    except ImportError:
+        raise EnvironmentMismatchError(
+            "--flow needs the repository's flows/ folder; install with pip install -e ."
+        ) from None
+    train(config, run_dir=options.run_dir, resume=options.resume)
+
+
+def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
+    from llama_core import steps
+    from llama_core.launch.watch import say, watch
+    from reports.page import write_report
+
+    with say.silenced(options.json):
+        run = steps.prepare_run(config, options.run_dir, resume=options.resume)
+        say("run", str(run.path))
+        say("validate", steps.validate(run).summary())
+        say("estimate", steps.estimate(run).summary())
+        say("dry-run", steps.rehearse(run).summary())
+        try:
+            handle = steps.submit(run)
+            with watch(run) as on_progress:
+                steps.wait(run, handle, on_progress)
+            say("train", steps.training_summary(run).summary())
+            say("benchmark", steps.benchmark(run).summary())
+        finally:
+            say("report", str(write_report(run)))
+    if options.json:
+        _print_json(steps.records(run))
+
+
+def _preview(config: RunConfig, *, as_json: bool) -> None:
+    """Validate, estimate and rehearse without making a run directory."""
+    from llama_core import steps
+    from llama_core.launch.watch import say
+
+    planned = steps.plan_run(config)
+    environment = steps.check_environment(planned.config)
+    rehearsed = steps.rehearse_plan(planned.config, planned.plan)
+    if as_json:
+        _print_json({"estimate": planned.estimate.as_dict(), "dry_run": rehearsed.as_dict()})
+        return
+    for choice in planned.choices:
+        say("default", choice)
+    say("validate", environment.summary())
+    say("estimate", planned.estimate.summary())
+    say("dry-run", rehearsed.summary())
+
+
+def _estimate_memory(options: argparse.Namespace) -> None:
+    from llama_core import steps
+
+    planned = steps.plan_for_gpu(_config(options))
+    if options.json:
+        _print_json(planned.estimate.as_dict() | {"plan": planned.plan.as_dict()})
+        return
+    _print_plan(planned)
+    _print_profile(planned.estimate.profile)
+    print(planned.estimate.summary())
+    for note in planned.estimate.notes:
+        print(f"note: {note}")
+
+
+def _dry_run(options: argparse.Namespace) -> None:
+    from llama_core import steps
+
+    planned = steps.plan_for_gpu(_config(options))
+    rehearsed = steps.rehearse_plan(planned.config, planned.plan)
+    if options.json:
+        _print_json(rehearsed.as_dict() | {"plan": planned.plan.as_dict()})
+        return
+    _print_plan(planned)
+    _print_profile(rehearsed.profile)
+    print(f"estimate: {planned.estimate.summary()}")
+    print(f"dry run:  {rehearsed.summary()}")
+
+
+def _print_plan(planned: "PlannedRun") -> None:
+    config, plan = planned.config, planned.plan
+    print(f"{config.model}: {format_count(config.spec.num_parameters)} parameters, sequence length {config.seq_len}")
+    for choice in planned.choices:
+        print(f"default: {choice}")
+    print("plan: " + ", ".join(f"{name} {value}" for name, value in plan.as_dict().items()))
+
+
+def _print_profile(profile: MemoryProfile) -> None:
+    """Print bytes by category (rows) and phase (columns), for one rank."""
+    phases = list(profile.phases)
+    print(f"\n{'bytes per rank':<16}" + "".join(f"{phase:>14}" for phase in phases))
+    for category in get_args(Category):
+        print(f"{category:<16}" + "".join(f"{format_bytes(profile.phases[p].get(category, 0)):>14}" for p in phases))
+    totals = [format_bytes(sum(profile.phases[phase].values())) for phase in phases]
+    print(f"{'total':<16}" + "".join(f"{total:>14}" for total in totals) + "\n")
+
+
+def _benchmark(options: argparse.Namespace) -> None:
+    from llama_core import steps
+    from llama_core.launch.watch import say
+
+    with say.silenced(options.json):
+        run = steps.prepare_run(_config(options), options.run_dir, resume=options.resume)
+        say("run", str(run.path))
+        say("validate", steps.validate(run).summary())
+        steps.wait(run, steps.submit(run, only="benchmark"))
+        record = steps.benchmark(run)
+        say("benchmark", record.summary())
+    if options.json:
+        _print_json({"run_dir": str(run.path)} | asdict(record))
+
+
+def _validate_environment(options: argparse.Namespace) -> int:
+    from llama_core.launch.environment import validate_environment
+
+    report = validate_environment(_config(options))
+    if options.json:
+        _print_json(report.as_dict())
+    else:
+        for name, fact in report.facts.items():
+            print(f"{name:<24} {fact}")
+        for level, problems in (("warning", report.warnings), ("error", report.errors)):
+            for problem in problems:
+                print(f"{level}: {problem}")
+        print("environment ready for training" if not report.errors else f"{len(report.errors)} errors")
+    return 2 if report.errors else 0
+
+
+def _report(options: argparse.Namespace) -> None:
+    from llama_core import steps
+    from llama_core.artifacts import RunDirectory
+    from reports.page import write_report
+
+    run = RunDirectory(options.run_dir)
+    steps.load_config(run)
+    print(write_report(run))
+
+
+def _models(options: argparse.Namespace) -> None:
+    specs = [model_spec(name) for name in model_names()]
+    if options.json:
+        _print_json({spec.name: asdict(spec) | {"num_parameters": spec.num_parameters} for spec in specs})
+        return
+    print(f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}")
+    for spec in specs:
+        print(
+            f"{spec.name:<22}{spec.num_parameters:>18,}{spec.num_layers:>8}{spec.hidden_size:>8}{spec.num_heads:>7}"
+            f"{spec.num_kv_heads:>5}{spec.vocab_size:>9,}{spec.max_context:>9,}"
+        )
+
+
+def _print_json(record: Mapping[str, Any]) -> None:
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

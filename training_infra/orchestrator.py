@@ -1,0 +1,186 @@
+"""``LlamaTrainingOrchestrator``: one run as a Python object."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_core import steps
+from llama_core.artifacts import TrainingSummary
+from llama_core.config.run import RunConfig, config_keys
+from llama_core.errors import ConfigError, did_you_mean
+from llama_core.launch import environment
+from llama_core.launch.watch import say, watch
+from llama_core.planning.memory import MemoryEstimate
+from llama_core.units import GB
+from reports.page import write_report
+from training_infra.config import TrainingStrategy
+
+if TYPE_CHECKING:
+    from llama_core.training.dry_run import DryRunResult
+
+
+class LlamaTrainingOrchestrator:
+    """One run: configure it, look at what it needs, rehearse it, and launch it.
+
+    Args:
+        model_variant: a model, as ``training-infra models`` lists them.
+        training_strategy: the strategy or its name.
+        num_gpus: devices in all; without CUDA, one device is the CPU.
+        **settings: see ``configure``.
+
+    Raises:
+        ConfigError: naming every setting that is wrong.
+    """
+
+    def __init__(
+        self,
+        model_variant: str,
+        training_strategy: TrainingStrategy | str = "standard",
+        num_gpus: int = 1,
+        **settings: Any,
+    ) -> None:
+        strategy = TrainingStrategy(training_strategy) if isinstance(training_strategy, str) else training_strategy
+        self.config = RunConfig.from_mapping(
+            {"model": model_variant, "strategy": strategy.name, "parallel": {"gpus": num_gpus}}
+        )
+        self.run_dir: Path | None = None
+        """Where the run was launched; None before that."""
+        self.configure(**settings)
+
+    def configure(self, **settings: Any) -> None:
+        """Change settings by the last word of their key: ``configure(batch_size=16, learning_rate=1e-4)``.
+
+        A word that several sections share means the first, in the order of ``RunConfig``: ``steps`` is
+        ``training.steps``.
+
+        Raises:
+            ConfigError: if there is no such setting, or its value does not do.
+        """
+        mapping = self.config.model_dump()
+        for name, value in settings.items():
+            section, key = _key(name)
+            target = mapping[section] if section else mapping
+            target[key] = value
+        self.config = RunConfig.from_mapping(mapping)
+
+    def print_configuration(self) -> None:
+        """Print the model, the settings that were resolved from this machine, the plan and its memory."""
+        planned = steps.plan_run(self.config)
+        say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
+        for choice in planned.choices:
+            say("default", choice)
+        say("plan", ", ".join(f"{name} {value}" for name, value in planned.plan.as_dict().items()))
+        say("estimate", planned.estimate.summary())
+
+    def estimate_memory(self) -> MemoryEstimate:
+        """Return the bytes of a rank by category and phase, by arithmetic."""
+        return steps.plan_run(self.config).estimate
+
+    def dry_run(self) -> "DryRunResult":
+        """Return the bytes of a rank counted over two real steps on fake tensors; nothing is allocated."""
+        planned = steps.plan_run(self.config)
+        return steps.rehearse_plan(planned.config, planned.plan)
+
+    def launch_training(
+        self,
+        train_dataloader: Iterable[Any] | None = None,
+        val_dataloader: Iterable[Any] | None = None,
+        *,
+        run_dir: Path | str | None = None,
+        resume: bool = False,
+    ) -> TrainingSummary:
+        """Train, and write the run's report.
+
+        With dataloaders the training happens in this process; without them a job trains on ``data.source``.
+
+        Args:
+            train_dataloader: an iterable of global batches: tensors of tokens [B, S], pairs of inputs and targets, or
+                mappings with ``input_ids``.
+            val_dataloader: held-out batches in the same forms.
+            run_dir: where the run is kept; by default ``runs/<model>-<date>-<fingerprint>``.
+            resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+
+        Raises:
+            TrainingInfraError: if the request is wrong or the run does not finish.
+        """
+        path = None if run_dir is None else Path(run_dir)
+        if train_dataloader is None:
+            run = steps.prepare_run(self.config, path, resume=resume)
+        else:
+            run = steps.prepare_loader_run(self.config, train_dataloader, path, resume=resume)
+        self.run_dir = run.path
+        say("run", str(run.path))
+        say("validate", steps.validate(run).summary())
+        say("estimate", steps.estimate(run).summary())
+        try:
+            with watch(run) as on_progress:
+                if train_dataloader is None:
+                    steps.wait(run, steps.submit(run), on_progress)
+                else:
+                    steps.train_here(run, train_dataloader, val_dataloader, on_progress)
+        finally:
+            say("report", str(write_report(run)))
+        return steps.training_summary(run)
+
+
+def quick_start(
+    model_variant: str, strategy: TrainingStrategy | str = "standard", num_gpus: int = 1, **settings: Any
+) -> LlamaTrainingOrchestrator:
+    """Return an orchestrator for ``model_variant`` with everything else chosen for it.
+
+    Args:
+        model_variant: a model, as ``training-infra models`` lists them.
+        strategy: the strategy or its name.
+        num_gpus: devices in all.
+        **settings: as ``LlamaTrainingOrchestrator.configure``.
+    """
+    return LlamaTrainingOrchestrator(model_variant, strategy, num_gpus, **settings)
+
+
+def estimate_requirements(
+    model_variant: str,
+    batch_size: int = 8,
+    sequence_length: int | None = None,
+    num_gpus: int = 1,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return what training needs, by arithmetic.
+
+    Args:
+        model_variant: a model, as ``training-infra models`` lists them.
+        batch_size: sequences per optimizer step over all devices.
+        sequence_length: tokens per sequence; by default what the model was made for.
+        num_gpus: GPUs in all.
+        **settings: as ``LlamaTrainingOrchestrator.configure``.
+
+    Returns:
+        ``memory_per_gpu_gb`` (GB of 1e9 bytes at the peak), ``fits``, ``device``, ``recommendations`` (sentences),
+        and ``categories`` (bytes at the peak by category).
+    """
+    orchestrator = LlamaTrainingOrchestrator(
+        model_variant, "standard", num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
+    )
+    estimate = steps.plan_for_gpu(orchestrator.config).estimate
+    return {
+        "memory_per_gpu_gb": estimate.profile.peak_bytes / GB,
+        "fits": estimate.fits,
+        "device": estimate.device,
+        "recommendations": list(estimate.notes),
+        "categories": dict(estimate.profile.peak),
+    }
+
+
+def validate_environment() -> dict[str, Any]:
+    """Return what this machine has and lacks: ``errors``, ``warnings`` and ``facts``."""
+    return asdict(environment.validate_environment())
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Return the section and key that a setting's short name means."""
+    for dotted in config_keys():
+        section, _, key = dotted.rpartition(".")
+        if key == name:
+            return section, key
+    names = {dotted.rpartition(".")[2] for dotted in config_keys()}
+    raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, names)}")
