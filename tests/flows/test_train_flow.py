@@ -1,0 +1,129 @@
+"""The flow on a real Prefect server, and the deployments as Prefect reads them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_core.artifacts import RunDirectory, read_metrics
+from llama_core.steps import read_outcome
+
+ROOT = Path(__file__).parents[2]
+TASKS = {"prepare-run", "validate-environment", "estimate-memory", "dry-run", "submit", "train", "benchmark", "report"}
+ARTIFACTS = {"plan", "environment", "memory-estimate", "dry-run", "training-progress", "outcome", "benchmark", "report"}
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory):
+    """Run a program with a Prefect home of its own, on the server that lives as long as the program."""
+    home = tmp_path_factory.mktemp("prefect")
+    environment = os.environ | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_LOGGING_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "DO_NOT_TRACK": "1",
+        "XDG_CACHE_HOME": str(home / "cache"),
+    }
+
+    def run(*command, cwd=ROOT):
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+    run.home = home
+    return run
+
+
+CONFIG = """
+architecture: {hidden_size: 64, num_layers: 2, ffn_size: 128, head_dim: 16, vocab_size: 512}
+training: {seq_len: 32, batch_size: 2, steps: 6, eval_sequences: 2}
+launch: {device: cpu}
+"""
+
+READ_BACK = """
+import asyncio, json
+from prefect.client.orchestration import get_client
+
+async def read_back():
+    async with get_client() as client:
+        flows = await client.read_flow_runs()
+        tasks = await client.read_task_runs()
+        artifacts = await client.read_artifacts()
+        print(json.dumps({
+            "flows": [[run.state_name, run.parameters["config"]["training"]["steps"]] for run in flows],
+            "tasks": {run.name.rsplit("-", 1)[0]: run.state_name for run in tasks},
+            "artifacts": sorted({artifact.key for artifact in artifacts}),
+        }))
+
+asyncio.run(read_back())
+"""
+
+
+@pytest.fixture(scope="module")
+def flow_run(prefect):
+    (prefect.home / "run.yaml").write_text(CONFIG)
+    command = ("train", "--flow", "--config", str(prefect.home / "run.yaml"), "--run-dir", str(prefect.home / "run"))
+    ended = prefect(sys.executable, "-m", "training_infra.cli", *command, cwd=prefect.home)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_the_flow_leaves_a_finished_run_and_its_report(prefect, flow_run):
+    run = RunDirectory(prefect.home / "run")
+    assert read_outcome(run).status == "finished"
+    assert read_metrics(run).num_rows == 6
+    assert run.report.exists()
+
+
+def test_the_terminal_shows_a_line_for_each_step_and_nothing_of_prefect(flow_run):
+    names = dict.fromkeys(line.split()[0] for line in flow_run.stdout.splitlines())
+    assert list(names) == ["run", "validate", "estimate", "dry-run", "train", "benchmark", "report"]
+    assert flow_run.stderr == ""
+
+
+def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
+    """Also on the server that ends with the run."""
+    import json
+
+    told = prefect(sys.executable, "-c", READ_BACK)
+    assert told.returncode == 0, told.stderr
+    record = json.loads(told.stdout.splitlines()[-1])
+    assert record["flows"] == [["Completed", 6]]
+    assert record["tasks"] == dict.fromkeys(TASKS, "Completed")
+    assert set(record["artifacts"]) == ARTIFACTS
+
+
+def test_a_wrong_request_is_one_line_under_prefect_too(prefect):
+    command = ("train", "--flow", "--device", "cpu", "--data", "no.jsonl", "--run-dir", "nowhere")
+    ended = prefect(sys.executable, "-m", "training_infra.cli", *command, cwd=prefect.home)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: data source 'no.jsonl' does not exist")
+    assert ended.stderr.count("\n") == 1
+    assert not (prefect.home / "nowhere").exists()
+
+
+def test_every_deployment_can_be_made(prefect):
+    """On a server started for this one command; the pool is made first, as the documentation says."""
+    program = (
+        "import subprocess, sys\n"
+        "from prefect.server.api.server import SubprocessASGIServer\n"
+        "import os\n"
+        "with SubprocessASGIServer() as server:\n"
+        "    environment = os.environ | {'PREFECT_API_URL': server.api_url}\n"
+        "    cli = [sys.executable, '-m', 'prefect', '--no-prompt']\n"
+        "    for command in (['work-pool', 'create', 'training', '--type', 'process'], ['deploy', '--all'],\n"
+        "                    ['deployment', 'ls']):\n"
+        "        subprocess.run([*cli, *command], env=environment, check=True)\n"
+    )
+    told = prefect(sys.executable, "-c", program)
+    assert told.returncode == 0, told.stdout + told.stderr
+    for name in (path.stem for path in (ROOT / "configs").glob("*ll*.yaml")):
+        assert f"train/{name}" in told.stdout
+
+
+def test_the_parameters_of_the_flow_make_a_form():
+    program = "import json; from flows.train import train; print(json.dumps(train.parameters.model_dump()))"
+    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for text in ("Sequences per optimizer step", "Peak learning rate", "continue the run in ``run_dir``"):
+        assert text in told
