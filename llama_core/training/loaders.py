@@ -65,35 +65,36 @@ def as_batch(item: Any, vocab_size: int) -> Batch:
     """
     match item:
         case Batch():
-            batch = item
-        case Tensor():
-            batch = _shifted(item, item)
+            return item
+        case Tensor() | {"input_ids": Tensor()}:
+            tokens_BS, labels_BS = (item, item) if isinstance(item, Tensor) else _tokens_and_labels(item)
+            _check(tokens_BS, labels_BS, vocab_size)
+            return Batch(tokens_BS[:, :-1].long().contiguous(), labels_BS[:, 1:].long().contiguous(), None)
         case (Tensor() as tokens_BS, Tensor() as targets_BS):
-            batch = Batch(tokens_BS.long(), targets_BS.long(), None)
-        case {"input_ids": Tensor() as tokens_BS, "labels": Tensor() as labels_BS}:
-            batch = _shifted(tokens_BS, _masked(labels_BS, item))
-        case {"input_ids": Tensor() as tokens_BS}:
-            batch = _shifted(tokens_BS, _masked(tokens_BS, item))
-        case _:
-            raise DataError(
-                f"a batch of type {type(item).__name__} is not understood; give token tensors [B, S], pairs of inputs "
-                "and targets, or mappings with 'input_ids'"
-            )
-    if batch.tokens_BS.ndim != 2 or batch.tokens_BS.shape != batch.targets_BS.shape:
+            _check(tokens_BS, targets_BS, vocab_size)
+            return Batch(tokens_BS.long(), targets_BS.long(), None)
+    raise DataError(
+        f"a batch of type {type(item).__name__} is not understood; give token tensors [B, S], pairs of inputs "
+        "and targets, or mappings with 'input_ids'"
+    )
+
+
+def _tokens_and_labels(item: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels_BS, mask_BS = item.get("labels", item["input_ids"]), item.get("attention_mask")
+    return item["input_ids"], labels_BS if mask_BS is None else labels_BS.masked_fill(mask_BS == 0, IGNORE_INDEX)
+
+
+def _check(tokens_BS: Tensor, targets_BS: Tensor, vocab_size: int) -> None:
+    """Refuse what is not a batch of tokens of the model's vocabulary, targets of which may be -100."""
+    if tokens_BS.ndim != 2 or tokens_BS.shape != targets_BS.shape or 0 in tokens_BS.shape:
         raise DataError(
-            f"a batch has tokens {list(batch.tokens_BS.shape)} and targets {list(batch.targets_BS.shape)}; "
+            f"a batch has tokens {list(tokens_BS.shape)} and targets {list(targets_BS.shape)}; "
             "both must be [sequences, tokens]"
         )
-    largest = int(torch.maximum(batch.tokens_BS.max(), batch.targets_BS.max()))
-    if largest >= vocab_size:
-        raise DataError(f"token {largest} is not in the model's vocabulary of {vocab_size}")
-    return batch
-
-
-def _masked(labels_BS: Tensor, item: Mapping[str, object]) -> Tensor:
-    mask_BS = item.get("attention_mask")
-    return labels_BS.masked_fill(mask_BS == 0, IGNORE_INDEX) if isinstance(mask_BS, Tensor) else labels_BS
-
-
-def _shifted(tokens_BS: Tensor, labels_BS: Tensor) -> Batch:
-    return Batch(tokens_BS[:, :-1].long().contiguous(), labels_BS[:, 1:].long().contiguous(), None)
+    for ids_BS in (tokens_BS, targets_BS):
+        if ids_BS.is_floating_point() or ids_BS.is_complex() or ids_BS.dtype == torch.bool:
+            raise DataError(f"tokens are integers, not {ids_BS.dtype}")
+    wrong = torch.cat([tokens_BS.flatten(), targets_BS[targets_BS != IGNORE_INDEX].flatten()])
+    wrong = wrong[(wrong < 0) | (wrong >= vocab_size)]
+    if len(wrong):
+        raise DataError(f"token {int(wrong[0])} is not in the model's vocabulary of {vocab_size}")

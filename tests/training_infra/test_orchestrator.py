@@ -1,0 +1,194 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import training_infra
+from llama_core.artifacts import RunDirectory, read_metrics
+from llama_core.errors import ConfigError, DataError, StoppedError
+from llama_core.steps import read_outcome
+
+FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def orchestrator(**settings):
+    defaults = {"device": "cpu", "precision": "fp32", "tensorboard": False, "checkpoint_every": 2}
+    return training_infra.quick_start("tiny_llama3_50m", "standard", 1, **FEW_PARAMETERS | defaults | settings)
+
+
+def tokens(rows=16, length=17):
+    return torch.randint(0, 128, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def batches(count=4):
+    return list(tokens(4 * count).split(4))
+
+
+def losses(orchestrator):
+    return read_metrics(RunDirectory(orchestrator.run_dir)).column("loss").to_pylist()
+
+
+def test_importing_the_package_imports_no_torch_and_names_everything():
+    program = (
+        "import sys, training_infra\n"
+        "assert not {'torch', 'pydantic'} & set(sys.modules)\n"
+        "assert all(getattr(training_infra, name) for name in training_infra.__all__)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert set(training_infra.__all__) == set(training_infra._HOMES)
+
+
+def test_settings_are_found_by_the_last_word_of_their_key():
+    config = orchestrator(batch_size=16, learning_rate=1e-4, steps=9, source="x.jsonl").config
+    assert (config.training.batch_size, config.training.learning_rate, config.training.steps) == (16, 1e-4, 9)
+    assert config.data.source == "x.jsonl"
+    assert config.benchmark.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batchsize": 3}, "unknown setting 'batchsize'; did you mean 'batch_size'"),
+        ({"batch_size": "many"}, "training.batch_size='many': input should be a valid integer"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        orchestrator().configure(**settings)
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(ConfigError, match="unknown strategy 'lra'"):
+        training_infra.quick_start("tiny_llama3_50m", strategy="lra")
+
+
+def test_the_configuration_is_printed_with_its_plan_and_memory(capsys):
+    orchestrator().print_configuration()
+    printed = capsys.readouterr().out
+    for word in ("tiny_llama3_50m", "microbatch_size", "peak", "fits"):
+        assert word in printed
+
+
+def test_the_dry_run_counts_what_the_estimate_says():
+    one = orchestrator(batch_size=4, seq_len=64)
+    assert one.dry_run().profile.peak_bytes == pytest.approx(one.estimate_memory().profile.peak_bytes, rel=0.05)
+
+
+LOADERS = {
+    "tensors": batches(),
+    "pairs": [(one[:, :-1], one[:, 1:]) for one in batches()],
+    "mappings": [{"input_ids": one} for one in batches()],
+    "labelled": [{"input_ids": one, "labels": one.clone()} for one in batches()],
+    "masked": [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in batches()],
+    "loader": DataLoader(TensorDataset(tokens()[:, :-1], tokens()[:, 1:]), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS.keys())
+def test_the_same_tokens_train_the_same_in_every_form_of_batch(loader):
+    reference = orchestrator()
+    reference.launch_training(LOADERS["tensors"])
+    one = orchestrator()
+    summary = one.launch_training(loader)
+    assert summary.steps == 4
+    assert losses(one) == losses(reference)
+
+
+def test_targets_that_are_masked_are_not_trained_on():
+    """The loss of half a batch is that of the half alone."""
+    half = batches(1)[0].clone()
+    mask = torch.ones_like(half)
+    mask[:, 9:] = 0
+    masked, alone = orchestrator(), orchestrator()
+    masked.launch_training([{"input_ids": half, "attention_mask": mask}])
+    alone.launch_training([half[:, :9]])
+    assert losses(masked) == pytest.approx(losses(alone), rel=1e-6)
+
+
+def test_a_validation_loader_gives_the_held_out_loss_and_the_report_is_written():
+    one = orchestrator(epochs=2.0)
+    summary = one.launch_training(batches(3), batches(1))
+    assert summary.steps == 6
+    assert summary.eval_loss is not None
+    assert summary.eval_tokens == 4 * 16
+    assert RunDirectory(one.run_dir).report.exists()
+
+
+def test_training_without_a_loader_is_a_job_on_the_sample():
+    one = orchestrator(steps=3, seq_len=32, batch_size=2, vocab_size=512, eval_sequences=2)
+    summary = one.launch_training()
+    assert summary.steps == 3
+    assert summary.unigram_entropy > 0
+    assert RunDirectory(one.run_dir).job.exists()
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    class Interrupted(list):
+        """Raises a real interrupt after some batches, as Ctrl-C does."""
+
+        def __iter__(self):
+            import os
+            import signal
+
+            for number, one in enumerate(super().__iter__()):
+                if number == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield one
+
+    whole = orchestrator()
+    whole.launch_training(batches(6))
+
+    one = orchestrator()
+    with pytest.raises(StoppedError, match="stopped after step 4"):
+        one.launch_training(Interrupted(batches(6)), run_dir=tmp_path / "run")
+    assert read_outcome(RunDirectory(tmp_path / "run")).status == "cancelled"
+    again = orchestrator()
+    again.launch_training(batches(6), run_dir=tmp_path / "run", resume=True)
+    assert losses(again) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([], "the dataloader is empty"),
+        ([["text"]], "a batch of type list is not understood"),
+        ([{"text": 1}], "a batch of type dict is not understood"),
+        ([torch.zeros(4, dtype=torch.long)], r"must be \[sequences, tokens\]"),
+        ([torch.full((2, 9), 500)], "token 500 is not in the model's vocabulary of 128"),
+        ([torch.zeros(2, 9)], "tokens are integers, not torch.float32"),
+        ([torch.full((2, 9), -5)], "token -5 is not in the model's vocabulary of 128"),
+    ],
+)
+def test_a_loader_that_gives_no_batches_of_tokens_is_refused_in_one_line(tmp_path, loader, message):
+    with pytest.raises(DataError, match=message):
+        orchestrator().launch_training(loader)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_requirements_are_numbers_and_sentences():
+    needs = training_infra.estimate_requirements("llama2_7b", batch_size=16, sequence_length=2048, num_gpus=4)
+    assert needs["memory_per_gpu_gb"] > 16 * 6.738 / 4  # the states alone, divided by ZeRO-3
+    assert sum(needs["categories"].values()) == pytest.approx(needs["memory_per_gpu_gb"] * 1e9)
+    assert needs["fits"] is True
+    assert isinstance(needs["recommendations"], list)
+
+
+def test_what_does_not_fit_comes_with_a_recommendation():
+    needs = training_infra.estimate_requirements("llama3_8b", num_gpus=1, gpu_type="h100")
+    assert needs["fits"] is False
+    assert "128.5 GB" in needs["recommendations"][0]
+
+
+def test_the_environment_is_a_record_of_errors_warnings_and_facts():
+    found = training_infra.validate_environment()
+    assert set(found) == {"errors", "warnings", "facts"}
+    assert not found["errors"]
