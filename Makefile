@@ -13,7 +13,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 
 demo: $(VENV)/installed
-	$(BIN)/training-infra train --flow --resume --config configs/demo.yaml
+	@$(BIN)/training-infra train --flow --resume --config configs/demo.yaml
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -36,9 +36,11 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
-	$(PIP) install --quiet --editable .
+	@echo "installing into $(VENV): some minutes the first time"
+	@$(PIP) install -qq --editable .
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
-	$(PIP) install --quiet --editable '.[dev]'
+	@echo "installing into $(VENV) with what development needs: some minutes the first time"
+	@$(PIP) install -qq --editable '.[dev]'
 	@touch $@ $(VENV)/installed

@@ -176,7 +176,7 @@ def test_single_and_many_steps_are_both_visible():
     assert traces(many)["training"].mode == "lines"
 
 
-@pytest.mark.parametrize("color", {*figures.CATEGORY_COLORS.values(), figures.GREY})
+@pytest.mark.parametrize("color", sorted({*figures.CATEGORY_COLORS.values(), figures.GREY}))
 @pytest.mark.parametrize("background", PAGE_COLORS)
 def test_series_stand_out_from_the_light_and_the_dark_page(color, background):
     light, dark = sorted((luminance(color), luminance(background)), reverse=True)
