@@ -154,15 +154,15 @@ class StepRecord:
     data_seconds: float
     """Part of the step spent waiting for data."""
     forward_backward_seconds: float
-    """Part of the step spent in forward and backward passes."""
+    """Part of the step spent in forward and backward passes, and clipping the gradient."""
     optimizer_seconds: float
-    """Part of the step spent clipping and updating."""
+    """Part of the step spent updating the weights."""
     mfu: float | None
     """Model FLOP/s over the devices' peak, attention counted in full; None where the peak is unknown."""
     memory_allocated_bytes: int
     """Memory held now: the CUDA allocator's, or the process's resident set on the CPU."""
     memory_peak_bytes: int
-    """Most memory held since the run's process began, in the same measure."""
+    """Most memory held since this attempt's training began, in the same measure."""
     loss_scale: float
     """Factor the loss was scaled by; 1 except in fp16."""
     skipped: bool

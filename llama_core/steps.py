@@ -4,7 +4,7 @@ A step reads what earlier ones left in the run directory, adds its own record, a
 them in order; the Prefect flow calls the same functions as tasks. Each can be called again on its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -357,7 +357,8 @@ def read_outcome(run: RunDirectory) -> Outcome:
 
 def is_finished(run: RunDirectory) -> bool:
     """Return whether the run has reached its last step."""
-    return run.outcome.exists() and read_outcome(run).status == "finished"
+    # A job that only timed steps finishes too, but leaves no summary of the training.
+    return run.training.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
 
 
 def training_summary(run: RunDirectory) -> TrainingSummary:
@@ -391,13 +392,18 @@ def prepare_loader_run(
     num_sequences, seq_len = LoaderBatches(loader, config.spec.vocab_size).next_batch().tokens_BS.shape
     steps = config.training.steps
     if steps is None:
-        if not isinstance(loader, Sized):
-            raise ConfigError("the dataloader has no length; set training.steps: configure(steps=...)")
-        steps = max(1, round(config.training.epochs * len(loader)))
+        steps = max(1, round(config.training.epochs * _length(loader)))
     sizes = {"batch_size": num_sequences, "seq_len": seq_len, "steps": steps}
     return prepare_run(
         _with(config, training=sizes, data={"source": DATALOADER, "document_mask": False}), run_dir, resume=resume
     )
+
+
+def _length(loader: Iterable[Any]) -> int:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also from a DataLoader over an iterable dataset
+        raise ConfigError("the dataloader has no length; set training.steps: configure(steps=...)") from None
 
 
 def train_here(
@@ -412,15 +418,18 @@ def train_here(
         TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
     """
     from llama_core.launch.worker import run_to_end
-    from llama_core.training.loaders import LoaderBatches, as_batch
+    from llama_core.training.loaders import LoaderBatches, as_batch, check_starts_over
     from llama_core.training.trainer import Trainer
 
     config, plan = load_config(run), load_plan(run)
     if is_finished(run):
         return read_outcome(run)
 
+    if validation_loader is not None:
+        check_starts_over(validation_loader)  # before training, rather than at the second evaluation
+
     def held_out() -> Iterator[Any]:
-        for item in validation_loader or ():
+        for item in () if validation_loader is None else validation_loader:
             yield from as_batch(item, config.spec.vocab_size).split(plan.microbatch_size)
 
     def build(should_stop: Callable[[], bool]) -> tuple[Trainer, None]:

@@ -21,6 +21,7 @@ def config(**training):
 
 def finish(run, status="finished"):
     write_json(run.outcome, Outcome(status, "it did", 10, "", "2026-01-01T00:00:00+00:00"))
+    write_json(run.training, {"steps": 10})
 
 
 def test_a_run_is_named_by_model_date_and_fingerprint():
@@ -141,6 +142,14 @@ def test_a_finished_run_is_not_started_again():
     finish(run)
     assert steps.submit(run) is None
     assert steps.wait(run, None).status == "finished"
+
+
+def test_a_run_that_only_timed_steps_is_not_finished():
+    run = steps.prepare_run(config())
+    finish(run)
+    run.training.unlink()
+    assert not steps.is_finished(run)
+    assert steps.prepare_run(config(), resume=True) == run
 
 
 def test_the_records_of_a_run_are_json():

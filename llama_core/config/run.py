@@ -300,7 +300,7 @@ class RunConfig(Section):
         Raises:
             ConfigError: naming every unknown key (with the nearest known one), wrong type and contradiction.
         """
-        merged = json.loads(json.dumps(dict(mapping)))
+        merged = json.loads(json.dumps(dict(mapping), default=str))  # Python callers give paths, for instance
         problems: list[str] = []
         for override in overrides:
             problems.extend(_apply_override(merged, override))
@@ -353,7 +353,7 @@ _CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoint
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML 1.1 as people mean it: 1e-4 is a number, and a key given twice is an error."""
+    """YAML 1.1 as people mean it: 1e-4 is a number, 2026-01-31 is text, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -363,6 +363,10 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

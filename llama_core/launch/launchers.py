@@ -430,7 +430,7 @@ def slurm_state(job_id: str, run_name: str) -> str | None:
         "--parsable2",
         "--format=State",
         f"--jobs={job_id}",
-        f"--name={run_name}",
+        f"--name={slurm_job_name(run_name)}",
     )
     words = accounted.stdout.split()
     return words[0] if words else "UNKNOWN"

@@ -119,10 +119,10 @@ _LESS_MEMORY = "use a smaller parallel.microbatch_size or parallel.recompute=ful
 _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
     (RequestError, "bad-config", "correct the request and start again"),
     (StoppedError, "cancelled", "start it again with --resume"),
-    (NonFiniteError, "non-finite", "lower training.learning_rate or look at the data, then --resume"),
+    (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
     (torch.OutOfMemoryError, "oom", _LESS_MEMORY),
     (MemoryError, "oom", _LESS_MEMORY),
-    (CheckpointError, "crashed", "make room or choose another disk, then --resume"),
+    (CheckpointError, "crashed", "see that the disk has room and can be read, then --resume"),
 )
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # how torch's CPU allocator words its RuntimeError
 

@@ -109,7 +109,8 @@ class Checkpointer:
         writing.replace(final)
         with atomic_write(self.run.checkpoints / LATEST) as temporary:
             temporary.write_text(final.name + "\n")
-        for old in list(_steps(self.run))[: -self.keep]:
+        so_far = [path for path in _steps(self.run) if path.name <= final.name]  # later ones have been found damaged
+        for old in so_far[: -self.keep]:
             shutil.rmtree(old)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -132,7 +133,10 @@ class Checkpointer:
                 continue
             return state
         if candidates:
-            raise CheckpointError(f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read")
+            raise CheckpointError(
+                f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read; "
+                "bring one back from a copy, or remove them to start over"
+            )
         return None
 
     def _writing(self, step: int) -> Path:

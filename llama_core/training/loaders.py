@@ -17,9 +17,13 @@ class LoaderBatches:
 
     A resumed run goes back to its place by passing over the batches it has already had, so the loader must give the
     same batches in the same order on every pass.
+
+    Raises:
+        DataError: if the loader cannot be passed over twice.
     """
 
     def __init__(self, loader: Iterable[Any], vocab_size: int) -> None:
+        check_starts_over(loader)
         self.loader = loader
         self.vocab_size = vocab_size
         self._taken = 0
@@ -49,6 +53,15 @@ class LoaderBatches:
         """Go to the place that ``state_dict`` returned."""
         self._taken = state["taken"]
         self._iterator = islice(iter(self.loader), self._taken, None)
+
+
+def check_starts_over(loader: Iterable[Any]) -> None:
+    """Raise ``DataError`` if ``loader`` is an iterator, such as a generator, which gives its batches only once."""
+    if isinstance(loader, Iterator):
+        raise DataError(
+            f"a {type(loader).__name__} gives its batches only once; give an iterable that starts over, such as a "
+            "list or a torch.utils.data.DataLoader"
+        )
 
 
 def as_batch(item: Any, vocab_size: int) -> Batch:

@@ -86,15 +86,16 @@ def time_steps(
         device_label: the device's name for the record.
         mfu: turns tokens per second into model FLOPs utilisation, or None where the peak is unknown.
     """
+    for _ in range(warmup_steps):
+        step()
+    synchronize(device)
     meter = MemoryMeter(device)
     seconds = []
-    for number in range(warmup_steps + num_steps):
-        synchronize(device)
+    for _ in range(num_steps):
         started = time.perf_counter()
         step()
         synchronize(device)
-        if number >= warmup_steps:
-            seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if num_steps > 1 else (median,) * 3
     return BenchmarkRecord(

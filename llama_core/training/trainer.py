@@ -103,12 +103,15 @@ def train_step(
 
 @torch.no_grad()
 def mean_loss(model: Llama, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean cross-entropy over the target tokens of ``batches``, in nats, and how many they were."""
+    """Return the mean cross-entropy over the target tokens of ``batches``, in nats, and how many they were.
+
+    The mean of no tokens is NaN.
+    """
     total, num_targets = 0.0, 0
     for batch in batches:
         total += float(model.loss_sum(batch.tokens_BS, batch.targets_BS, batch.positions_BS))
         num_targets += batch.num_targets
-    return total / max(1, num_targets), num_targets
+    return total / num_targets if num_targets else math.nan, num_targets
 
 
 class Trainer:
@@ -186,9 +189,11 @@ class Trainer:
                 sinks.write(record)
                 self.on_step(record)
                 self._checkpoint_if_due(sinks)
-            self.checkpointer.finish()
-        finally:
-            sinks.close()
+        finally:  # whatever ends the run, a checkpoint half-way to the disk is completed
+            try:
+                self.checkpointer.finish()
+            finally:
+                sinks.close()
         if self._last_eval is None and self.validation is not None:  # resumed after the last step
             self._last_eval = self._evaluate()
         eval_loss, eval_tokens = self._last_eval or (None, 0)
@@ -273,7 +278,6 @@ class Trainer:
     def _checkpoint_if_due(self, sinks: MetricsSinks) -> None:
         limit = self.config.training.max_skipped_steps
         if self._skipped_in_a_row > limit:
-            self.checkpointer.finish()
             raise NonFiniteError(
                 f"the loss or gradient was not finite for {self._skipped_in_a_row} steps in a row, "
                 f"the last one step {self.step}; training.max_skipped_steps={limit}"
@@ -284,7 +288,6 @@ class Trainer:
             state = {"tokens": self.tokens, "loss": self._last_loss, "data": self.batches.state_dict()}
             self.checkpointer.save(self.step, self.model, self.optimizer, state)
         if stop:
-            self.checkpointer.finish()
             raise StoppedError(f"stopped after step {self.step} of {self.total_steps}")
         self.checkpointer.poll()
 

@@ -99,6 +99,16 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
         RunConfig.load(tmp_path / "run.yaml")
 
 
+def test_a_date_is_text(tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {source: 2026-01-31}\n")
+    assert RunConfig.load(tmp_path / "run.yaml").data.source == "2026-01-31"
+    assert RunConfig.from_mapping({}, ["data.source=2026-13-32"]).data.source == "2026-13-32"
+
+
+def test_a_path_may_be_given_as_one(tmp_path):
+    assert RunConfig.from_mapping({"data": {"source": tmp_path}}).data.source == str(tmp_path)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no\.yaml"):
         RunConfig.load(tmp_path / "no.yaml")

@@ -19,6 +19,7 @@ from llama_core.launch.launchers import (
     launcher_for,
     slurm_job_name,
     slurm_parameters,
+    slurm_state,
 )
 from llama_core.launch.outcome import cancel_path, log_path, read_rank_exits
 
@@ -255,3 +256,13 @@ def test_submitit_takes_every_parameter(tmp_path):
 
 def test_a_slurm_job_name_has_no_character_that_slurm_splits_at():
     assert slurm_job_name("my run,2") == "my-run-2"
+
+
+def test_a_job_is_asked_after_under_the_name_it_was_given(tmp_path, monkeypatch):
+    """The accounting database is asked once the controller has forgotten the job."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    (tmp_path / "sacct").write_text('#!/bin/sh\ncase "$*" in *--name=my-run-2*) echo TIMEOUT;; esac\n')
+    for command in tmp_path.iterdir():
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm_state("7", "my run,2") == "TIMEOUT"

@@ -162,7 +162,7 @@ def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
     code, output = work(run)
     assert code == 2
     assert read_outcome(run).status == "bad-config"
-    assert read_outcome(run).reason == "the data source holds no document"
+    assert read_outcome(run).reason == "the data holds no document"
     assert "Traceback" not in output
 
 

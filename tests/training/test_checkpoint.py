@@ -114,6 +114,14 @@ def test_bytes_that_changed_on_disk_are_refused_when_they_cannot_be_read(run, ca
     assert Checkpointer(run, keep=2).load(*trained(0))["step"] == 1
 
 
+def test_a_checkpoint_is_not_given_up_for_a_later_one_that_is_damaged(run):
+    save(run, 1, 10, 20)
+    for later in ("step-00000010", "step-00000020"):
+        truncate(run.checkpoints / later / "__0_0.distcp")
+    save(run, 2, keep=1)
+    assert newest_checkpoint(run).name == "step-00000002"
+
+
 def test_when_no_checkpoint_can_be_read_the_run_does_not_start_over_silently(run):
     save(run, 1)
     (run.checkpoints / "step-00000001" / "__0_0.distcp").unlink()

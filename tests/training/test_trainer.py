@@ -265,3 +265,26 @@ def test_timed_steps_are_counted_after_warmup_and_leave_no_trace(run):
     assert record.mfu is None
     assert read_metrics(run).num_rows == 2
     assert trainer(run, steps=2).step == 2
+
+
+def test_a_run_that_breaks_completes_the_checkpoint_being_written(run):
+    one = trainer(run, checkpoint_every=3)
+
+    class Broken(Counting):
+        def next_batch(self):
+            if self.taken == 3:
+                raise MemoryError
+            return super().next_batch()
+
+    one.batches = Broken()
+    one.checkpointer.poll = lambda: None  # as if the disk had not been fast enough
+    with pytest.raises(MemoryError):
+        one.fit()
+    assert trainer(run).step == 3
+
+
+def test_the_mean_loss_of_no_tokens_is_not_a_number():
+    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
+    loss, num_targets = mean_loss(model, [])
+    assert math.isnan(loss)
+    assert num_targets == 0

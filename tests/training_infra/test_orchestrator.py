@@ -3,7 +3,7 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import training_infra
 from llama_core.artifacts import RunDirectory, read_metrics
@@ -192,3 +192,24 @@ def test_the_environment_is_a_record_of_errors_warnings_and_facts():
     found = training_infra.validate_environment()
     assert set(found) == {"errors", "warnings", "facts"}
     assert not found["errors"]
+
+
+def test_a_loader_that_gives_its_batches_only_once_is_refused():
+    with pytest.raises(DataError, match="a generator gives its batches only once"):
+        orchestrator(steps=2).launch_training(batch for batch in batches())
+    with pytest.raises(DataError, match="a list_iterator gives its batches only once"):
+        orchestrator(steps=2).launch_training(batches(), iter(batches()))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from tokens()
+
+
+def test_loaders_over_a_stream_train_for_the_steps_asked_for():
+    loader = DataLoader(Stream(), batch_size=4)
+    with pytest.raises(ConfigError, match="the dataloader has no length"):
+        orchestrator().launch_training(loader)
+    one = orchestrator(steps=5)
+    one.launch_training(loader, loader)
+    assert len(losses(one)) == 5
