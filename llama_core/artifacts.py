@@ -274,25 +274,31 @@ def now() -> str:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that takes the place of ``path`` when the block ends without an error."""
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path that takes the place of ``path`` when the block ends without an error.
+
+    Args:
+        path: the file to make or replace.
+        durable: see that the bytes are on disk first, so that a power cut leaves the old file or the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        if durable:
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, record: object) -> None:
-    """Write a mapping or dataclass as JSON with its ``schema_version``, whole or not at all."""
+def write_json(path: Path, record: object, *, durable: bool = True) -> None:
+    """Write a mapping or dataclass as JSON with its ``schema_version``, whole or not at all; see ``atomic_write``."""
     payload = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
     if not isinstance(payload, Mapping):
         raise TypeError(f"a record is a mapping or a dataclass, not {type(record).__name__}")
-    with atomic_write(path) as temporary:
+    with atomic_write(path, durable=durable) as temporary:
         temporary.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2) + "\n")
 
 
@@ -340,6 +346,8 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
+    if run.progress.exists() and read_json(run.progress)["step"] > step:
+        run.progress.unlink()
     for path in _parts(run):
         table = pq.read_table(path, schema=_metrics_schema())
         kept = table.filter(pc.field("step") <= step)

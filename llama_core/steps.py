@@ -39,10 +39,12 @@ from llama_core.launch.environment import (
     validate_environment,
 )
 from llama_core.launch.launchers import JobHandle, Part, launcher_for
+from llama_core.launch.outcome import read_outcome
 from llama_core.planning.auto import choose_plan
 from llama_core.planning.memory import MemoryEstimate, estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.corpus import find_files
+from llama_core.training.tokenizer import BYTES
 
 if TYPE_CHECKING:
     from llama_core.training.dry_run import DryRunResult
@@ -129,15 +131,15 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
         ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met; nothing is written.
     """
-    planned = plan_run(config)
+    for source in (config.data.source, config.data.validation):
+        if source not in {SAMPLE, DATALOADER, None}:
+            find_files(source)
+    planned = plan_run(_with_absolute_paths(config))
     if planned.plan.world_size > 1:
         raise PlanError(
             f"parallel.gpus={config.parallel.gpus}: training runs on one device in this version; use --gpus 1 "
             "(estimate-memory plans for more)"
         )
-    for source in (config.data.source, config.data.validation):
-        if source not in {SAMPLE, DATALOADER, None}:
-            find_files(source)
     try:
         run = _existing_run(planned.config, run_dir, resume=resume)
     except OSError as error:
@@ -155,6 +157,17 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         temporary.write_text(_with(planned.config, training=sizes).to_yaml())
     write_json(run.plan, plan.as_dict())
     return run
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return ``config`` with its paths as seen from anywhere: a run is resumed, and its worker starts, elsewhere."""
+    by_name = {SAMPLE, DATALOADER, BYTES}
+    paths = {
+        key: str(Path(value).expanduser().absolute())
+        for key, value in config.data.model_dump(include={"source", "validation", "tokenizer", "cache_dir"}).items()
+        if value is not None and value not in by_name
+    }
+    return _with(config, data=paths)
 
 
 def _existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory | None:
@@ -314,7 +327,10 @@ def wait(
     try:
         return check_outcome(handle.wait(on_progress))
     except KeyboardInterrupt:
-        raise stopped(run, handle.cancel()) from None
+        outcome = handle.cancel()
+        if outcome.status == "cancelled":
+            raise stopped(run, outcome) from None
+        return check_outcome(outcome)  # it came to its own end first
 
 
 def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
@@ -343,16 +359,6 @@ def benchmark(run: RunDirectory) -> BenchmarkRecord:
     """Return the steps that were timed at the end of the run's job, inside the same allocation."""
     record = read_json(run.benchmark)
     return BenchmarkRecord(**record | {"step_seconds": tuple(record["step_seconds"])})
-
-
-def read_outcome(run: RunDirectory) -> Outcome:
-    """Return why the run's last job ended.
-
-    Raises:
-        RunDirectoryError: if it has not ended.
-    """
-    record = read_json(run.outcome)
-    return Outcome(**record | {"attempts": tuple(record["attempts"])})
 
 
 def is_finished(run: RunDirectory) -> bool:
@@ -422,6 +428,9 @@ def train_here(
     from llama_core.training.trainer import Trainer
 
     config, plan = load_config(run), load_plan(run)
+    total_steps = config.training.steps
+    if total_steps is None:
+        raise ConfigError(f"{run.config} names no training.steps; prepare the run with prepare_loader_run")
     if is_finished(run):
         return read_outcome(run)
 
@@ -439,7 +448,7 @@ def train_here(
             plan,
             batches=LoaderBatches(loader, config.spec.vocab_size),
             validation=None if validation_loader is None else held_out,
-            total_steps=config.training.steps or 1,
+            total_steps=total_steps,
             should_stop=should_stop,
             on_step=on_progress,
         )

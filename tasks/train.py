@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 
 from llama_core import steps
 from llama_core.artifacts import RunDirectory, StepRecord
+from llama_core.launch.outcome import read_outcome
 from llama_core.launch.watch import say, watch
 
 
@@ -53,7 +54,7 @@ class _Progress:
 
 
 def _outcome_page(run: RunDirectory) -> str:
-    outcome = steps.read_outcome(run)
+    outcome = read_outcome(run)
     return (
         f"# {run.name}: {outcome.status}\n\n{outcome.reason}\n\n"
         f"* last step: {outcome.step}\n* next: {outcome.next_action or 'nothing, the run is finished'}\n"

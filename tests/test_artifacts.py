@@ -102,3 +102,11 @@ ABOVE_THE_TORCH_LINE = [
 def test_a_module_above_the_torch_line_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_resuming_forgets_the_heartbeat_of_a_step_that_will_be_taken_again(run):
+    write_json(run.progress, record(5))
+    drop_metrics_after(run, 5)
+    assert run.progress.exists()
+    drop_metrics_after(run, 4)
+    assert not run.progress.exists()

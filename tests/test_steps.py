@@ -156,3 +156,11 @@ def test_the_records_of_a_run_are_json():
     run = steps.prepare_run(config())
     steps.estimate(run)
     assert set(json.loads(json.dumps(steps.records(run)))) == {"run_dir", "plan", "estimate"}
+
+
+def test_a_run_finds_its_data_from_any_directory(tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n')
+    asked = RunConfig.from_mapping({"data": {"source": "texts.jsonl"}, "launch": {"device": "cpu"}})
+    run = steps.prepare_run(asked)
+    assert RunConfig.load(run.config).data.source == str(tmp_path / "texts.jsonl")
+    assert steps.prepare_run(asked, resume=True) == run

@@ -103,6 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         sys.stderr.close()
         return 0
+    except OSError as error:  # a disk that is full or gone: nothing a traceback would explain
+        if options.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> _Parser:

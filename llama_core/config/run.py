@@ -37,7 +37,9 @@ WandbMode = Literal["off", "offline", "online"]
 class Section(BaseModel):
     """One section of a run configuration: immutable, and closed to keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ArchitectureConfig(Section):
@@ -115,7 +117,7 @@ class TrainingConfig(Section):
     """Global gradient norm above which gradients are scaled down."""
     max_skipped_steps: int = Field(3, ge=0)
     """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""

@@ -30,13 +30,13 @@ LOG_HEADER = "=== job "
 _TAIL_BYTES = 64 * 1024
 _QUOTE_CHARACTERS = 300
 
-_LESS_MEMORY = (
+LESS_MEMORY = (
     "use a smaller parallel.microbatch_size or parallel.recompute=full (on Slurm also more "
     "launch.slurm.memory_gb_per_node), then --resume"
 )
-_READ_LOG = "read logs/rank-*.log, mend the cause, then --resume"
+READ_LOG = "read logs/rank-*.log, mend the cause, then --resume"
 _LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
-_RESUME = "start it again with --resume"
+RESUME = "start it again with --resume"
 
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|can't allocate memory|^MemoryError|oom[-_ ]kill|^Killed$", re.MULTILINE
@@ -76,12 +76,12 @@ class _Verdict:
 
 _SCHEDULER_VERDICTS = {
     "TIMEOUT": _Verdict("timeout", "Slurm ended the job at its time limit", _LONGER_LIMIT),
-    "DEADLINE": _Verdict("timeout", "Slurm ended the job at its deadline", _RESUME),
-    "PREEMPTED": _Verdict("preempted", "Slurm gave the job's nodes to another job", _RESUME),
-    "NODE_FAIL": _Verdict("node-failure", "a node of the job failed", _RESUME),
-    "BOOT_FAIL": _Verdict("node-failure", "a node of the job did not boot", _RESUME),
-    "OUT_OF_MEMORY": _Verdict("oom", "the job used more host memory than it had asked Slurm for", _LESS_MEMORY),
-    "CANCELLED": _Verdict("cancelled", "the job was cancelled in Slurm", _RESUME),
+    "DEADLINE": _Verdict("timeout", "Slurm ended the job at its deadline", RESUME),
+    "PREEMPTED": _Verdict("preempted", "Slurm gave the job's nodes to another job", RESUME),
+    "NODE_FAIL": _Verdict("node-failure", "a node of the job failed", RESUME),
+    "BOOT_FAIL": _Verdict("node-failure", "a node of the job did not boot", RESUME),
+    "OUT_OF_MEMORY": _Verdict("oom", "the job used more host memory than it had asked Slurm for", LESS_MEMORY),
+    "CANCELLED": _Verdict("cancelled", "the job was cancelled in Slurm", RESUME),
 }  # fmt: skip
 
 
@@ -148,13 +148,16 @@ def conclude(run: RunDirectory, job: JobRecord, scheduler_state: str | None = No
 
 def concluded(run: RunDirectory, job: JobRecord) -> Outcome | None:
     """Return the run's outcome if ``job`` has its part in it, and None if nobody has yet recorded why it ended."""
-    outcome = _read_outcome(run)
+    outcome = read_outcome(run) if run.outcome.exists() else None
     return outcome if outcome and any(_is_of(attempt, job) for attempt in outcome.attempts) else None
 
 
-def _read_outcome(run: RunDirectory) -> Outcome | None:
-    if not run.outcome.exists():
-        return None
+def read_outcome(run: RunDirectory) -> Outcome:
+    """Return why the run's last job ended.
+
+    Raises:
+        RunDirectoryError: if no job of it has ended.
+    """
     record = read_json(run.outcome)
     return Outcome(**record | {"attempts": tuple(record["attempts"])})
 
@@ -174,7 +177,7 @@ def _own_job(run: RunDirectory) -> JobRecord | None:
 
 
 def _record(run: RunDirectory, job: JobRecord | None, verdict: _Verdict, step: int | None = None) -> Outcome:
-    previous = _read_outcome(run)
+    previous = read_outcome(run) if run.outcome.exists() else None
     earlier = tuple(attempt for attempt in (previous.attempts if previous else ()) if not _is_of(attempt, job))
     newest = newest_step(run)
     if step is None:
@@ -212,7 +215,7 @@ def _steps_since(run: RunDirectory, start: float) -> tuple[int | None, int | Non
 
 def _verdict(run: RunDirectory, scheduled: _Verdict | None) -> _Verdict:
     if cancel_path(run).exists():
-        return _Verdict("cancelled", "the job was asked to stop", _RESUME)
+        return _Verdict("cancelled", "the job was asked to stop", RESUME)
     if scheduled is not None:
         return scheduled
     exits = read_rank_exits(run)
@@ -222,7 +225,7 @@ def _verdict(run: RunDirectory, scheduled: _Verdict | None) -> _Verdict:
     missing = set(range(exits[0].num_ranks)) - {rank_exit.rank for rank_exit in exits} if exits else {0}
     if missing:
         return _verdict_of_vanished_rank(run, min(missing))
-    return _Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", _READ_LOG)
+    return _Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", READ_LOG)
 
 
 def _verdict_of_rank(run: RunDirectory, rank_exit: RankExit) -> _Verdict:
@@ -231,37 +234,37 @@ def _verdict_of_rank(run: RunDirectory, rank_exit: RankExit) -> _Verdict:
     if rank_exit.exit_code == 2:
         return _Verdict("bad-config", f"rank {rank} refused the request{quote}", "correct the request and start again")
     if rank_exit.oom_killed:
-        return _Verdict("oom", f"the kernel ran out of memory and killed rank {rank}", _LESS_MEMORY)
+        return _Verdict("oom", f"the kernel ran out of memory and killed rank {rank}", LESS_MEMORY)
     evidence = _OUT_OF_MEMORY.search(log) or _OUT_OF_MEMORY.search(_submission_log(run))
     if evidence:
-        return _Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", _LESS_MEMORY)
+        return _Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
     if rank_exit.signal is not None:
         return _verdict_of_signal(rank, rank_exit.signal)
     if "Traceback (most recent call last)" in log and "KeyboardInterrupt" in _last_line(log):
-        return _Verdict("cancelled", f"rank {rank} was interrupted", _RESUME)
-    return _Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", _READ_LOG)
+        return _Verdict("cancelled", f"rank {rank} was interrupted", RESUME)
+    return _Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", READ_LOG)
 
 
 def _verdict_of_signal(rank: int, number: int) -> _Verdict:
     name = signal.Signals(number).name
     match number:
         case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
-            return _Verdict("cancelled", f"rank {rank} was stopped by {name} before it could save", _RESUME)
+            return _Verdict("cancelled", f"rank {rank} was stopped by {name} before it could save", RESUME)
         case signal.SIGUSR2:
-            return _Verdict("preempted", f"rank {rank} was stopped by {name} before it could save", _RESUME)
+            return _Verdict("preempted", f"rank {rank} was stopped by {name} before it could save", RESUME)
         case signal.SIGKILL:
-            return _Verdict("crashed", f"rank {rank} was killed by signal 9 (possibly out of memory)", _RESUME)
-    return _Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", _READ_LOG)
+            return _Verdict("crashed", f"rank {rank} was killed by signal 9 (possibly out of memory)", RESUME)
+    return _Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", READ_LOG)
 
 
 def _verdict_of_vanished_rank(run: RunDirectory, rank: int) -> _Verdict:
     log = _submission_log(run)
     evidence = _OUT_OF_MEMORY.search(log)
     if evidence:
-        return _Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", _LESS_MEMORY)
+        return _Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
     if "Traceback (most recent call last)" in log:
         return _Verdict("crashed", f"rank {rank} did not start: {_last_line(log)}", "mend the cause, then --resume")
-    return _Verdict("crashed", f"rank {rank} vanished without an exit code: it or its supervisor was killed", _RESUME)
+    return _Verdict("crashed", f"rank {rank} vanished without an exit code: it or its supervisor was killed", RESUME)
 
 
 def _end_of_log(run: RunDirectory, rank: int) -> str:

@@ -46,7 +46,7 @@ def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
     with Progress(
         TextColumn("[bold]train     "),
         BarColumn(bar_width=24),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
         console=say.console,
         transient=True,

@@ -6,7 +6,6 @@ else, so it also starts by hand on any machine that sees the directory.
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
 from llama_core.launch.environment import device_label
 from llama_core.launch.launchers import Part
-from llama_core.launch.outcome import record_outcome
+from llama_core.launch.outcome import LESS_MEMORY, READ_LOG, RESUME, record_outcome
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.data import BatchStream, DataStatistics, load_datasets, validation_batches
 from llama_core.training.trainer import Trainer
@@ -54,7 +53,8 @@ def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Out
     try:
         with _stop_on_signal() as should_stop:
             trainer, statistics = build(should_stop)
-            if only != "benchmark":
+            trained = run.training.exists() and trainer.step == trainer.total_steps
+            if only != "benchmark" and not trained:
                 summary = trainer.fit()
                 if statistics is not None:
                     summary = replace(
@@ -76,9 +76,6 @@ def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Out
 def _trainer(run: RunDirectory, should_stop: Callable[[], bool]) -> tuple[Trainer, DataStatistics]:
     config = RunConfig.load(run.config)
     training = config.training
-    if config.launch.device == "cuda" and training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-        torch.use_deterministic_algorithms(True)
     datasets = load_datasets(config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed)
     plan, held_out = ParallelPlan.from_dict(read_json(run.plan)), datasets.validation
     trainer = Trainer(
@@ -115,13 +112,12 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-_LESS_MEMORY = "use a smaller parallel.microbatch_size or parallel.recompute=full, then --resume"
 _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
     (RequestError, "bad-config", "correct the request and start again"),
-    (StoppedError, "cancelled", "start it again with --resume"),
+    (StoppedError, "cancelled", RESUME),
     (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
-    (torch.OutOfMemoryError, "oom", _LESS_MEMORY),
-    (MemoryError, "oom", _LESS_MEMORY),
+    (torch.OutOfMemoryError, "oom", LESS_MEMORY),
+    (MemoryError, "oom", LESS_MEMORY),
     (CheckpointError, "crashed", "see that the disk has room and can be read, then --resume"),
 )
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # how torch's CPU allocator words its RuntimeError
@@ -130,11 +126,11 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"  # how torch's CPU allocator words 
 def _classify(error: Exception) -> tuple[OutcomeStatus, str]:
     """Return the outcome of a run that ended by ``error``, and the next thing to try."""
     if _CPU_OUT_OF_MEMORY in str(error):
-        return "oom", _LESS_MEMORY
+        return "oom", LESS_MEMORY
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
             return status, next_action
-    return "crashed", "read logs/rank-00000.log, then --resume"
+    return "crashed", READ_LOG
 
 
 def _first_line(error: Exception) -> str:

@@ -54,7 +54,7 @@ class HeartbeatSink:
 
     def write(self, record: StepRecord) -> None:
         """Replace the file."""
-        write_json(self.run.progress, record)
+        write_json(self.run.progress, record, durable=False)
 
     def flush(self) -> None:
         """Nothing is kept back."""
@@ -101,7 +101,7 @@ class WandbSink:
         self._run = wandb.init(
             project=config.tracking.wandb_project,
             name=run.name,
-            id=run.name,
+            id=f"{run.name}-{config.fingerprint()}",
             resume="allow",
             mode="online" if config.tracking.wandb == "online" else "offline",
             dir=run.logs,

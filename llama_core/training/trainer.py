@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,9 @@ class Trainer:
         self.total_steps = total_steps
         self.should_stop, self.on_step = should_stop, on_step
         self.device = torch.device(config.launch.device)
+        if self.device.type == "cuda" and config.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+            torch.use_deterministic_algorithms(True)
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self.model = build_llama(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_core.artifacts import RunDirectory, read_metrics
-from llama_core.steps import read_outcome
+from llama_core.launch.outcome import read_outcome
 
 ROOT = Path(__file__).parents[2]
 TASKS = {"prepare-run", "validate-environment", "estimate-memory", "dry-run", "submit", "train", "benchmark", "report"}

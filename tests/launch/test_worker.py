@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llama_core.artifacts import read_json, read_metrics
 from llama_core.config.run import RunConfig
-from llama_core.steps import prepare_run, read_outcome
+from llama_core.launch.outcome import read_outcome
+from llama_core.steps import prepare_run
 
 STEPS = 20
 FEW_PARAMETERS = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
@@ -108,6 +109,16 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_to_the_bit(undisturb
     assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
     torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_a_run_that_was_trained_but_not_timed_is_only_timed_again(undisturbed):
+    before = read_json(undisturbed.training)
+    undisturbed.benchmark.unlink()
+    undisturbed.outcome.unlink()
+    code, output = work(undisturbed)
+    assert code == 0, output
+    assert read_json(undisturbed.training) == before
+    assert undisturbed.benchmark.exists()
 
 
 def test_a_run_asked_to_stop_saves_a_checkpoint_of_its_last_step_first(cache, tmp_path):

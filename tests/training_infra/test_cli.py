@@ -11,7 +11,7 @@ import pytest
 
 from llama_core.artifacts import RunDirectory, read_json, read_metrics
 from llama_core.config.models import model_names
-from llama_core.steps import read_outcome
+from llama_core.launch.outcome import read_outcome
 from training_infra import cli
 
 FEW_PARAMETERS = [

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import training_infra
 from llama_core.artifacts import RunDirectory, read_metrics
 from llama_core.errors import ConfigError, DataError, StoppedError
-from llama_core.steps import read_outcome
+from llama_core.launch.outcome import read_outcome
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
 
