@@ -27,6 +27,7 @@ from llama_core.errors import (
     ConfigError,
     EnvironmentMismatchError,
     PlanError,
+    RequestError,
     RunDirectoryError,
     StoppedError,
     TrainingFailedError,
@@ -40,11 +41,12 @@ from llama_core.launch.environment import (
 )
 from llama_core.launch.launchers import JobHandle, Part, launcher_for
 from llama_core.launch.outcome import read_outcome
+from llama_core.launch.watch import say
 from llama_core.planning.auto import choose_plan
 from llama_core.planning.memory import MemoryEstimate, estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.corpus import find_files
-from llama_core.training.tokenizer import BYTES
+from llama_core.training.tokenizer import BYTES, check_fits, load_tokenizer
 
 if TYPE_CHECKING:
     from llama_core.training.dry_run import DryRunResult
@@ -79,6 +81,8 @@ def plan_for_gpu(config: RunConfig) -> PlannedRun:
     machine = detect_machine()
     if config.launch.device == "cpu":
         return plan_run(config, machine)
+    # Every GPU that is planned for computes bf16 natively.
+    precision = "bf16" if config.training.precision == "auto" else config.training.precision
     here = machine.gpu_type
     gpu_type = config.launch.gpu_type or (here.name if here else DEFAULT_GPU_TYPE)
     choices = (
@@ -86,7 +90,11 @@ def plan_for_gpu(config: RunConfig) -> PlannedRun:
         if config.launch.gpu_type
         else (f"launch.gpu_type={gpu_type} ({'the device here' if here else 'no device here'})",)
     )
-    return _planned(_with(config, launch={"device": "cuda", "gpu_type": gpu_type}), machine, choices)
+    return _planned(
+        _with(config, launch={"device": "cuda", "gpu_type": gpu_type}, training={"precision": precision}),
+        machine,
+        choices,
+    )
 
 
 def _planned(
@@ -134,6 +142,8 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     for source in (config.data.source, config.data.validation):
         if source not in {SAMPLE, DATALOADER, None}:
             find_files(source)
+    if config.data.source != DATALOADER:
+        check_fits(load_tokenizer(config.data.tokenizer), config.spec.vocab_size)
     planned = plan_run(_with_absolute_paths(config))
     if planned.plan.world_size > 1:
         raise PlanError(
@@ -174,7 +184,13 @@ def _existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> R
     if run_dir is None:
         return _newest_unfinished(config) if resume else None
     run = RunDirectory(run_dir)
+    if _never_began(run):
+        return None
     if not run.config.exists():
+        if resume:
+            raise RunDirectoryError(
+                f"{run_dir} holds no run to continue (no config.yaml); drop --resume to start one there"
+            )
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
         return None
@@ -206,7 +222,13 @@ def _new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
         return RunDirectory(run_dir)
     name = f"{config.model}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(RunDirectory(RUNS / name) for name in names if not (RUNS / name).exists())
+    runs = (RunDirectory(RUNS / name) for name in names)
+    return next(run for run in runs if not run.path.exists() or _never_began(run))
+
+
+def _never_began(run: RunDirectory) -> bool:
+    """Return whether the run's request was refused before its first step: its directory may be used again."""
+    return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.progress.exists()
 
 
 def _differences(one: RunConfig, other: RunConfig) -> Iterable[str]:
@@ -214,7 +236,8 @@ def _differences(one: RunConfig, other: RunConfig) -> Iterable[str]:
     left, right = _flat(one.identity()), _flat(other.identity())
     for key in sorted(left | right):
         if left.get(key) != right.get(key):
-            yield f"{key} is {left.get(key)!r} there, {right.get(key)!r} here"
+            there, here = (repr(side[key]) if key in side else "unset" for side in (left, right))
+            yield f"{key} is {there} there, {here} here"
 
 
 def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -327,6 +350,7 @@ def wait(
     try:
         return check_outcome(handle.wait(on_progress))
     except KeyboardInterrupt:
+        say("stopping", "after this step, with a checkpoint")
         outcome = handle.cancel()
         if outcome.status == "cancelled":
             raise stopped(run, outcome) from None
@@ -335,22 +359,23 @@ def wait(
 
 def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
     """Return the error that says how a run was stopped and how it goes on."""
-    return StoppedError(
-        f"stopped after step {outcome.step}; continue with: training-infra train --run-dir {run.path} --resume"
-    )
+    again = f"training-infra train --run-dir {run.path} --resume"
+    if load_config(run).data.source == DATALOADER:
+        again = f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
+    return StoppedError(f"stopped after step {outcome.step}; continue with: {again}")
 
 
 def check_outcome(outcome: Outcome) -> Outcome:
     """Return ``outcome`` if it is a finished run's.
 
     Raises:
-        TrainingFailedError: otherwise; ConfigError where the request was wrong.
+        TrainingFailedError: otherwise; RequestError where the request was wrong.
     """
     match outcome.status:
         case "finished":
             return outcome
         case "bad-config":
-            raise ConfigError(outcome.reason)
+            raise RequestError(outcome.reason)
         case status:
             raise TrainingFailedError(f"{status} after step {outcome.step}: {outcome.reason}; {outcome.next_action}")
 
@@ -383,7 +408,12 @@ def records(run: RunDirectory) -> dict[str, Any]:
 
 
 def prepare_loader_run(
-    config: RunConfig, loader: Iterable[Any], run_dir: Path | None = None, *, resume: bool = False
+    config: RunConfig,
+    loader: Iterable[Any],
+    validation_loader: Iterable[Any] | None = None,
+    run_dir: Path | None = None,
+    *,
+    resume: bool = False,
 ) -> RunDirectory:
     """Make the directory of a run on batches that the caller's loader gives; see ``prepare_run``.
 
@@ -395,6 +425,8 @@ def prepare_loader_run(
     """
     from llama_core.training.loaders import LoaderBatches
 
+    if validation_loader is not None:  # looked at before training, rather than after
+        LoaderBatches(validation_loader, config.spec.vocab_size).next_batch()
     num_sequences, seq_len = LoaderBatches(loader, config.spec.vocab_size).next_batch().tokens_BS.shape
     steps = config.training.steps
     if steps is None:
@@ -424,7 +456,7 @@ def train_here(
         TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
     """
     from llama_core.launch.worker import run_to_end
-    from llama_core.training.loaders import LoaderBatches, as_batch, check_starts_over
+    from llama_core.training.loaders import LoaderBatches, as_batch
     from llama_core.training.trainer import Trainer
 
     config, plan = load_config(run), load_plan(run)
@@ -433,9 +465,6 @@ def train_here(
         raise ConfigError(f"{run.config} names no training.steps; prepare the run with prepare_loader_run")
     if is_finished(run):
         return read_outcome(run)
-
-    if validation_loader is not None:
-        check_starts_over(validation_loader)  # before training, rather than at the second evaluation
 
     def held_out() -> Iterator[Any]:
         for item in () if validation_loader is None else validation_loader:
@@ -458,3 +487,13 @@ def train_here(
     if outcome.status == "cancelled":
         raise stopped(run, outcome)
     return check_outcome(outcome)
+
+
+def describe(run: RunDirectory) -> str:
+    """Return where the run is, and whether it is new, goes on, or is at work already."""
+    if not run.job.exists():
+        return f"{run.path}, new"
+    job = attach(run)
+    if job is not None:
+        return f"{run.path}: job {job.record.job_id} is at work on it, following that"
+    return f"{run.path}: {'finished already' if is_finished(run) else 'continues from its newest checkpoint'}"

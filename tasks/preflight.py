@@ -20,7 +20,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Run
     run = steps.prepare_run(config, run_dir, resume=resume)
     plan = steps.load_plan(run).as_dict()
     create_table_artifact([{"setting": key, "value": str(value)} for key, value in plan.items()], key="plan")
-    say("run", str(run.path))
+    say("run", steps.describe(run))
     return run
 
 

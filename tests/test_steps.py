@@ -85,7 +85,7 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("")
     with pytest.raises(RunDirectoryError, match="holds files that are not a run"):
-        steps.prepare_run(config(), tmp_path / "home", resume=True)
+        steps.prepare_run(config(), tmp_path / "home")
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
 
 

@@ -7,6 +7,7 @@ Nothing here imports torch; the commands import what they need.
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from llama_core.config.models import model_names, model_spec
-from llama_core.config.run import RunConfig, config_keys
+from llama_core.config.run import DATALOADER, RunConfig, config_keys
 from llama_core.errors import ConfigError, EnvironmentMismatchError, StoppedError, TrainingInfraError, did_you_mean
 from llama_core.planning.memory import Category, MemoryProfile
 from llama_core.units import format_bytes, format_count
@@ -89,6 +90,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code: see ``training-infra --help``."""
     options = _parser().parse_args(arguments)
+    # Being told to end is like Ctrl-C: the job is stopped with a checkpoint, not left to itself.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return int(options.command(options) or 0)
     except TrainingInfraError as error:
@@ -116,12 +119,15 @@ def _parser() -> _Parser:
         description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
         epilog="exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 interrupted",
     )
+    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
     def command(name: str, run: Callable[[argparse.Namespace], int | None], help_text: str) -> _Parser:
         added = commands.add_parser(name, help=help_text, description=help_text)
         added.set_defaults(command=run, parser=added)
-        added.add_argument("--debug", action="store_true", help="show a traceback with an error")
+        added.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback with an error"
+        )
         return added
 
     train = command("train", _train, "run the whole chain: validate, estimate, rehearse, train, benchmark, report")
@@ -131,10 +137,10 @@ def _parser() -> _Parser:
     train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
 
     estimate = command("estimate-memory", _estimate_memory, "bytes per rank and category, by arithmetic; needs no GPU")
-    _add_config_flags(estimate, _MODEL_FLAGS)
+    _add_config_flags(estimate, _MODEL_FLAGS + _RUN_FLAGS)
 
     dry_run = command("dry-run", _dry_run, "take real steps on fake tensors, counting every byte; needs no GPU")
-    _add_config_flags(dry_run, _MODEL_FLAGS)
+    _add_config_flags(dry_run, _MODEL_FLAGS + _RUN_FLAGS)
 
     bench = command("benchmark", _benchmark, "time optimizer steps on this machine, or on the cluster")
     _add_config_flags(bench, _MODEL_FLAGS + _RUN_FLAGS)
@@ -165,6 +171,11 @@ def _add_config_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) ->
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(flags=flags)
+    others = texts.keys() - {flag.key for flag in flags}
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "other keys, for --config and --set:\n" + "\n".join(
+        f"  {key}\n      {text}" for key, text in texts.items() if key in others
+    )
 
 
 def _add_run_dir_flags(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +201,12 @@ def _config(options: argparse.Namespace) -> RunConfig:
         if (value := getattr(options, flag.key)) is not None
     ]
     overrides += options.overrides
-    return RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
+    config = RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
+    if config.data.source == DATALOADER:
+        raise ConfigError(
+            "this run is fed by a dataloader: continue it from Python, with launch_training(..., resume=True)"
+        )
+    return config
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -228,7 +244,7 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
 
     with say.silenced(options.json):
         run = steps.prepare_run(config, options.run_dir, resume=options.resume)
-        say("run", str(run.path))
+        say("run", steps.describe(run))
         say("validate", steps.validate(run).summary())
         say("estimate", steps.estimate(run).summary())
         say("dry-run", steps.rehearse(run).summary())

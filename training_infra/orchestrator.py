@@ -108,9 +108,9 @@ class LlamaTrainingOrchestrator:
         if train_dataloader is None:
             run = steps.prepare_run(self.config, path, resume=resume)
         else:
-            run = steps.prepare_loader_run(self.config, train_dataloader, path, resume=resume)
+            run = steps.prepare_loader_run(self.config, train_dataloader, val_dataloader, path, resume=resume)
         self.run_dir = run.path
-        say("run", str(run.path))
+        say("run", steps.describe(run))
         say("validate", steps.validate(run).summary())
         say("estimate", steps.estimate(run).summary())
         try:

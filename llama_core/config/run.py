@@ -413,6 +413,8 @@ def _describe(detail: ErrorDetails) -> Iterable[str]:
         return cause.problems
     if detail["type"] == "extra_forbidden":
         return [f"unknown key {key!r}{did_you_mean(key, config_keys())}"]
+    if detail["type"] == "model_type":
+        return [f"{key}={detail['input']!r}: this is a section of keys, not a value"]
     message = detail["msg"]
     return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
 

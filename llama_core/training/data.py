@@ -252,7 +252,7 @@ def held_out(text_hashes: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.b
 def _tokens(source: str, data: DataConfig, tokenizer: Tokenizer, on_progress: OnProgress | None) -> TokenCache:
     """Return the token cache of one source, and say which of its lines were left out."""
     directory = cache_directory(data.cache_dir)
-    with _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
+    with _naming(source), _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
         cache = cached_tokens(
             find_files(str(sample_file(directory)) if source == SAMPLE else source),
             TEXT_FIELD if source == SAMPLE else data.text_field,
@@ -276,6 +276,15 @@ def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: T
     with suppress(OSError):  # a cache that others own costs the counting again, nothing else
         write_json(path, entropies)
     return entropies
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Say in an error which source it is about: a run may have two."""
+    try:
+        yield
+    except DataError as error:
+        raise error if source in str(error) else DataError(f"data source {source!r}: {error}") from None
 
 
 @contextmanager

@@ -55,8 +55,10 @@ class LoaderBatches:
         self._iterator = islice(iter(self.loader), self._taken, None)
 
 
-def check_starts_over(loader: Iterable[Any]) -> None:
-    """Raise ``DataError`` if ``loader`` is an iterator, such as a generator, which gives its batches only once."""
+def check_starts_over(loader: object) -> None:
+    """Raise ``DataError`` unless ``loader`` is an iterable that can be passed over again, as a generator cannot."""
+    if not isinstance(loader, Iterable):
+        raise DataError(f"{type(loader).__name__!r} is no dataloader; give an iterable of batches")
     if isinstance(loader, Iterator):
         raise DataError(
             f"a {type(loader).__name__} gives its batches only once; give an iterable that starts over, such as a "
@@ -87,9 +89,13 @@ def as_batch(item: Any, vocab_size: int) -> Batch:
             _check(tokens_BS, targets_BS, vocab_size)
             return Batch(tokens_BS.long(), targets_BS.long(), None)
     raise DataError(
-        f"a batch of type {type(item).__name__} is not understood; give token tensors [B, S], pairs of inputs "
-        "and targets, or mappings with 'input_ids'"
+        f"a batch of type {type(item).__name__}{_keys(item)} is not understood; give token tensors [B, S], "
+        "pairs of inputs and targets, or mappings with 'input_ids'"
     )
+
+
+def _keys(item: object) -> str:
+    return f" with keys {', '.join(map(repr, item))}" if isinstance(item, Mapping) else ""
 
 
 def _tokens_and_labels(item: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -107,6 +113,8 @@ def _check(tokens_BS: Tensor, targets_BS: Tensor, vocab_size: int) -> None:
     for ids_BS in (tokens_BS, targets_BS):
         if ids_BS.is_floating_point() or ids_BS.is_complex() or ids_BS.dtype == torch.bool:
             raise DataError(f"tokens are integers, not {ids_BS.dtype}")
+    if not (targets_BS != IGNORE_INDEX).any():
+        raise DataError("a batch has no target to train on: all of them are masked")
     wrong = torch.cat([tokens_BS.flatten(), targets_BS[targets_BS != IGNORE_INDEX].flatten()])
     wrong = wrong[(wrong < 0) | (wrong >= vocab_size)]
     if len(wrong):

@@ -162,7 +162,7 @@ def _write(
         _sync(tokens_file)
     if not hashes:
         left_out = f": {bad_lines}" if bad_lines.total else ""
-        raise DataError(f"the data holds no document{left_out}")
+        raise DataError(f"no document to train on{left_out}")
     for name, values, stored_as in (
         ("offsets.bin", offsets, _OFFSET_DTYPE),
         ("text_hashes.bin", hashes, _HASH_DTYPE),

@@ -157,9 +157,10 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
         DataError: if they do.
     """
     if tokenizer.vocab_size > vocab_size:
+        remedy = "a model with more" if tokenizer.name == BYTES else "the model's own tokenizer, or 'bytes'"
         raise DataError(
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
-            f"{vocab_size}; choose the model's own tokenizer, or 'bytes'"
+            f"{vocab_size}; choose {remedy}"
         )
 
 

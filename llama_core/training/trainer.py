@@ -210,7 +210,7 @@ class Trainer:
             unigram_entropy=None,
             bigram_entropy=None,
             memory_baseline_bytes=self.memory_baseline_bytes,
-            memory_peak_bytes=self.meter.peak(),
+            memory_peak_bytes=max(self.meter.peak(), self.memory_baseline_bytes),
             seconds=time.perf_counter() - started,
         )
 

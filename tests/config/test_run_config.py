@@ -66,7 +66,7 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
             {"architecture": {"num_kv_heads": 3}},
             "architecture.num_kv_heads=3 does not divide the 4 query heads; use one of 1, 2, 4",
         ),
-        ({"training": 3}, "training=3: input should be a valid dictionary or instance of TrainingConfig"),
+        ({"training": 3}, "training=3: this is a section of keys, not a value"),
         ({"launch": {"slurm": {"setup": ["a", 1]}}}, "launch.slurm.setup.1=1: input should be a valid string"),
         ({"training": {"batch_size": "8"}}, "training.batch_size='8': input should be a valid integer"),
     ],

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llama_core.artifacts import read_json, read_metrics
 from llama_core.config.run import RunConfig
+from llama_core.errors import RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.steps import prepare_run
 
@@ -173,8 +174,21 @@ def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
     code, output = work(run)
     assert code == 2
     assert read_outcome(run).status == "bad-config"
-    assert read_outcome(run).reason == "the data holds no document"
+    assert read_outcome(run).reason == f"data source '{tmp_path}/empty.jsonl': no document to train on"
     assert "Traceback" not in output
+
+
+def test_a_run_refused_for_its_data_can_be_begun_again_once_they_are_mended(cache, tmp_path):
+    (tmp_path / "texts.jsonl").write_text("")
+    config = configuration(cache, steps=2).with_overrides(f"data.source={tmp_path / 'texts.jsonl'}")
+    run = prepare_run(config, tmp_path / "run")
+    assert work(run)[0] == 2
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)))
+    assert prepare_run(config, tmp_path / "run") == run
+    code, output = work(run)
+    assert code == 0, output
+    with pytest.raises(RunDirectoryError, match="already holds this run"):
+        prepare_run(config, tmp_path / "run")
 
 
 def test_a_benchmark_alone_times_steps_and_trains_nothing(cache, tmp_path):

@@ -116,7 +116,8 @@ def test_a_text_the_tokenizer_gives_no_token_counts_as_empty(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "report"), [("", "holds no document$"), ("{}\n", r"holds no document: .*1 missing field.*a\.jsonl:1")]
+    ("content", "report"),
+    [("", "no document to train on$"), ("{}\n", r"no document to train on: .*1 missing field.*a\.jsonl:1")],
 )
 def test_a_source_without_documents_is_refused(tmp_path, content, report):
     (tmp_path / "a.jsonl").write_text(content)

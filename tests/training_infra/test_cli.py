@@ -11,6 +11,7 @@ import pytest
 
 from llama_core.artifacts import RunDirectory, read_json, read_metrics
 from llama_core.config.models import model_names
+from llama_core.config.run import config_keys
 from llama_core.launch.outcome import read_outcome
 from training_infra import cli
 
@@ -42,6 +43,11 @@ def only_run(path):
     return RunDirectory(run)
 
 
+def wait_for_a_step(path):
+    while not list(path.glob("runs/*/metrics/latest.json")):
+        time.sleep(0.05)
+
+
 def test_help_names_every_command_and_imports_no_torch(shell):
     program = (
         "import sys; from training_infra.cli import main\n"
@@ -53,8 +59,10 @@ def test_help_names_every_command_and_imports_no_torch(shell):
         assert re.search(rf"^    {command}\b", told, re.MULTILINE)
 
 
-def test_the_help_of_train_describes_every_flag(shell):
+def test_the_help_of_train_describes_every_flag_and_every_key(shell):
     told = shell("train", "--help").stdout
+    for key in config_keys():
+        assert key in told
     for flag in cli._MODEL_FLAGS + cli._RUN_FLAGS:
         assert flag.name in told
         assert flag.key in told
@@ -111,6 +119,13 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
         (["train", "--gpus", "4"], ["error: gpus=4: this machine has no CUDA device; add --device cpu"]),
         (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
         (["train", "--strategy", "lora"], ["error: strategy='lora': input should be 'standard'"]),
+        (["train", "--resume", "--run-dir", "nowhere"], ["error: nowhere holds no run to continue (no config.yaml)"]),
+        (["--debugg", "models"], ["error: unrecognized arguments: --debugg; did you mean '--debug'?"]),
+        (["train", "--set", "training=5"], ["error: training=5: this is a section of keys, not a value"]),
+        (
+            ["train", "--set", "architecture.vocab_size=100", "--device", "cpu"],
+            ["error: tokenizer 'bytes' has 258 tokens, more than the model's vocabulary of 100; choose a model"],
+        ),
         (["report", "nowhere"], ["error: nowhere holds no run"]),
         (["dry-run", "--gpus", "4"], ["error: a dry run rehearses one device, not 4"]),
     ],
@@ -171,7 +186,8 @@ def test_data_with_no_document_ends_with_one_line_and_a_report(shell):
     ended = shell("train", *SMALL, "--data", "empty.jsonl")
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("error: the data holds no document")
+    assert ended.stderr.startswith("error: no document to train on: unusable lines (1 empty)")
+    assert "empty.jsonl:1" in ended.stderr
     assert only_run(shell.path).report.exists()
 
 
@@ -183,9 +199,7 @@ def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_go_on
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not list(shell.path.glob("runs/*/metrics/latest.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_a_step(shell.path)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate()
     run = only_run(shell.path)
@@ -229,6 +243,21 @@ def test_a_dry_run_prints_what_was_counted_beside_the_estimate(shell):
     rehearsed = json.loads(told)
     estimated = json.loads(shell("estimate-memory", *SMALL, "--json").stdout)
     assert rehearsed["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.05)
+
+
+def test_a_gpu_that_is_not_here_can_be_rehearsed_for(shell):
+    few = [*FEW_PARAMETERS, "--seq-len=32", "--batch-size=2"]
+    ended = shell("dry-run", *few, "--gpu-type", "h200")
+    assert ended.returncode == 0, ended.stderr
+    assert "fits the 130.32 GiB of H200 141 GB" in ended.stdout
+
+
+def test_a_run_told_to_end_stops_its_job_too(shell):
+    process = subprocess.Popen(shell.command("train", *SMALL, "--steps", "100000"), cwd=shell.path)
+    wait_for_a_step(shell.path)
+    process.terminate()
+    assert process.wait() == 130
+    assert read_outcome(only_run(shell.path)).status == "cancelled"
 
 
 def test_validate_environment_lists_what_was_found(shell):

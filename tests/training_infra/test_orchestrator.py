@@ -6,9 +6,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import training_infra
-from llama_core.artifacts import RunDirectory, read_metrics
+from llama_core.artifacts import Outcome, RunDirectory, read_metrics
 from llama_core.errors import ConfigError, DataError, StoppedError
 from llama_core.launch.outcome import read_outcome
+from llama_core.steps import stopped
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
 
@@ -161,7 +162,9 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     [
         ([], "the dataloader is empty"),
         ([["text"]], "a batch of type list is not understood"),
-        ([{"text": 1}], "a batch of type dict is not understood"),
+        ([{"text": 1}], "a batch of type dict with keys 'text' is not understood"),
+        (5, "'int' is no dataloader; give an iterable of batches"),
+        ([(torch.zeros(2, 9).long(), torch.full((2, 9), -100))], "a batch has no target to train on"),
         ([torch.zeros(4, dtype=torch.long)], r"must be \[sequences, tokens\]"),
         ([torch.full((2, 9), 500)], "token 500 is not in the model's vocabulary of 128"),
         ([torch.zeros(2, 9)], "tokens are integers, not torch.float32"),
@@ -172,6 +175,21 @@ def test_a_loader_that_gives_no_batches_of_tokens_is_refused_in_one_line(tmp_pat
     with pytest.raises(DataError, match=message):
         orchestrator().launch_training(loader)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrong_validation_loader_is_refused_before_training(tmp_path):
+    for loader in ([], [torch.zeros(2, 9)]):
+        with pytest.raises(DataError):
+            orchestrator().launch_training(batches(), loader, run_dir=tmp_path / "run")
+        assert not (tmp_path / "run" / "training.json").exists()
+
+
+def test_a_run_on_a_loader_says_how_it_goes_on_from_python(tmp_path):
+    config = orchestrator().config.with_overrides("data.source=dataloader", "training.steps=3")
+    run = RunDirectory(tmp_path)
+    run.config.write_text(config.to_yaml())
+    told = str(stopped(run, Outcome("cancelled", "", 2, "", "")))
+    assert told == f"stopped after step 2; continue with: launch_training(..., run_dir='{tmp_path}', resume=True)"
 
 
 def test_requirements_are_numbers_and_sentences():
