@@ -46,6 +46,7 @@ from llama_core.planning.auto import choose_plan
 from llama_core.planning.memory import MemoryEstimate, estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.corpus import find_files
+from llama_core.training.data import load_datasets
 from llama_core.training.tokenizer import BYTES, check_fits, load_tokenizer
 
 if TYPE_CHECKING:
@@ -139,17 +140,13 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
         ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met; nothing is written.
     """
-    for source in (config.data.source, config.data.validation):
-        if source not in {SAMPLE, DATALOADER, None}:
-            find_files(source)
-    if config.data.source != DATALOADER:
-        check_fits(load_tokenizer(config.data.tokenizer), config.spec.vocab_size)
     planned = plan_run(_with_absolute_paths(config))
     if planned.plan.world_size > 1:
         raise PlanError(
             f"parallel.gpus={config.parallel.gpus}: training runs on one device in this version; use --gpus 1 "
             "(estimate-memory plans for more)"
         )
+    _check_data(config)
     try:
         run = _existing_run(planned.config, run_dir, resume=resume)
     except OSError as error:
@@ -167,6 +164,20 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         temporary.write_text(_with(planned.config, training=sizes).to_yaml())
     write_json(run.plan, plan.as_dict())
     return run
+
+
+def _check_data(config: RunConfig) -> None:
+    """Refuse data that cannot be trained on; for a run on this machine, tokenise them here, where a person sees it."""
+    data = config.data
+    if data.source == DATALOADER:
+        return
+    if config.launch.launcher == "local":
+        load_datasets(data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=config.training.seed)
+        return
+    for source in (data.source, data.validation):
+        if source not in {SAMPLE, None}:
+            find_files(source)
+    check_fits(load_tokenizer(data.tokenizer), config.spec.vocab_size)
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -13,6 +13,7 @@ from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, Ru
 @pytest.fixture(autouse=True)
 def _in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
 
 
 def config(**training):
@@ -111,7 +112,7 @@ def test_a_directory_without_permission_to_write_is_one_line(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
         "from llama_core import steps; from llama_core.config.run import RunConfig\n"
-        "config = RunConfig.from_mapping({'launch': {'device': 'cpu'}})\n"
+        "config = RunConfig.from_mapping({'launch': {'device': 'cpu'}, 'data': {'source': 'dataloader'}})\n"
         "steps.prepare_run(config, Path(sys.argv[2]))  # imports what the user may not be able to read\n"
         "import os; os.setgid(65534); os.setuid(65534)\n"
         "try: steps.prepare_run(config, Path(sys.argv[1]))\n"
@@ -159,7 +160,7 @@ def test_the_records_of_a_run_are_json():
 
 
 def test_a_run_finds_its_data_from_any_directory(tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n')
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{"some words " * 300}{n}"}}\n' for n in range(9)))
     asked = RunConfig.from_mapping({"data": {"source": "texts.jsonl"}, "launch": {"device": "cpu"}})
     run = steps.prepare_run(asked)
     assert RunConfig.load(run.config).data.source == str(tmp_path / "texts.jsonl")

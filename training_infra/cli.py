@@ -59,6 +59,7 @@ _RUN_FLAGS = (
     Flag("--lr-schedule", "training.lr_schedule", "cosine|wsd|constant"),
     Flag("--warmup-steps", "training.warmup_steps"),
     Flag("--seed", "training.seed"),
+    Flag("--deterministic", "training.deterministic", constant="true"),
     Flag("--eval-every", "training.eval_every"),
     Flag("--checkpoint-every", "training.checkpoint_every"),
     Flag("--launcher", "launch.launcher", "local|slurm"),

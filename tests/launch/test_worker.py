@@ -26,7 +26,8 @@ def cache(tmp_path_factory):
 
 
 def configuration(cache, **training):
-    settings = {"batch_size": 8, "seq_len": 128, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10}
+    # Steps of some tenths of a second, so that a checkpoint is on disk before many more are taken.
+    settings = {"batch_size": 16, "seq_len": 512, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10}
     return RunConfig.from_mapping(
         {
             "architecture": FEW_PARAMETERS,
@@ -51,6 +52,12 @@ def work(run, *options):
     process = start(run, *options)
     output, _ = process.communicate()
     return process.returncode, output
+
+
+def some_texts(folder):
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)))
+    return path
 
 
 def wait_until(condition):
@@ -95,10 +102,9 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_to_the_bit(undisturb
     """Every logged loss and norm, every weight, every moment: kill -9 after the tenth step changes none of them."""
     run = prepared(tmp_path / "killed", cache)
     process = start(run)
-    wait_until(lambda: step_of(run) >= 12)
+    wait_until(lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (run.checkpoints / "step-00000010").exists()
     assert not (run.checkpoints / f"step-{STEPS:08d}").exists()
     assert not run.outcome.exists()
 
@@ -135,10 +141,10 @@ def test_a_run_asked_to_stop_saves_a_checkpoint_of_its_last_step_first(cache, tm
 
 def test_a_resumed_run_can_only_go_on_with_the_data_it_began_with(undisturbed, cache, tmp_path):
     run = prepared(tmp_path / "other-data", cache)
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)))
+    texts = some_texts(tmp_path)
     undisturbed.checkpoints.rename(run.checkpoints)
     try:
-        config = configuration(cache).with_overrides(f"data.source={tmp_path / 'other.jsonl'}")
+        config = configuration(cache).with_overrides(f"data.source={texts}")
         run.config.write_text(config.to_yaml())
         code, output = work(run)
     finally:
@@ -168,22 +174,24 @@ def test_a_learning_rate_that_diverges_ends_as_non_finite_with_the_last_good_che
 
 
 def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
-    config = configuration(cache).with_overrides(f"data.source={tmp_path / 'empty.jsonl'}")
-    run = prepare_run(config, tmp_path / "run")
+    """Here they are lost between the submission and the start of the job."""
+    texts = some_texts(tmp_path)
+    run = prepare_run(configuration(cache).with_overrides(f"data.source={texts}"), tmp_path / "run")
+    texts.write_text("")
     code, output = work(run)
     assert code == 2
     assert read_outcome(run).status == "bad-config"
-    assert read_outcome(run).reason == f"data source '{tmp_path}/empty.jsonl': no document to train on"
+    assert read_outcome(run).reason == f"data source '{texts}': no document to train on"
     assert "Traceback" not in output
 
 
 def test_a_run_refused_for_its_data_can_be_begun_again_once_they_are_mended(cache, tmp_path):
-    (tmp_path / "texts.jsonl").write_text("")
-    config = configuration(cache, steps=2).with_overrides(f"data.source={tmp_path / 'texts.jsonl'}")
+    texts = some_texts(tmp_path)
+    config = configuration(cache, steps=2).with_overrides(f"data.source={texts}")
     run = prepare_run(config, tmp_path / "run")
+    texts.write_text("")
     assert work(run)[0] == 2
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {n} " * 9}) + "\n" for n in range(500)))
+    some_texts(tmp_path)
     assert prepare_run(config, tmp_path / "run") == run
     code, output = work(run)
     assert code == 0, output

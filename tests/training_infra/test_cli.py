@@ -181,14 +181,23 @@ def test_the_long_names_of_dtypes_are_understood(shell):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_data_with_no_document_ends_with_one_line_and_a_report(shell):
+def test_data_with_no_document_are_one_line_and_nothing_is_written(shell):
     (shell.path / "empty.jsonl").write_text("\n")
     ended = shell("train", *SMALL, "--data", "empty.jsonl")
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
+    assert [path.name for path in shell.path.iterdir()] == ["empty.jsonl"]
     assert ended.stderr.startswith("error: no document to train on: unusable lines (1 empty)")
     assert "empty.jsonl:1" in ended.stderr
-    assert only_run(shell.path).report.exists()
+
+
+def test_lines_that_cannot_be_used_are_said_and_the_rest_is_trained_on(shell):
+    lines = [json.dumps({"text": f"line {number} " * 20}) for number in range(60)]
+    (shell.path / "texts.jsonl").write_text("\n".join([*lines, "{", '{"txt": 1}']))
+    ended = shell("train", *SMALL, "--steps", "2", "--data", "texts.jsonl")
+    assert ended.returncode == 0, ended.stderr
+    assert "unusable lines (1 invalid JSON, 1 missing field)" in ended.stderr
+    assert "texts.jsonl:61: invalid JSON" in ended.stderr
 
 
 def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_go_on(shell):
