@@ -173,6 +173,21 @@ def test_a_learning_rate_that_diverges_ends_as_non_finite_with_the_last_good_che
     assert list(run.checkpoints.glob("step-*"))
 
 
+@pytest.mark.root
+def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint_whole(cache, disk_of):
+    run = prepared(disk_of("3m") / "run", cache, checkpoint_every=2)
+    code, output = work(run)
+    outcome = read_outcome(run)
+    assert code == 1, output
+    assert outcome.status == "crashed"
+    assert outcome.reason.startswith("cannot save the checkpoint of step ")
+    assert f"no space left under {run.checkpoints}; step-" in outcome.reason
+    assert "Traceback" not in output
+    newest = (run.checkpoints / "latest").read_text().strip()
+    assert outcome.reason.endswith(f"{newest} is complete")
+    dcp_to_torch_save(run.checkpoints / newest, cache / "whole.pt")
+
+
 def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
     """Here they are lost between the submission and the start of the job."""
     texts = some_texts(tmp_path)

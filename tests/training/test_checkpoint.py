@@ -136,20 +136,9 @@ def test_what_a_killed_process_left_half_written_is_removed(run):
     assert names(run) == ["latest", "step-00000001"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a file system: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", path], check=True)
-
-
 @pytest.mark.root
-def test_a_full_disk_keeps_the_checkpoint_before_and_says_so_in_one_line(small_disk):
+def test_a_full_disk_keeps_the_checkpoint_before_and_says_so_in_one_line(disk_of):
+    small_disk = disk_of("1m")
     run = RunDirectory(small_disk / "run")
     run.create()
     run.config.write_text("")
