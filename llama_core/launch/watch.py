@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from llama_core.artifacts import RunDirectory, StepRecord
 from llama_core.units import format_bytes
@@ -18,8 +19,8 @@ class Announcer:
 
     def __call__(self, step: str, text: str) -> None:
         """Print ``text`` under the name of the step."""
-        self.console.print(f"[bold]{step:<10}[/bold]", end="")
-        self.console.print(text, markup=False)
+        # One print: a progress bar below would be redrawn between two.
+        self.console.print(Text.assemble((f"{step:<10}", "bold"), text))
 
     @contextmanager
     def silenced(self, quiet: bool) -> Iterator[None]:

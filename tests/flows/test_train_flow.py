@@ -1,14 +1,18 @@
 """The flow on a real Prefect server, and the deployments as Prefect reads them."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from llama_core.artifacts import RunDirectory, read_metrics
 from llama_core.launch.outcome import read_outcome
+from llama_core.steps import stopped
 
 ROOT = Path(__file__).parents[2]
 TASKS = {"prepare-run", "validate-environment", "estimate-memory", "dry-run", "submit", "train", "benchmark", "report"}
@@ -31,7 +35,7 @@ def prefect(tmp_path_factory):
     def run(*command, cwd=ROOT):
         return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
-    run.home = home
+    run.home, run.environment = home, environment
     return run
 
 
@@ -84,8 +88,6 @@ def test_the_terminal_shows_a_line_for_each_step_and_nothing_of_prefect(flow_run
 
 def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
     """Also on the server that ends with the run."""
-    import json
-
     told = prefect(sys.executable, "-c", READ_BACK)
     assert told.returncode == 0, told.stderr
     record = json.loads(told.stdout.splitlines()[-1])
@@ -101,6 +103,24 @@ def test_a_wrong_request_is_one_line_under_prefect_too(prefect):
     assert ended.stderr.startswith("error: data source 'no.jsonl' does not exist")
     assert ended.stderr.count("\n") == 1
     assert not (prefect.home / "nowhere").exists()
+
+
+def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefect):
+    """Ctrl-C goes to every process of the terminal's foreground group."""
+    command = [sys.executable, "-m", "training_infra.cli", "train", "--flow", "--run-dir", "interrupted"]
+    command += ["--config", str(prefect.home / "run.yaml"), "--steps", "100000"]
+    (prefect.home / "run.yaml").write_text(CONFIG)
+    process = subprocess.Popen(
+        command, cwd=prefect.home, env=prefect.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    run = RunDirectory(prefect.home / "interrupted")
+    while not run.progress.exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors == f"error: {stopped(run, read_outcome(run)).args[0]}\n".replace(str(run.path), "interrupted")
+    assert run.report.exists()
 
 
 def test_every_deployment_can_be_made(prefect):
