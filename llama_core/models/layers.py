@@ -8,7 +8,8 @@ one, and each layer casts its weight to the dtype of its input where it uses it.
 # H head dim, R half of a head (one entry per rotated pair), F feed-forward dim
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,18 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class TokenEmbedding(nn.Embedding):
+    """The table from token ids to the residual stream, whose dtype is ``out_dtype``."""
+
+    def __init__(self, spec: ModelSpec, out_dtype: torch.dtype) -> None:
+        super().__init__(spec.vocab_size, spec.hidden_size)
+        self.out_dtype = out_dtype
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return [B, S, D] in ``out_dtype``."""
+        return super().forward(tokens_BS).to(self.out_dtype)
+
+
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square normalisation, computed in fp32 and returned in the dtype of its input.
 
@@ -44,7 +57,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotary embedding, fp32, broadcastable to [B, 1, S, R]."""
+    """Cosines and sines of the rotary embedding, fp32 or wider, broadcastable to [B, 1, S, R]."""
 
     cos: Tensor
     sin: Tensor
@@ -68,15 +81,15 @@ def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Ten
     return torch.lerp(plain_R / scaling.factor, plain_R, kept_R.clamp(0.0, 1.0))
 
 
-def rotation(spec: ModelSpec, positions_BS: Tensor) -> Rotation:
-    """Return the rotation of every token; ``positions_BS`` counts from 0 (B may be 1)."""
+def rotation(spec: ModelSpec, positions_BS: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
+    """Return the rotation of every token, computed in fp32; ``positions_BS`` counts from 0 (B may be 1)."""
     angles_B1SR = positions_BS[:, None, :, None].float() * rope_frequencies(spec, positions_BS.device)
-    return Rotation(angles_B1SR.cos(), angles_B1SR.sin())
+    return Rotation(angles_B1SR.cos().to(dtype), angles_B1SR.sin().to(dtype))
 
 
 def rotate(x_BNSH: Tensor, rotary: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + H/2) of every head, as Hugging Face lays them out; computed in fp32."""
-    first_BNSR, second_BNSR = x_BNSH.float().chunk(2, dim=-1)
+    """Rotate the pairs (i, i + H/2) of every head, as Hugging Face lays them out; computed in the rotation's dtype."""
+    first_BNSR, second_BNSR = x_BNSH.to(rotary.cos.dtype).chunk(2, dim=-1)
     rotated_BNSH = torch.cat(
         (
             first_BNSR * rotary.cos - second_BNSR * rotary.sin,
@@ -101,6 +114,22 @@ def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
     return mask_BSS.masked_fill_(~visible_BSS, -math.inf)[:, None]
 
 
+def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1SS: Tensor | None) -> Tensor:
+    """Return softmax attention, [B, N, S, H]: over what ``mask_B1SS`` allows, or causal where it is None."""
+    if q_BNSH.is_cuda and mask_B1SS is not None and k_BKSH.shape[1] < q_BNSH.shape[1]:
+        # the CUDA kernels that take a mask take a key head for each query head; without one, scores would be held
+        queries_per_key = q_BNSH.shape[1] // k_BKSH.shape[1]
+        k_BKSH, v_BKSH = (x.repeat_interleave(queries_per_key, dim=1) for x in (k_BKSH, v_BKSH))
+    return F.scaled_dot_product_attention(
+        q_BNSH,
+        k_BKSH,
+        v_BKSH,
+        attn_mask=mask_B1SS,
+        is_causal=mask_B1SS is None,
+        enable_gqa=k_BKSH.shape[1] < q_BNSH.shape[1],
+    )
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads.
 
@@ -110,26 +139,20 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.grouped = spec.num_kv_heads < spec.num_heads
+        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
+        """What computes attention from queries, keys, values and the model's mask."""
         self.wq = Linear(spec.hidden_size, spec.q_size)
         self.wk = Linear(spec.hidden_size, spec.kv_size)
         self.wv = Linear(spec.hidden_size, spec.kv_size)
         self.wo = Linear(spec.q_size, spec.hidden_size)
 
-    def forward(self, x_BSD: Tensor, rotary: Rotation, mask_B1SS: Tensor | None) -> Tensor:
-        """Attend over the tokens ``mask_B1SS`` allows, or over all earlier ones where it is None."""
+    def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
+        """Attend over the tokens that ``mask`` allows, or over all earlier ones where it is None."""
         # the number of heads is read from the projection, which tensor parallelism makes narrower
         q_BNSH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_BKSH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v_BKSH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        out_BNSH = F.scaled_dot_product_attention(
-            rotate(q_BNSH, rotary),
-            rotate(k_BKSH, rotary),
-            v_BKSH,
-            attn_mask=mask_B1SS,
-            is_causal=mask_B1SS is None,
-            enable_gqa=self.grouped,
-        )
+        out_BNSH = self.attend(rotate(q_BNSH, rotary), rotate(k_BKSH, rotary), v_BKSH, mask)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
 
@@ -162,8 +185,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.feed_forward = FeedForward(spec)
 
-    def forward(self, x_BSD: Tensor, rotary: Rotation, mask_B1SS: Tensor | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Return the residual stream after this layer."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask_B1SS)
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask)
         out_BSD: Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
         return out_BSD

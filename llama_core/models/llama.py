@@ -4,13 +4,16 @@
 
 import hashlib
 import math
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec
-from llama_core.models.layers import Block, Linear, RMSNorm, document_mask, rotation
+from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, rotation
 from llama_core.models.loss import linear_cross_entropy
 
 INIT_STD = 0.02
@@ -19,62 +22,105 @@ INIT_CUTOFF = 3.0
 
 
 class Llama(nn.Module):
-    """A LLaMA model: token embedding, blocks, final norm and language-model head.
+    """A LLaMA model, or the part of one that a pipeline rank holds: embedding, blocks, final norm and head.
 
-    The parameters are made in torch's default dtype and device; activations are in ``compute_dtype``.
+    Every parameter has the name that it has in the whole model. The parameters are made in torch's default dtype and
+    device; activations are in ``compute_dtype``.
 
     Args:
         spec: the architecture.
         compute_dtype: the dtype of the residual stream and of every matrix product.
+        layers: the layers of the part, by default all. With the first one comes the embedding, with the last one the
+            final norm and the head, which is a second copy of the embedding where the two are tied.
     """
 
-    def __init__(self, spec: ModelSpec, *, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, compute_dtype: torch.dtype = torch.float32, layers: Collection[int] | None = None
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.compute_dtype = compute_dtype
-        self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        held = range(spec.num_layers) if layers is None else sorted(layers)
+        first, last = 0 in held, spec.num_layers - 1 in held
+        self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.tied_embeddings) else None
         # a dict, so that a part of the model keeps the parameter names of the whole
-        self.layers = nn.ModuleDict({str(index): Block(spec) for index in range(spec.num_layers)})
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.output = None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size)
+        self.layers = nn.ModuleDict({str(index): Block(spec) for index in held})
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps) if last else None
+        self.output = Linear(spec.hidden_size, spec.vocab_size) if last and not spec.tied_embeddings else None
+        self.sequence_shards = 1
+        """Ranks that the sequence dimension of the residual stream is divided over between the blocks."""
+        self.sequence_index: Callable[[int, torch.device], Tensor] = _all_places
+        """The places in the whole sequence of the tokens held here, int64 [S], from their number."""
+        self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = _document_mask
+        """The mask that every block's attention is given: from positions [B, S], places [S] and the queries' dtype."""
+        self.head: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _head
+        """Summed cross-entropy, or logits, from hidden states [B, S, D], head [V, D], and targets [B, S] or None."""
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix from hidden states to logits, [V, D]: the token embedding where the two are tied."""
-        return self.tok_embeddings.weight if self.output is None else self.output.weight
+        """The matrix from hidden states to logits, [V, D]: the token embedding where the two are tied.
 
-    def hidden_states(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        """Return the final hidden states, [B, S, D] in ``compute_dtype``.
+        Raises:
+            ValueError: if this part of the model has no head.
+        """
+        head = self.tok_embeddings if self.spec.tied_embeddings else self.output
+        if head is None:
+            raise ValueError("this part of the model does not hold the head")
+        return head.weight
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        *,
+        layers: range | None = None,
+    ) -> Tensor:
+        """Run some consecutive layers, with what comes before the first and after the last layer of the model.
+
+        The logits of all tokens are never held at once where only the loss is asked for.
 
         Args:
-            tokens_BS: token ids.
+            inputs: token ids [B, S] for the first layer of the model; else what the layer before returned, [B, S, D].
+            targets_BS: the token that follows each, -100 where it does not count. Only the last layer heeds it.
             positions_BS: each token's position in its document where rows hold several documents: it restarts at 0
                 with each, and no token attends across a restart. None means that every row is one document.
+            layers: which layers; by default all of the model.
+
+        Returns:
+            Before the last layer: the residual stream, [B, S, D] in ``compute_dtype``. With it: the cross-entropy
+            summed over the targets that count, an fp32 scalar (fp64 where that is the compute dtype); without
+            targets the logits, [B, S, V] in ``compute_dtype``.
         """
-        mask_B1SS = None
-        if positions_BS is None:
-            rotary = rotation(self.spec, torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None])
-        else:
-            rotary = rotation(self.spec, positions_BS)
-            mask_B1SS = document_mask(positions_BS, self.compute_dtype)
-        x_BSD = self.tok_embeddings(tokens_BS).to(self.compute_dtype)
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, rotary, mask_B1SS)
-        out_BSD: Tensor = self.norm(x_BSD)
-        return out_BSD
+        layers = range(self.spec.num_layers) if layers is None else layers
+        num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
+        index_S = self.sequence_index(num_tokens, inputs.device)
+        places_BS = index_S[None] if positions_BS is None else positions_BS
+        rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
+        mask = self.attention_mask(positions_BS, index_S, self.compute_dtype)
+        x_BSD = inputs
+        if layers.start == 0 and self.tok_embeddings is not None:
+            x_BSD = self.tok_embeddings(inputs)
+        for index in layers:
+            x_BSD = self.layers[str(index)](x_BSD, rotary, mask)
+        if layers.stop < self.spec.num_layers or self.norm is None:
+            return x_BSD
+        x_BSD = self.norm(x_BSD)
+        return self.head(x_BSD, self.head_weight, targets_BS)
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        """Return the logits of every token, [B, S, V] in ``compute_dtype``; see ``hidden_states``."""
-        x_BSD = self.hidden_states(tokens_BS, positions_BS)
-        return F.linear(x_BSD, self.head_weight.to(x_BSD.dtype))
 
-    def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        """Return the cross-entropy summed over the targets that are not -100: an fp32 scalar.
+def _all_places(num_tokens: int, device: torch.device) -> Tensor:
+    return torch.arange(num_tokens, device=device)
 
-        The logits of all tokens are never held at once; see ``hidden_states`` for the arguments.
-        """
-        x_TD = self.hidden_states(tokens_BS, positions_BS).flatten(0, 1)
-        return linear_cross_entropy(x_TD, self.head_weight, targets_BS.flatten())
+
+def _document_mask(positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if positions_BS is None else document_mask(positions_BS, dtype)
+
+
+def _head(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+    if targets_BS is None:
+        return F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
+    return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
 
 
 @torch.no_grad()
@@ -98,8 +144,15 @@ def initialize_weights(model: Llama, seed: int) -> None:
             continue
         std = INIT_STD * (residual_scale if name.endswith(("wo.weight", "w2.weight")) else 1.0)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest))
-        _draw_truncated_normal_(parameter, std, generator)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest))
+        if isinstance(parameter, DTensor):  # draw it whole, one parameter at a time, and keep this rank's part
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+            _draw_truncated_normal_(whole, std, generator)
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            local.copy_(part.to_local())
+        else:
+            _draw_truncated_normal_(parameter, std, generator)
 
 
 def _draw_truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:

@@ -1,27 +1,35 @@
 """Cross-entropy of a linear head, computed without ever holding the logits of all tokens."""
 
-# Shape suffixes: T tokens, D model dim, V vocabulary, C tokens of one chunk, R rows of one block
+# Shape suffixes: T tokens, D model dim, V vocabulary (the rows of the head held here), C tokens of one chunk,
+# R rows of one block, G ranks that the vocabulary is divided over
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llama_core.models.batch import IGNORE_INDEX
 from llama_core.units import GIB, MIB
-
-IGNORE_INDEX = -100
-"""The target of a token that does not count."""
 
 MIN_CHUNK_BYTES = 128 * MIB
 MAX_CHUNK_BYTES = GIB
 NUM_BLOCKS = 16
 """Parts in which what is wider than a chunk's logits is computed: small enough for a CPU's last-level cache."""
 
+FP16_GRADIENT_SCALE = 2.0**10
+"""What gradients of fp16 logits are multiplied by until the backward, where the upstream gradient is known.
+
+Down to 6e-11 the softmax then survives in fp16, which alone ends at 6e-8. A gradient of the hidden states is at most
+twice this times the head's largest weight, so that it overflows only where that is above 31.
+"""
+
 
 def default_chunk_tokens(vocab_size: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the most tokens whose logits are held at once.
+    """Return the most tokens whose logits are held at once by a rank with ``vocab_size`` rows of the head.
 
     Every chunk reads and writes the weight's gradient once, so a chunk's logits may take as many bytes as the
     weight, but at least ``MIN_CHUNK_BYTES`` and at most ``MAX_CHUNK_BYTES``.
@@ -38,6 +46,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = IGNORE_INDEX,
     chunk_tokens: int | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the cross-entropy of ``hidden_TD @ weight_VD.T``, summed over tokens: an fp32 scalar.
 
@@ -46,12 +55,22 @@ def linear_cross_entropy(
     dtype of ``hidden_TD`` once; its gradient is accumulated in fp32 and returned in the weight's dtype. fp64 inputs
     stay fp64 throughout. Not differentiable twice.
 
+    With ``vocab_group`` every rank of the group holds an equal part of the head's rows, in the order of their ranks
+    in the group, and the logits of that part alone. All ranks pass the same hidden states and targets, and get the
+    same loss, bit for bit, for one small collective per chunk. The weight's gradient is that of the rank's own rows.
+    The gradient of the hidden states is this rank's part of a sum: whoever gave every rank the same hidden states must
+    add it up over the group, by a reduce-scatter under sequence parallelism, else by an all-reduce.
+
     Args:
         hidden_TD: the final hidden states.
-        weight_VD: the head, of any floating dtype.
-        targets_T: the index of each token's right answer, or ``ignore_index`` where there is none.
+        weight_VD: the head, or this rank's rows of it, of any floating dtype.
+        targets_T: the index of each token's right answer in the whole vocabulary, or ``ignore_index`` where there is
+            none. One outside the vocabulary is an error of indexing, or with ``vocab_group`` an infinite loss.
         ignore_index: the target that adds neither loss nor gradient.
         chunk_tokens: most tokens whose logits are held at once; by default ``default_chunk_tokens``.
+        vocab_group: the ranks that the vocabulary is divided over; None where this one holds all of it.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the head and its loss in parallel.
     """
     num_tokens = hidden_TD.shape[0]
     vocab_size, hidden_size = weight_VD.shape
@@ -63,6 +82,7 @@ def linear_cross_entropy(
         targets_T,
         ignore_index,
         max(1, math.ceil(num_tokens / num_chunks)),
+        None if vocab_group is None or dist.get_world_size(vocab_group) == 1 else vocab_group,
         torch.is_grad_enabled(),  # inside the function it is always off
     )
     return loss
@@ -77,6 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         ignore_index: int,
         chunk_tokens: int,
+        vocab_group: dist.ProcessGroup | None,
         differentiate: bool,
     ) -> Tensor:
         need_hidden, need_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
@@ -93,12 +114,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # the buffers of the loop are made once: on a CPU fresh memory costs more than the arithmetic on it
         logits_CV = hidden_TD.new_empty((chunk_tokens, vocab_size))
         block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
-        block_RD = hidden_TD.new_empty((math.ceil(vocab_size / NUM_BLOCKS), hidden_size))
+        # a sum over tokens may leave fp16's range, and no loss scale, which comes after it, could bring it back
+        product_dtype = wide if hidden_TD.dtype == torch.float16 else hidden_TD.dtype
+        block_RD = hidden_TD.new_empty((math.ceil(vocab_size / NUM_BLOCKS), hidden_size), dtype=product_dtype)
 
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, num_tokens))
             logits = torch.mm(hidden_TD[chunk], head_VD.t(), out=logits_CV[: chunk.stop - start])
-            _losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV)
+            if vocab_group is None:
+                _losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV)
+            else:
+                _divided_losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV, vocab_group)
             if grad_hidden_TD is not None:
                 torch.mm(logits, head_VD, out=grad_hidden_TD[chunk])
             if grad_weight_VD is not None:
@@ -106,40 +132,88 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden_TD is not None:
             grad_hidden_TD.masked_fill_(ignored_T1, 0)
         ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
+        ctx.weight_dtype, ctx.scale = weight_VD.dtype, _gradient_scale(hidden_TD.dtype)
         return losses_T1.masked_fill_(ignored_T1, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
+        # as a matrix its dtype counts in the product; a scalar would be rounded to that of the gradients first
+        factor_11 = (upstream / ctx.scale).reshape(1, 1)
         if grad_hidden_TD is not None:
-            grad_hidden_TD = grad_hidden_TD * upstream
+            grad_hidden_TD = torch.mul(grad_hidden_TD, factor_11, out=torch.empty_like(grad_hidden_TD))
         if grad_weight_VD is not None:
             scaled_VD = torch.empty_like(grad_weight_VD, dtype=ctx.weight_dtype)
-            grad_weight_VD = torch.mul(grad_weight_VD, upstream, out=scaled_VD)
-        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+            grad_weight_VD = torch.mul(grad_weight_VD, factor_11, out=scaled_VD)
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
+
+
+def _blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:
+    """Yield where to cut ``rows`` into pieces no longer than ``block``."""
+    for start in range(0, rows.shape[0], block.shape[0]):
+        yield slice(start, min(start + block.shape[0], rows.shape[0]))
+
+
+def _gradient_scale(dtype: torch.dtype) -> float:
+    return FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
 
 
 def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor) -> None:
-    """Fill ``losses_C1`` and turn the logits into their gradients in place, a wide block of rows at a time."""
-    block_rows = block_RV.shape[0]
-    for start in range(0, logits_CV.shape[0], block_rows):
-        narrow_RV = logits_CV[start : start + block_rows]
-        answers_R1 = answers_C1[start : start + block_rows]
-        wide_RV = block_RV[: narrow_RV.shape[0]].copy_(narrow_RV)
+    """Fill ``losses_C1`` and turn the logits into their scaled gradients in place, a wide block of rows at a time."""
+    scale = _gradient_scale(logits_CV.dtype)
+    for rows in _blocks(logits_CV, block_RV):
+        answers_R1 = answers_C1[rows]
+        wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
         wide_RV.sub_(wide_RV.amax(-1, keepdim=True))
         answer_logits_R1 = wide_RV.gather(-1, answers_R1)
         totals_R1 = wide_RV.exp_().sum(-1, keepdim=True)
-        losses_C1[start : start + block_rows] = totals_R1.log() - answer_logits_R1
-        wide_RV.div_(totals_R1).scatter_add_(-1, answers_R1, -torch.ones_like(totals_R1))
-        narrow_RV.copy_(wide_RV)
+        losses_C1[rows] = totals_R1.log() - answer_logits_R1
+        wide_RV.div_(totals_R1 / scale).scatter_add_(-1, answers_R1, torch.full_like(totals_R1, -scale))
+        logits_CV[rows] = wide_RV
+
+
+def _divided_losses_and_logit_gradients_(
+    logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor, group: dist.ProcessGroup
+) -> None:
+    """Do as ``_losses_and_logit_gradients_`` with the logits of one rank's part of the vocabulary."""
+    scale = _gradient_scale(logits_CV.dtype)
+    columns_C1 = answers_C1 % logits_CV.shape[1]
+    held_C1 = answers_C1 // logits_CV.shape[1] == dist.get_rank(group)
+    part_3C1 = torch.empty((3, *answers_C1.shape), dtype=block_RV.dtype, device=block_RV.device)
+    peaks_C1, totals_C1, answer_logits_C1 = part_3C1.unbind()
+    for rows in _blocks(logits_CV, block_RV):
+        wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
+        answer_logits_C1[rows] = wide_RV.gather(-1, columns_C1[rows])
+        peaks_C1[rows] = wide_RV.amax(-1, keepdim=True)
+        totals_C1[rows] = wide_RV.sub_(peaks_C1[rows]).exp_().sum(-1, keepdim=True)
+    answer_logits_C1.masked_fill_(~held_C1, -math.inf)
+
+    peaks_C1, totals_C1, answer_logits_C1 = _over_the_vocabulary(part_3C1, group)
+    losses_C1.copy_(totals_C1.log() - (answer_logits_C1 - peaks_C1))
+    answer_gradients_C1 = held_C1.to(block_RV.dtype).mul_(-scale)
+    for rows in _blocks(logits_CV, block_RV):
+        wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
+        wide_RV.sub_(peaks_C1[rows]).exp_().div_(totals_C1[rows] / scale)
+        logits_CV[rows] = wide_RV.scatter_add_(-1, columns_C1[rows], answer_gradients_C1[rows])
+
+
+def _over_the_vocabulary(part_3C1: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's largest logit, sum of exponentials relative to it, and answer's logit, from all parts.
+
+    All ranks gather the same numbers and put them together in the same order, so that they agree bit for bit.
+    """
+    parts_G3C1 = part_3C1.new_empty((dist.get_world_size(group), *part_3C1.shape))
+    dist.all_gather(list(parts_G3C1.unbind()), part_3C1, group=group)
+    peaks_GC1, totals_GC1, answer_logits_GC1 = parts_G3C1.unbind(1)
+    peaks_C1 = peaks_GC1.amax(0)
+    totals_C1 = (totals_GC1 * (peaks_GC1 - peaks_C1).exp()).sum(0)
+    return peaks_C1, totals_C1, answer_logits_GC1.amax(0)
 
 
 def _add_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor, block_RD: Tensor) -> None:
-    """Add ``left_CV.T @ right_CD`` to the wide ``sum_VD``, a block of rows at a time."""
-    block_rows = block_RD.shape[0]
-    for start in range(0, sum_VD.shape[0], block_rows):
-        sum_RD = sum_VD[start : start + block_rows]
-        left_RC = left_CV.t()[start : start + block_rows]
-        sum_RD.add_(torch.mm(left_RC, right_CD, out=block_RD[: sum_RD.shape[0]]))
+    """Add ``left_CV.T @ right_CD`` to the wide ``sum_VD``, a block of rows in the block's dtype at a time."""
+    right_CD = right_CD.to(block_RD.dtype)
+    for rows in _blocks(sum_VD, block_RD):
+        product_RD = block_RD[: rows.stop - rows.start]
+        sum_VD[rows].add_(torch.mm(left_CV.t()[rows].to(block_RD.dtype), right_CD, out=product_RD))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,52 +15,17 @@ import numpy.typing as npt
 from llama_core.artifacts import read_json, write_json
 from llama_core.config.run import SAMPLE, DataConfig
 from llama_core.errors import ConfigError, DataError, RunDirectoryError
+from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.training.corpus import OnProgress, find_files
 from llama_core.training.entropy import Entropies, token_entropies
-from llama_core.training.packing import IGNORE_INDEX, PackedDataset, row_order
+from llama_core.training.packing import PackedDataset, row_order
 from llama_core.training.sample import TEXT_FIELD, sample_file
 from llama_core.training.token_cache import TokenCache, cache_directory, cached_tokens
 from llama_core.training.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 logger = logging.getLogger(__name__)
 
 _SPLIT_SEED = 0  # held-out rows are the same, and in the same order, whatever the run's seed
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Rows of tokens, what follows each token, and where each stands in its document."""
-
-    tokens_BS: "Tensor"
-    """Token ids, int64."""
-    targets_BS: "Tensor"
-    """Next tokens, int64; -100 where there is none to predict."""
-    positions_BS: "Tensor | None"
-    """Positions inside each document, int64, 0 at its first token; None where a row is one text."""
-    num_targets: int = -1
-    """Targets that are not -100; counted unless given, as it must be for tensors without values."""
-
-    def __post_init__(self) -> None:
-        if self.num_targets < 0:
-            object.__setattr__(self, "num_targets", int((self.targets_BS != IGNORE_INDEX).sum()))
-
-    def split(self, microbatch_size: int) -> list["Batch"]:
-        """Return the rows in order as batches of ``microbatch_size``; the last one may be smaller."""
-        starts = range(0, len(self.tokens_BS), microbatch_size)
-        return [self._rows(slice(start, start + microbatch_size)) for start in starts]
-
-    def to(self, device: "torch.device | str") -> "Batch":
-        """Return the batch on ``device``."""
-        positions_BS = None if self.positions_BS is None else self.positions_BS.to(device)
-        return Batch(self.tokens_BS.to(device), self.targets_BS.to(device), positions_BS, self.num_targets)
-
-    def _rows(self, rows: slice) -> "Batch":
-        positions_BS = None if self.positions_BS is None else self.positions_BS[rows]
-        return Batch(self.tokens_BS[rows], self.targets_BS[rows], positions_BS)
 
 
 class BatchStream:
@@ -128,12 +93,22 @@ class BatchStream:
         return f"{self.dataset.digest}-{self.seed}"
 
 
-def validation_batches(dataset: PackedDataset, batch_size: int, max_rows: int) -> Iterator[Batch]:
-    """Yield at most ``max_rows`` rows spread evenly over ``dataset``, in order: the same ones every time."""
+def validation_batches(
+    dataset: PackedDataset, batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """Yield one rank's share of at most ``max_rows`` rows spread evenly over ``dataset``: the same ones every time.
+
+    Every rank gets as many batches, of ``batch_size`` rows but for the last; where the rows do not go round, some
+    ranks get one without targets.
+    """
     num_rows = min(max_rows, len(dataset))
-    rows = [index * len(dataset) // num_rows for index in range(num_rows)]
-    for start in range(0, num_rows, batch_size):
-        yield _batch(dataset, rows[start : start + batch_size])
+    rows = [index * len(dataset) // num_rows for index in range(num_rows)][rank::world_size]
+    share = -(-num_rows // world_size)
+    padded = rows + [0] * (share - len(rows))
+    for start in range(0, share, batch_size):
+        batch = _batch(dataset, padded[start : start + batch_size])
+        batch.targets_BS[len(rows) - start :] = IGNORE_INDEX
+        yield batch
 
 
 def _batch(dataset: PackedDataset, rows: list[int]) -> Batch:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from llama_core.errors import DataError
-from llama_core.training.data import Batch
-from llama_core.training.packing import IGNORE_INDEX
+from llama_core.models.batch import IGNORE_INDEX, Batch
 
 
 class LoaderBatches:

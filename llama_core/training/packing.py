@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llama_core.models.batch import IGNORE_INDEX
 from llama_core.training.token_cache import TokenCache
-
-IGNORE_INDEX = -100  # what the loss leaves out, as in llama_core.models.loss, which needs torch
 
 _DOCUMENTS, _ROWS = 0, 1
 

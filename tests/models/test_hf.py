@@ -91,7 +91,7 @@ def test_packed_documents_have_the_logits_transformers_gives_each_alone(name):
     positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
     with torch.no_grad():
         alone = torch.cat((theirs(tokens[:, :31]).logits, theirs(tokens[:, 31:]).logits), dim=1)
-        torch.testing.assert_close(ours(tokens, positions), alone, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(tokens, positions_BS=positions), alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -35,14 +35,14 @@ def test_the_loss_sum_is_the_cross_entropy_of_the_logits_over_targets_that_count
     tokens = random_tokens(2, 16)
     targets = random_tokens(2, 16).masked_fill(torch.arange(16) % 5 == 0, -100)
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-    torch.testing.assert_close(model.loss_sum(tokens, targets), expected)
+    torch.testing.assert_close(model(tokens, targets), expected)
 
 
 @pytest.mark.parametrize("spec", [TIED, UNTIED])
 def test_every_parameter_receives_the_gradient_of_the_plain_loss(spec):
     tokens, targets = random_tokens(2, 16), random_tokens(2, 16)
     ours, plain = build(spec), build(spec)
-    ours.loss_sum(tokens, targets).backward()
+    ours(tokens, targets).backward()
     torch.nn.functional.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
     for (name, parameter), reference in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5, msg=name)
@@ -53,13 +53,15 @@ def test_documents_packed_in_one_row_have_the_logits_each_has_alone():
     tokens = random_tokens(1, 30)
     positions = torch.cat((torch.arange(11), torch.arange(19)))[None]
     alone = torch.cat((model(tokens[:, :11]), model(tokens[:, 11:])), dim=1)
-    torch.testing.assert_close(model(tokens, positions), alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(tokens, positions_BS=positions), alone, rtol=1e-4, atol=1e-5)
 
 
 def test_positions_of_one_document_per_row_change_nothing():
     model = build(TIED)
     tokens = random_tokens(2, 16)
-    torch.testing.assert_close(model(tokens, torch.arange(16).expand(2, -1)), model(tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens, positions_BS=torch.arange(16).expand(2, -1)), model(tokens), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_no_logit_depends_on_a_later_token():
@@ -75,12 +77,12 @@ def test_no_logit_depends_on_a_later_token():
 def test_compute_in_bf16_keeps_parameters_and_gradients_in_fp32_and_the_loss_near():
     tokens, targets = random_tokens(2, 16), random_tokens(2, 16)
     exact, model = build(TIED), build(TIED, compute_dtype=torch.bfloat16)
-    loss = model.loss_sum(tokens, targets)
+    loss = model(tokens, targets)
     loss.backward()
-    assert model.hidden_states(tokens).dtype == torch.bfloat16
+    assert model(tokens, layers=range(1)).dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-    torch.testing.assert_close(loss, exact.loss_sum(tokens, targets), rtol=2e-3, atol=0)  # bf16 has 8 bits
+    torch.testing.assert_close(loss, exact(tokens, targets), rtol=2e-3, atol=0)  # bf16 has 8 bits
 
 
 def test_a_training_step_runs_on_fake_tensors_with_packed_documents():
@@ -91,14 +93,29 @@ def test_a_training_step_runs_on_fake_tensors_with_packed_documents():
         model.to_empty(device="cpu")
         initialize_weights(model, seed=0)
         tokens = torch.zeros((1, 4096), dtype=torch.long)
-        model.loss_sum(tokens, tokens, tokens).backward()
+        model(tokens, tokens, tokens).backward()
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
 
 
-def test_hidden_states_are_shaped_on_the_meta_device():
+def test_the_residual_stream_is_shaped_on_the_meta_device():
     with torch.device("meta"):
         model = Llama(TIED)
-        assert model.hidden_states(torch.zeros((2, 8), dtype=torch.long)).shape == (2, 8, TIED.hidden_size)
+        stream = model(torch.zeros((2, 8), dtype=torch.long), layers=range(TIED.num_layers - 1))
+    assert stream.shape == (2, 8, TIED.hidden_size)
+
+
+@pytest.mark.parametrize("spec", [TIED, UNTIED])
+def test_the_parts_of_a_model_compute_in_turn_what_the_whole_does(spec):
+    whole, tokens = build(spec), random_tokens(2, 16)
+    cut = spec.num_layers // 2
+    first, last = (Llama(spec, layers=layers) for layers in (range(cut), range(cut, spec.num_layers)))
+    for part in (first, last):
+        part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
+    stream = first(tokens, layers=range(cut))
+    torch.testing.assert_close(
+        last(stream, tokens, layers=range(cut, spec.num_layers)), whole(tokens, tokens), rtol=0, atol=0
+    )
+    assert {*first.state_dict(), *last.state_dict()} == {*whole.state_dict()}
 
 
 def test_initial_weights_have_the_stated_moments_and_cut():

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from llama_core.config.run import DataConfig
 from llama_core.errors import ConfigError, DataError
-from llama_core.training.data import Batch, BatchStream, held_out, load_datasets, validation_batches
-from llama_core.training.packing import IGNORE_INDEX, PackedDataset
+from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.training.data import BatchStream, held_out, load_datasets, validation_batches
+from llama_core.training.packing import PackedDataset
 
 DOCUMENTS = [f"document number {n}, of its own words" for n in range(40)]
 fractions = st.floats(0, 0.99)
@@ -129,15 +130,15 @@ def test_microbatches_join_to_the_batch(documents, batch_size, microbatch_size):
     batch = BatchStream(dataset_of(documents), batch_size, 0).next_batch()
     micros = batch.split(microbatch_size)
     assert_same(join(micros), batch)
-    assert sum(micro.num_targets for micro in micros) == batch.num_targets
+    assert sum(micro.num_targets() for micro in micros) == batch.num_targets()
     assert max(len(micro.tokens_BS) for micro in micros) <= microbatch_size
 
 
-def test_num_targets_counts_the_targets_on_any_device():
+def test_a_batch_counts_its_targets_and_moves_as_a_whole():
     batch = BatchStream(dataset_of(DOCUMENTS), 4, 0).next_batch()
-    assert batch.num_targets == int((batch.targets_BS != IGNORE_INDEX).sum())
-    assert batch.to("meta").num_targets == batch.num_targets
-    assert batch.to("meta").positions_BS.device.type == "meta"
+    assert int(batch.num_targets()) == sum(target != IGNORE_INDEX for target in batch.targets_BS.flatten().tolist())
+    moved = batch.to("meta")
+    assert {moved.tokens_BS.device.type, moved.targets_BS.device.type, moved.positions_BS.device.type} == {"meta"}
 
 
 @given(documents=texts, batch_size=st.integers(1, 5), max_rows=st.integers(1, 30))

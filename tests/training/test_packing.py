@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_core.models import loss
-from llama_core.training.packing import IGNORE_INDEX, PackedDataset, permutation
+from llama_core.models.batch import IGNORE_INDEX
+from llama_core.training.packing import PackedDataset, permutation
 
 BOS, EOS = 256, 257
 seq_lens = st.integers(2, 20)
