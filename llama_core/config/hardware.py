@@ -1,9 +1,26 @@
-"""The devices a run may be planned for: peak rates, memory and links, from the makers' data sheets."""
+"""The devices a run may be planned for: peak rates, memory and links, and how much of a peak programs reach.
+
+Peaks are those of the makers' data sheets. The share of the bf16 peak that matrix products reach is measured: the
+"maximum achievable matmul FLOPS" of Bekman, *Machine Learning Engineering*, chapter Accelerators, and for cards in a
+PCIe slot of github.com/mag-/gpu_benchmark, which runs the same search. That of attention is of a flash kernel, forward
+and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao 2023, arXiv:2307.08691, figures 4 to 6) and 31 %
+with the same kernel, which torch has for it, on Hopper (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6). Devices
+without a published figure take that of their generation, AMD's that of Hopper.
+"""
 
 from dataclasses import dataclass
 
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.units import GB, GIB, TFLOP
+
+CONTEXT_BYTES = GIB
+"""Memory a CUDA context, cuBLAS and cuDNN take before the first tensor; NCCL comes on top."""
+
+PCIE_BANDWIDTH = 32 * GB
+"""Bytes per second between host and device, each way: 16 lanes of PCIe 4."""
+INTER_NODE_BANDWIDTH = 50 * GB
+"""One NDR InfiniBand NIC per GPU, bytes per second each way."""
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -23,44 +40,70 @@ class DeviceSpec:
     """Bytes per second to a neighbour in the node, each way; 0 where only PCIe connects them."""
     reported_names: tuple[str, ...] = ()
     """Fragments of the name its driver reports, by which an installed device is recognised."""
+    fp32_flops: float = 0.0
+    """Peak fp32 rate in FLOP/s without tensor cores, as torch multiplies fp32 matrices."""
+    matmul_share: float = 0.8
+    """Share of its peak that large matrix products reach."""
+    attention_share: float = 0.31
+    """Share of its peak that flash attention reaches, of the scores it computes."""
+    gpus_per_node: int = GPUS_PER_NODE
+    """Devices that ``link_bandwidth`` connects."""
+    network_bandwidth: float = INTER_NODE_BANDWIDTH
+    """Bytes per second and device to other nodes, each way."""
 
     @property
     def usable_bytes(self) -> int:
         """Bytes left to a training process after the driver's context and the maths libraries."""
         return self.memory_bytes - CONTEXT_BYTES
 
-
-CONTEXT_BYTES = GIB
-"""Memory a CUDA context, cuBLAS and cuDNN take before the first tensor; NCCL comes on top."""
-
-PCIE_BANDWIDTH = 32 * GB
-INTER_NODE_BANDWIDTH = 50 * GB
-"""One NDR InfiniBand NIC per GPU, bytes per second each way."""
+    @property
+    def neighbour_bandwidth(self) -> float:
+        """Bytes per second to another device of the node, each way, whatever connects them."""
+        return self.link_bandwidth or PCIE_BANDWIDTH
 
 
 def _device(
-    name: str, label: str, tflops: float, memory: int, bandwidth: float, link: float, *reported: str
+    name: str,
+    label: str,
+    tflops: tuple[float, float],
+    memory: tuple[int, float],
+    link: float,
+    shares: tuple[float, float],
+    *reported: str,
+    gpus_per_node: int = GPUS_PER_NODE,
 ) -> DeviceSpec:
     return DeviceSpec(
-        name, label, tflops * TFLOP, memory * GB, bandwidth * 1000 * GB, link * GB, reported_names=reported
+        name,
+        label,
+        bf16_flops=tflops[0] * TFLOP,
+        memory_bytes=memory[0] * GB,
+        memory_bandwidth=memory[1] * 1000 * GB,
+        link_bandwidth=link * GB,
+        reported_names=reported,
+        fp32_flops=tflops[1] * TFLOP,
+        matmul_share=shares[0],
+        attention_share=shares[1],
+        gpus_per_node=gpus_per_node,
     )
 
 
 # fmt: off
 _DEVICES = (
-    #       name          label                bf16   GB   TB/s  link   as reported by the driver
-    _device("a100_40gb",  "A100 SXM 40 GB",     312,  40, 1.55, 300, "A100-SXM4-40GB"),
-    _device("a100",       "A100 SXM 80 GB",     312,  80, 2.0,  300, "A100-SXM4-80GB", "A100"),
-    _device("h100",       "H100 SXM 80 GB",     989,  80, 3.35, 450, "H100 80GB HBM3", "H100"),
-    _device("h100_pcie",  "H100 PCIe 80 GB",    756,  80, 2.0,    0, "H100 PCIe"),
-    _device("h200",       "H200 141 GB",        989, 141, 4.8,  450, "H200"),
-    _device("b200",       "B200 180 GB",       2250, 180, 8.0,  900, "B200"),
-    _device("gb200",      "GB200 186 GB",      2500, 186, 8.0,  900, "GB200"),
-    _device("mi300x",     "MI300X 192 GB",     1307, 192, 5.3,  448, "MI300X"),
-    _device("mi325x",     "MI325X 256 GB",     1307, 256, 6.0,  448, "MI325X"),
-    _device("mi355x",     "MI355X 288 GB",     2500, 288, 8.0,  535, "MI355X"),
-    _device("l40s",       "L40S 48 GB",         362,  48, 0.86,   0, "L40S"),
-    _device("rtx4090",    "RTX 4090 24 GB",     165,  24, 1.0,    0, "RTX 4090"),
+    #       name          label                bf16, fp32     GB, TB/s     link products, attention as its driver says
+    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB"),
+    _device("a100",       "A100 SXM 80 GB",   ( 312,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB", "A100"),
+    _device("h100",       "H100 SXM 80 GB",   ( 989,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
+    # capped at 500 W: its products lie as far between the PCIe card's, at 350 W, and the others', at 700 W
+    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989,  67.0), ( 96, 2.4),  450,  (0.63, 0.31), "H100 96GB HBM2e"),
+    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
+    _device("h200",       "H200 141 GB",      ( 989,  67.0), (141, 4.8),  450,  (0.80, 0.31), "H200"),
+    _device("b200",       "B200 180 GB",      (2250,  75.0), (180, 8.0),  900,  (0.78, 0.31), "B200"),
+    _device("gb200",      "GB200 186 GB",     (2500,  80.0), (186, 8.0),  900,  (0.73, 0.31), "GB200", gpus_per_node=72),
+    _device("mi300x",     "MI300X 192 GB",    (1307, 163.4), (192, 5.3),  448,  (0.51, 0.31), "MI300X"),
+    _device("mi325x",     "MI325X 256 GB",    (1307, 163.4), (256, 6.0),  448,  (0.60, 0.31), "MI325X"),
+    _device("mi355x",     "MI355X 288 GB",    (2500, 157.3), (288, 8.0),  535,  (0.63, 0.31), "MI355X"),
+    _device("l40s",       "L40S 48 GB",       ( 362,  91.6), ( 48, 0.86),   0,  (0.70, 0.58), "L40S"),
+    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  82.6), ( 24, 1.0),    0,  (1.00, 0.58), "RTX 4090"),
 )
 # fmt: on
 _REGISTRY = {device.name: device for device in _DEVICES}

@@ -28,8 +28,13 @@ DATALOADER = "dataloader"
 Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
-Precision = Literal["auto", "bf16", "fp32"]
-RecomputeMode = Literal["none", "full"]
+GradientCompression = Literal["none", "bf16", "powersgd"]
+Offload = Literal["none", "optimizer", "parameters"]
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+RecomputeMode = Literal["none", "selective", "full"]
+RecomputeRequest = Literal["none", "selective", "full", "adaptive"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "chimera", "chimera_doubling", "chimera_halving", "zb_h1", "zbv"]
+ZeroBackend = Literal["native", "deepspeed"]
 StrategyName = Literal["standard"]
 WandbMode = Literal["off", "offline", "online"]
 
@@ -94,7 +99,7 @@ class TrainingConfig(Section):
     epochs: float = Field(1.0, gt=0)
     """Passes over the training documents, when no number of steps is given."""
     precision: Precision = "auto"
-    """Arithmetic of the matrix products over fp32 weights; auto: bf16 where the device computes it natively."""
+    """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling) or fp32; auto: bf16 where the device has it."""
     learning_rate: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     lr_schedule: LrSchedule = "cosine"
@@ -136,12 +141,38 @@ class ParallelConfig(Section):
 
     gpus: int = Field(1, ge=1)
     """Devices in all: GPUs, or processes with --device cpu."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
+    pp: int = Field(1, ge=1)
+    """Pipeline-parallel ranks, which divide the layers."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel ranks, which divide every sequence."""
+    ep: int = Field(1, ge=1)
+    """Expert-parallel ranks, which divide the experts of a mixture."""
+    dp_replicate: int = Field(1, ge=1)
+    """Copies of the group that shards (hybrid sharding); with zero_stage=0 all data-parallel ranks are copies."""
+    sequence_parallel: bool = True
+    """Divide the sequence between tensor-parallel ranks outside the matrices; no effect with tp=1."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     """What data-parallel ranks shard: 1 optimizer states, 2 also gradients, 3 also weights; no effect on one device."""
+    zero_backend: ZeroBackend = "native"
+    """Who shards: native (torch's fully_shard) or deepspeed."""
+    offload: Offload = "none"
+    """What DeepSpeed keeps in host memory: none, the optimizer, or the optimizer and the parameters."""
+    schedule: ScheduleName = "1f1b"
+    """Pipeline schedule; chimera becomes doubling or halving where memory allows. No effect with pp=1."""
+    num_chunks: int | None = Field(None, ge=1)
+    """Stages per pipeline rank under the interleaved schedule; default: 2 there."""
     microbatch_size: int | None = Field(None, ge=1)
-    """Sequences per forward pass and rank; default: what fits the memory."""
-    recompute: RecomputeMode = "none"
-    """Activation checkpointing: none keeps every activation, full recomputes each layer in the backward."""
+    """Sequences per forward pass and rank; default: what fits the memory, and keeps a pipeline busy."""
+    num_microbatches: int | None = Field(None, ge=1)
+    """Forward passes per rank and optimizer step, in place of their size."""
+    recompute: RecomputeRequest = "none"
+    """Activation checkpointing: none, selective, full, or adaptive: the least of them that fits."""
+    gradient_compression: GradientCompression = "none"
+    """Gradients between data-parallel ranks: as they are, in bf16, or as low-rank factors (powersgd)."""
+    compile: bool = False
+    """Compile every block with torch.compile."""
 
 
 class SlurmConfig(Section):
@@ -172,6 +203,8 @@ class LaunchConfig(Section):
     """Device planned for; default: the GPU present, else h100."""
     nodes: int = Field(1, ge=1)
     """Machines the devices are spread over."""
+    collective_timeout_s: int = Field(600, ge=1)
+    """Seconds that ranks wait for each other before the run is given up as hung."""
     slurm: SlurmConfig = SlurmConfig()
     """What a Slurm job asks for."""
 
@@ -236,17 +269,35 @@ class RunConfig(Section):
             gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE)
         except ConfigError as error:
             yield from error.problems
-        micro, gpus, batch = self.parallel.microbatch_size or 1, self.parallel.gpus, self.batch_size
-        if batch % (micro * gpus):
-            yield (
-                f"training.batch_size={batch} is not a multiple of {micro * gpus} "
-                f"(microbatch_size {micro} x {gpus} devices); use {-(-batch // (micro * gpus)) * micro * gpus}"
-            )
+        yield from self._misdivisions()
+        gpus = self.parallel.gpus
         if gpus % self.launch.nodes:
             yield f"parallel.gpus={gpus} cannot be spread evenly over launch.nodes={self.launch.nodes}"
         warmup, steps = self.training.warmup_steps, self.training.steps
         if warmup is not None and steps is not None and warmup > steps:
             yield f"training.warmup_steps={warmup} is above training.steps={steps}"
+
+    def _misdivisions(self) -> Iterator[str]:
+        parallel, batch = self.parallel, self.batch_size
+        inner = parallel.tp * parallel.pp * parallel.cp
+        if parallel.gpus % inner:
+            yield (
+                f"parallel.gpus={parallel.gpus} is not a multiple of {inner} (tp {parallel.tp} x pp {parallel.pp} x "
+                f"cp {parallel.cp}); use {-(-parallel.gpus // inner) * inner}"
+            )
+            return
+        dp = parallel.gpus // inner
+        if dp % parallel.dp_replicate:
+            yield f"parallel.dp_replicate={parallel.dp_replicate} does not divide the {dp} data-parallel ranks"
+        micro, count = parallel.microbatch_size or 1, parallel.num_microbatches or 1
+        asked = {"microbatch_size": parallel.microbatch_size, "num_microbatches": parallel.num_microbatches}
+        factors = [f"{name} {size}" for name, size in asked.items() if size] + [f"{dp} data-parallel ranks"]
+        one_pass, product = micro * count * dp, " x ".join(factors)
+        if batch % one_pass:
+            nearest = -(-batch // one_pass) * one_pass
+            yield f"training.batch_size={batch} is not a multiple of {one_pass} ({product}); use {nearest}"
+        elif all(asked.values()) and batch != one_pass:
+            yield f"training.batch_size={batch} is not {one_pass} ({product}); leave one of the three out"
 
     def _misfits(self, spec: ModelSpec) -> Iterator[str]:
         if self.training.seq_len and self.training.seq_len > spec.max_context:
@@ -269,8 +320,16 @@ class RunConfig(Section):
     @property
     def batch_size(self) -> int:
         """Sequences per optimizer step: those asked for, else the least that is a multiple of a pass and at least 8."""
-        one_pass = self.parallel.gpus * (self.parallel.microbatch_size or 1)
-        return self.training.batch_size or -(-8 // one_pass) * one_pass
+        if self.training.batch_size:
+            return self.training.batch_size
+        parallel = self.parallel
+        one_pass = self.data_parallel * (parallel.microbatch_size or 1) * (parallel.num_microbatches or 1)
+        return one_pass if parallel.num_microbatches and parallel.microbatch_size else -(-8 // one_pass) * one_pass
+
+    @property
+    def data_parallel(self) -> int:
+        """Devices that train on different sequences: those that tp, pp and cp leave."""
+        return max(1, self.parallel.gpus // (self.parallel.tp * self.parallel.pp * self.parallel.cp))
 
     @property
     def seq_len(self) -> int:

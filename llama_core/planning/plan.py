@@ -1,11 +1,20 @@
 """``ParallelPlan``: the answer to a run's request for devices."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any, Self
 
-from llama_core.config.run import RecomputeMode, literal_values
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import GradientCompression, Offload, Precision, RecomputeMode, ZeroBackend, literal_values
 from llama_core.errors import PlanError
+from llama_core.planning.schedules import Schedule, ScheduleName, build_schedule
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the ranks, from the slowest varying to the fastest: neighbours share a machine and talk most."""
+
+_remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # a plan is asked for its stages many times
 
 
 @dataclass(frozen=True)
@@ -13,50 +22,283 @@ class ParallelPlan:
     """How one optimizer step is divided over ranks and microbatches.
 
     Raises:
-        PlanError: naming every size that is out of range.
+        PlanError: naming every size that is out of range and every pair of choices that exclude each other.
     """
 
+    tp: int = 1
+    """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
+    pp: int = 1
+    """Pipeline-parallel ranks, which divide the layers."""
+    cp: int = 1
+    """Context-parallel ranks, which divide every sequence."""
+    ep: int = 1
+    """Expert-parallel ranks, which divide the experts of a mixture; taken from the data-parallel ones."""
     dp_shard: int = 1
     """Data-parallel ranks that divide optimizer states, gradients and weights among them."""
     dp_replicate: int = 1
     """Copies of that group."""
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks divide the sequence between the matrices; no effect with one of them."""
     zero_stage: int = 0
     """What the sharding ranks divide: 1 optimizer states, 2 also gradients, 3 also weights."""
+    zero_backend: ZeroBackend = "native"
+    """Who shards: torch's fully_shard, or DeepSpeed."""
+    offload: Offload = "none"
+    """What DeepSpeed keeps in host memory."""
+    schedule: ScheduleName = "1f1b"
+    """The order of forwards and backwards over the pipeline ranks; no effect with one of them."""
+    num_chunks: int = 1
+    """Stages per pipeline rank under the interleaved schedule."""
     microbatch_size: int = 1
     """Sequences per forward pass and rank."""
     num_microbatches: int = 1
     """Forward passes per rank and optimizer step."""
     recompute: RecomputeMode = "none"
     """What is computed again in the backward pass instead of being kept."""
+    recomputed_layers: tuple[int, ...] | None = None
+    """Layers of each stage, counted from its first, that ``recompute`` is applied to; None means all of them."""
+    gradient_compression: GradientCompression = "none"
+    """How gradients are made smaller on their way between data-parallel ranks."""
+    compile: bool = False
+    """Whether every block is compiled."""
 
     def __post_init__(self) -> None:
+        if self.recomputed_layers is not None:
+            object.__setattr__(self, "recomputed_layers", tuple(self.recomputed_layers))  # JSON has lists
         problems = list(self._problems())
+        if not problems:
+            problems = [*self._exclusions()]
         if problems:
             raise PlanError("; ".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        for name in ("dp_shard", "dp_replicate", "microbatch_size", "num_microbatches"):
+        counts = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "num_chunks", "microbatch_size")
+        for name in (*counts, "num_microbatches"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} is not at least 1"
         if self.zero_stage not in range(4):
             yield f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3"
-        if self.recompute not in literal_values(RecomputeMode):
-            yield f"recompute={self.recompute!r} is not one of {', '.join(literal_values(RecomputeMode))}"
+        choices = {
+            "recompute": RecomputeMode,
+            "zero_backend": ZeroBackend,
+            "offload": Offload,
+            "gradient_compression": GradientCompression,
+            "schedule": ScheduleName,
+        }
+        for name, alias in choices.items():
+            if getattr(self, name) not in literal_values(alias):
+                yield f"{name}={getattr(self, name)!r} is not one of {', '.join(literal_values(alias))}"
+
+    def _exclusions(self) -> Iterator[str]:
+        try:
+            schedule = self.build_schedule()
+        except PlanError as error:
+            yield str(error)
+            return
+        if schedule.parts_per_microbatch > 1 and self.microbatch_size % schedule.parts_per_microbatch:
+            yield (
+                f"schedule={self.schedule} cuts every microbatch in {schedule.parts_per_microbatch}, which "
+                f"microbatch_size={self.microbatch_size} does not allow; use an even one"
+            )
+        if self.recomputed_layers is not None and len(self.recomputed_layers) != self.num_stages:
+            yield f"recomputed_layers={self.recomputed_layers} is not one number for each of {self.num_stages} stages"
+        if self.dp_shard > 1 and self.zero_stage == 0:
+            yield f"dp_shard={self.dp_shard} divides nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
+        if self.ep > 1 and self.dp % self.ep:
+            yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
+        yield from self._exclusions_of_zero_bubble()
+        yield from self._exclusions_of_deepspeed()
+        yield from self._exclusions_of_compression()
+
+    def _exclusions_of_zero_bubble(self) -> Iterator[str]:
+        if self.pp == 1 or self.schedule not in {"zb_h1", "zbv"}:
+            return
+        if self.dp * self.cp * self.tp > 1 or self.recompute != "none" or self.compile:
+            yield (
+                f"schedule={self.schedule} computes weight gradients apart, which works with pipeline parallelism "
+                "alone (no tp, cp, data parallelism, recompute or compile); use schedule=1f1b"
+            )
+
+    def _exclusions_of_deepspeed(self) -> Iterator[str]:
+        if self.zero_backend == "native":
+            if self.offload != "none":
+                yield f"offload={self.offload} needs zero_backend=deepspeed"
+            return
+        others = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp_replicate": self.dp_replicate}
+        for name, size in others.items():
+            if size > 1:
+                yield f"zero_backend=deepspeed shards over data-parallel ranks only, not with {name}={size}; use native"
+        if self.zero_stage == 0:
+            yield "zero_backend=deepspeed needs zero_stage 1, 2 or 3"
+        if self.offload == "parameters" and self.zero_stage < 3:
+            yield f"offload=parameters needs zero_stage=3, not {self.zero_stage}"
+
+    def _exclusions_of_compression(self) -> Iterator[str]:
+        if self.gradient_compression == "powersgd" and not self._holds_whole_model:
+            yield (
+                "gradient_compression=powersgd works where every rank holds the whole model "
+                "(zero_stage=0, tp=1, pp=1); use bf16"
+            )
+
+    def check(self, spec: ModelSpec, *, seq_len: int, precision: Precision) -> None:
+        """Refuse a plan that ``spec`` cannot be divided by.
+
+        Args:
+            spec: the model.
+            seq_len: tokens per sequence.
+            precision: the dtype of activations.
+
+        Raises:
+            PlanError: naming every size that does not divide what it has to, with the legal ones.
+        """
+        problems = list(self._misfits(spec, seq_len, precision))
+        if problems:
+            raise PlanError("; ".join(problems))
+
+    def _misfits(self, spec: ModelSpec, seq_len: int, precision: Precision) -> Iterator[str]:
+        divided = {"key/value heads": spec.num_kv_heads, "feed-forward columns": spec.ffn_size}
+        for what, count in (divided | {"tokens of the vocabulary": spec.vocab_size}).items():
+            if count % self.tp:
+                legal = [n for n in range(1, min(count, self.tp * 2) + 1) if count % n == 0]
+                yield (
+                    f"tp={self.tp} does not divide the {count} {what} of {spec.name}; "
+                    f"use one of {', '.join(map(str, legal))}"
+                )
+        if self.num_stages > spec.num_layers:
+            yield (
+                f"{self.num_stages} pipeline stages (pp={self.pp}) are more than the {spec.num_layers} layers of "
+                f"{spec.name}; use at most pp={spec.num_layers * self.pp // self.num_stages}"
+            )
+        cut = 2 * self.cp if self.cp > 1 else 1  # each rank holds one piece from either end, see parallel.context
+        if seq_len % cut:
+            yield f"seq_len={seq_len} is not a multiple of {cut} (2 x cp); use {-(-seq_len // cut) * cut}"
+        elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
+            yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
+        if self.ep > 1:
+            yield f"ep={self.ep}: {spec.name} has no experts to divide; use ep=1"
+        if precision == "fp16" and self.zero_backend == "deepspeed":
+            yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
+        if precision == "fp16" and self.gradient_compression == "powersgd":
+            yield "precision fp16 with gradient_compression=powersgd feeds back errors of another loss scale; use bf16"
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Return the place of a global rank on one of ``AXES``."""
+        behind = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
+        place: int = rank // behind % getattr(self, axis)
+        return place
+
+    def dp_rank(self, rank: int) -> int:
+        """Return the place of a global rank among those that train on different sequences."""
+        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
+
+    @property
+    def dp(self) -> int:
+        """Ranks that train on different sequences."""
+        return self.dp_shard * self.dp_replicate
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.dp_shard * self.dp_replicate
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def effective_zero_stage(self) -> int:
-        """The ZeRO stage that takes effect: 0 where there is nobody to shard with."""
-        return self.zero_stage if self.dp_shard > 1 else 0
+        """The ZeRO stage that takes effect: 0 where there is nobody to shard with.
+
+        Context-parallel ranks hold the same weights, so they shard with the data-parallel ones.
+        """
+        return self.zero_stage if self.dp_shard * self.cp > 1 else 0
+
+    @property
+    def uses_fully_shard(self) -> bool:
+        """Whether ``fully_shard`` gathers the weights; else a rank has them whole, alone or as a copy of the model."""
+        return self.dp * self.cp > 1 and not self._holds_whole_model
+
+    @property
+    def _holds_whole_model(self) -> bool:
+        return self.zero_stage == 0 and self.tp == self.pp == 1
+
+    @property
+    def sharded_sequence(self) -> bool:
+        """Whether the residual stream is divided along the sequence between tensor-parallel ranks."""
+        return self.sequence_parallel and self.tp > 1
 
     @property
     def batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
-        return self.world_size * self.microbatch_size * self.num_microbatches
+        return self.dp * self.microbatch_size * self.num_microbatches
+
+    @property
+    def num_stages(self) -> int:
+        """Parts that the layers are cut into."""
+        return self.build_schedule().num_stages
+
+    def build_schedule(self) -> Schedule:
+        """Return the order of forwards and backwards on every pipeline rank."""
+        return _remembered_schedule(
+            self.schedule if self.pp > 1 else "1f1b",
+            num_ranks=self.pp,
+            num_microbatches=self.num_microbatches,
+            num_chunks=self.num_chunks,
+        )
+
+    def stage_layers(self, spec: ModelSpec) -> tuple[range, ...]:
+        """Return the layers of every stage: consecutive, and as even in parameters as can be.
+
+        The first stage holds the embedding and the last one the head, so that they get fewer layers where the others
+        get more: LLaMA 3 405B over 8 stages is cut in 15, six times 16, and 15.
+        """
+        num_stages = self.num_stages
+        held = [0] * num_stages
+        held[0] += spec.embedding_parameters
+        held[-1] += spec.embedding_parameters
+        counts = [0] * num_stages
+        for _ in range(spec.num_layers):
+            # each stage needs a layer; then the lightest one, the later of two, as earlier ones hold more microbatches
+            stage = min(range(num_stages), key=lambda s: (counts[s] > 0, held[s], -s))
+            counts[stage] += 1
+            held[stage] += spec.layer_parameters
+        ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+        return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+
+    def layers_to_recompute(self, spec: ModelSpec) -> frozenset[int] | None:
+        """Return the layers that ``recompute`` is applied to, None standing for all."""
+        if self.recomputed_layers is None:
+            return None
+        counted = zip(self.recomputed_layers, self.stage_layers(spec), strict=True)
+        return frozenset(layer for count, layers in counted for layer in layers[:count])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Settings that have no effect in this plan, a sentence each."""
+        return tuple(self._without_effect())
+
+    def _without_effect(self) -> Iterator[str]:
+        if self.world_size > 1 and self.zero_stage and not self.effective_zero_stage:
+            why = f"tp {self.tp} x pp {self.pp} leave one data-parallel rank"
+            if self.dp > 1:
+                why = f"dp_replicate={self.dp_replicate} makes every data-parallel rank a copy"
+            yield f"zero_stage={self.zero_stage} shards nothing, as {why}: the effective stage is 0"
+        if self.gradient_compression == "bf16" and self.effective_zero_stage == 1 and self.num_microbatches > 1:
+            yield "gradient_compression=bf16 at zero_stage=1 also adds up microbatches in bf16; zero_stage=2 does not"
+        if self.gradient_compression != "none" and self.dp * self.cp == 1:
+            yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"
+        if self.pp == 1 and self.schedule != "1f1b":
+            yield f"schedule={self.schedule} has no effect with pp=1"
+
+    def summary(self) -> str:
+        """Return what people want to know of the plan in one line."""
+        sizes = [f"{axis} {getattr(self, axis)}" for axis in reversed(AXES) if getattr(self, axis) > 1]
+        ranks = f"{self.world_size} ranks ({' x '.join(sizes)})" if sizes else "1 rank"
+        zero = f"ZeRO {self.effective_zero_stage}" if self.effective_zero_stage else ""
+        if self.zero_backend == "deepspeed":
+            offload = "" if self.offload == "none" else f" with {self.offload} in host memory"
+            zero = f"ZeRO {self.zero_stage} by DeepSpeed{offload}"
+        schedule = self.schedule if self.pp > 1 else ""
+        compression = "" if self.gradient_compression == "none" else f"{self.gradient_compression} gradients"
+        recompute = "" if self.recompute == "none" else f"recompute {self.recompute}"
+        rows = f"{self.num_microbatches} x {self.microbatch_size} sequences per step and rank"
+        return ", ".join(part for part in (ranks, zero, schedule, rows, recompute, compression) if part)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as a flat record, with the sizes that follow from it for those who read it."""
@@ -69,4 +311,4 @@ class ParallelPlan:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the plan that ``as_dict`` recorded; keys that only follow from others are not read."""
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
+        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})

@@ -52,7 +52,7 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
         ({"model": "llama3_80b"}, "unknown model 'llama3_80b'; did you mean 'llama3_8b' or 'llama3_70b'?"),
         (
             {"training": {"batch_size": 9}, "parallel": {"gpus": 2, "microbatch_size": 2}},
-            "training.batch_size=9 is not a multiple of 4 (microbatch_size 2 x 2 devices); use 12",
+            "training.batch_size=9 is not a multiple of 4 (microbatch_size 2 x 2 data-parallel ranks); use 12",
         ),
         (
             {"parallel": {"gpus": 8}, "launch": {"nodes": 3}},

@@ -13,7 +13,7 @@ plans = st.builds(
     ParallelPlan,
     dp_shard=sizes,
     dp_replicate=sizes,
-    zero_stage=st.integers(0, 3),
+    zero_stage=st.integers(1, 3),
     microbatch_size=sizes,
     num_microbatches=sizes,
     recompute=st.sampled_from(["none", "full"]),
