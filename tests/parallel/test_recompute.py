@@ -18,7 +18,7 @@ def build(mode, compute_dtype=torch.float32):
 
 
 def loss_sum(model):
-    return model.loss_sum(TOKENS, TOKENS.roll(-1, 1), torch.arange(32).expand(2, -1) % 20)
+    return model(TOKENS, TOKENS.roll(-1, 1), torch.arange(32).expand(2, -1) % 20)
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
@@ -46,7 +46,7 @@ def saved_bytes(model):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = model.hidden_states(TOKENS)
+        hidden = model(TOKENS)
     assert hidden.requires_grad
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     return sum(size for pointer, size in storages.items() if pointer not in parameters)

@@ -1,0 +1,149 @@
+"""A plan applied to a model, in the one order in which its parts go together."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama_core.config.models import ModelSpec
+from llama_core.models.batch import Batch
+from llama_core.models.llama import Llama, initialize_weights
+from llama_core.parallel.context import apply_context_parallel, shard_sequence
+from llama_core.parallel.data import Alone, Copies, DataParallel, Sharded
+from llama_core.parallel.gradients import Gradients
+from llama_core.parallel.mesh import Mesh
+from llama_core.parallel.pipeline import OnPhase, Pipeline
+from llama_core.parallel.ranks import check_started
+from llama_core.parallel.recompute import apply_recompute
+from llama_core.parallel.tensor import apply_tensor_parallel
+from llama_core.planning.plan import ParallelPlan
+
+
+class ParallelModel:
+    """One rank's part of a model, which trains with the others; made on the meta device, without memory.
+
+    The parts of the engine are applied in one order: the stages are cut, tensor parallelism divides what is left, then
+    context parallelism, recomputation and compilation change how blocks run, and data parallelism comes last, as it
+    divides whatever parameters it finds.
+
+    Args:
+        spec: the architecture of the whole model.
+        plan: how it is divided. With more than one rank the default process group has to exist.
+        device: where this rank computes.
+        compute_dtype: dtype of activations and matrix products.
+        weight_dtype: dtype of the parameters, their gradients and moments.
+
+    Raises:
+        PlanError: if the plan has another number of ranks than were started.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: ParallelPlan,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        weight_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_started(plan)
+        self.plan, self.device = plan, device
+        self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
+        self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
+        mesh = self.mesh
+        if mesh is not None and plan.tp > 1:
+            apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
+        if mesh is not None and mesh.cp_group is not None:
+            apply_context_parallel(self.model, mesh.cp_group)
+        apply_recompute(self.model, plan.recompute, plan.layers_to_recompute(spec))
+        if plan.compile:
+            for block in self.model.layers.values():
+                block.compile()
+        self._sharded: Sharded | None = None
+        if mesh is not None and plan.uses_fully_shard:
+            self._sharded = Sharded(self.model, mesh.weights, plan, compute_dtype=compute_dtype)
+
+    def materialize(self) -> Self:
+        """Take the memory of the parameters, and return the model, whose weights are undefined yet."""
+        self.model.to_empty(device=self.device)
+        self.data = self._data_parallel()
+        self.pipeline = Pipeline(self.model, self.data, self.plan, self.mesh)
+        self.gradients = Gradients(self.model, self.plan, self.mesh)
+        return self
+
+    def _data_parallel(self) -> DataParallel:
+        if self._sharded is not None:
+            return self._sharded
+        # DDP's reducer cannot rehearse; its buckets are the gradients themselves, so the bytes are the same without it
+        if self.mesh is not None and self.plan.dp * self.plan.cp > 1 and dist.get_backend() != "fake":
+            return Copies(self.model, self.mesh.weights.get_group("replicate"), self.plan)
+        return Alone(self.model)
+
+    def initialize_weights(self, seed: int) -> None:
+        """Draw the initial weights: for one seed the same ones whatever the plan."""
+        initialize_weights(self.model, seed)
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
+        """Compute the gradients of one step and return its loss.
+
+        Args:
+            microbatches: this rank's share of the step's sequences, whole; the same on all ranks that share them.
+            loss_scale: what the gradients shall be multiplied by.
+            on_phase: told as each forward and backward begins.
+
+        Returns:
+            The mean cross-entropy over the target tokens of all ranks, a scalar.
+        """
+        pieces = [self._own_columns(batch) for batch in microbatches]
+        num_targets = self._num_targets(pieces).clamp(min=1)
+        # data parallelism takes the mean over the ranks, and the loss is the mean over all targets
+        scale = loss_scale * self.plan.dp * self.plan.cp / num_targets
+        losses = self.pipeline.forward_backward(pieces, scale, on_phase)
+        self.gradients.complete()
+        return self._sum_over_ranks(losses) / num_targets
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
+        """Return the cross-entropy summed over the target tokens of all ranks, and how many they were.
+
+        Args:
+            microbatches: this rank's share, of as many microbatches as every other rank's.
+        """
+        pieces = [self._own_columns(batch) for batch in microbatches]
+        total, num_targets = self._sum_over_ranks(self.pipeline.evaluate(pieces)), self._num_targets(pieces)
+        return float(total), int(num_targets)
+
+    def _own_columns(self, batch: Batch) -> Batch:
+        if self.mesh is None or self.plan.cp == 1:
+            return batch
+        columns = partial(shard_sequence, cp_rank=self.mesh.rank("cp"), cp_size=self.plan.cp)
+        positions_BS = None if batch.positions_BS is None else columns(batch.positions_BS)
+        return Batch(columns(batch.tokens_BS), columns(batch.targets_BS), positions_BS)
+
+    def _num_targets(self, pieces: Sequence[Batch]) -> Tensor:
+        total = torch.stack([piece.num_targets() for piece in pieces]).sum()
+        if self.mesh is not None:
+            dist.all_reduce(total)
+            total = total // (self.plan.tp * self.plan.pp)  # whose ranks count the same tokens
+        return total
+
+    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
+        wide = torch.promote_types(self.model.compute_dtype, torch.float32)
+        total = torch.stack(list(losses)).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
+        if self.mesh is not None:
+            dist.all_reduce(total)
+            total = total / self.plan.tp
+        return total
+
+
+def _meta_model(
+    spec: ModelSpec, plan: ParallelPlan, mesh: Mesh | None, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> Llama:
+    """Return this rank's part of the model, without memory."""
+    stages, pp_rank = plan.stage_layers(spec), mesh.rank("pp") if mesh else 0
+    layers = {layer for stage in plan.build_schedule().stages_of(pp_rank) for layer in stages[stage]}
+    with torch.device("meta"):
+        return Llama(spec, compute_dtype=compute_dtype, layers=layers).to(weight_dtype)

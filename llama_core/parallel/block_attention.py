@@ -1,0 +1,165 @@
+"""Attention of some queries to some of the keys, as part of a softmax over more: forward and backward of one block.
+
+torch's fused kernels return the log-sum-exp by which blocks are merged, and their backward takes the one over all
+blocks, but only under private names: all of these are here.
+
+Source: Dao 2023, arXiv:2307.08691, section 3.1.
+"""
+
+# Shape suffixes: B batch, S tokens of the whole block (Q its visible queries, J its visible keys), N query heads,
+# K key/value heads, H head dim, 2 keys and values stacked
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+BIAS_ALIGNMENT = 16
+"""Elements that the rows of an additive mask are spaced by, or a multiple: CUDA's kernel loads aligned pieces."""
+LSE_ALIGNMENT = 32
+"""Queries that CUDA's kernel for additive masks rounds the rows of its log-sum-exp up to."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which queries of a block see which keys."""
+
+    queries: slice
+    """The queries that may see any of the keys; the others are left out of the computation."""
+    keys: slice
+    """The keys that any of those queries may see."""
+    causal: bool
+    """Whether the i-th of those queries sees the first i + 1 of those keys only."""
+    bias_B1QJ: Tensor | None = None
+    """0 where a query sees a key and -inf elsewhere, in the queries' dtype; None where ``causal`` says it all."""
+    blind_B1Q: Tensor | None = None
+    """The queries that see none of the keys; None where there are none."""
+
+    @classmethod
+    def of_visible(cls, queries: slice, keys: slice, visible_BQJ: Tensor, dtype: torch.dtype) -> "BlockMask":
+        """Return the mask under which query i sees key j where ``visible_BQJ`` is true; ``dtype`` is the queries'."""
+        batch, num_queries, num_keys = visible_BQJ.shape
+        spacing = -(-num_keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+        padded = torch.zeros((batch, 1, num_queries, spacing), dtype=dtype, device=visible_BQJ.device)
+        bias_B1QJ = padded[..., :num_keys].masked_fill_(~visible_BQJ[:, None], -math.inf)
+        return cls(queries, keys, causal=False, bias_B1QJ=bias_B1QJ, blind_B1Q=~visible_BQJ.any(-1)[:, None])
+
+
+class Kernel(NamedTuple):
+    """A fused attention and its gradient, on tensors that have been cut to the visible part of a block."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    """From q, k, v and mask to the output and its log-sum-exp."""
+    backward: Callable[..., tuple[Tensor, ...]]
+    """From the output's gradient, q, k, v, output, log-sum-exp and mask to the gradients of q, k and v."""
+
+
+def block_forward(q_BNSH: Tensor, kv_2BKSH: Tensor, *, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Return the visible queries' output, [B, N, Q, H] in their dtype, and its log-sum-exp, [B, N, Q], fp32 or wider.
+
+    A query that sees nothing has output 0 and log-sum-exp -inf.
+    """
+    q_BNQH, (k_BKJH, v_BKJH) = q_BNSH[:, :, mask.queries], kv_2BKSH[..., mask.keys, :]
+    out_BNQH, lse_BNQ = kernel_for(q_BNQH, mask).forward(q_BNQH, k_BKJH, v_BKJH, mask)
+    if mask.blind_B1Q is None:
+        return out_BNQH, lse_BNQ
+    # what the kernels return for such queries differs: the CPU's has log-sum-exp 0
+    return out_BNQH.masked_fill(mask.blind_B1Q[..., None], 0), lse_BNQ.masked_fill(mask.blind_B1Q, -math.inf)
+
+
+def block_backward(
+    grad_out_BNSH: Tensor, q_BNSH: Tensor, out_BNSH: Tensor, lse_BNS: Tensor, kv_2BKSH: Tensor, *, mask: BlockMask
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the visible queries, [B, N, Q, H], and keys and values, [2, B, K, J, H].
+
+    ``out_BNSH`` and ``lse_BNS`` are those over all blocks; the gradients have the dtype of ``lse_BNS``.
+    """
+    grad_out_BNQH, q_BNQH, out_BNQH, lse_BNQ = (
+        x[:, :, mask.queries] for x in (grad_out_BNSH, q_BNSH, out_BNSH, lse_BNS)
+    )
+    k_BKJH, v_BKJH = kv_2BKSH[..., mask.keys, :]
+    backward = kernel_for(q_BNQH, mask).backward
+    grads = backward(grad_out_BNQH, q_BNQH, k_BKJH, v_BKJH, out_BNQH, lse_BNQ, mask)
+    grad_q_BNQH, *grads_kv = (grad.to(lse_BNS.dtype) for grad in grads)
+    return grad_q_BNQH, torch.stack(grads_kv)
+
+
+def kernel_for(q_BNQH: Tensor, mask: BlockMask) -> Kernel:
+    """Return the kernel that serves such queries under such a mask."""
+    if not q_BNQH.is_cuda:
+        return CPU
+    return CUDA_FLASH if q_BNQH.dtype.itemsize == 2 and mask.bias_B1QJ is None else CUDA_BIASED
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=mask.causal, attn_mask=mask.bias_B1QJ
+    )
+    return out, lse
+
+
+def _cpu_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
+    *tensors, mask = tensors_and_mask
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads: tuple[Tensor, ...] = backward(*tensors, 0.0, mask.causal, attn_mask=mask.bias_B1QJ)
+    return grads
+
+
+CPU = Kernel(_cpu_forward, _cpu_backward)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=mask.causal)
+    return out, lse
+
+
+def _flash_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
+    grad_out, q, k, v, out, lse, mask = tensors_and_mask
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+    grads: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
+        *(grad_out, q, k, v, out, lse.contiguous()),
+        *(None, None, q.shape[2], k.shape[2], 0.0, mask.causal, unused, unused),
+    )
+    return grads
+
+
+CUDA_FLASH = Kernel(_flash_forward, _flash_backward)
+
+
+def _biased_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        *(q, _per_query_head(k, q), _per_query_head(v, q), _per_head(mask.bias_B1QJ, q)),
+        compute_log_sumexp=True,
+        is_causal=mask.causal,
+    )
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _biased_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
+    grad_out, q, k, v, out, lse, mask = tensors_and_mask
+    dense_out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes its rows to be without gaps
+    padded_lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=math.inf).contiguous()
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that there is not
+    grad_q, *grads_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        *(grad_out, q, _per_query_head(k, q), _per_query_head(v, q), _per_head(mask.bias_B1QJ, q)),
+        *(dense_out, padded_lse, unused, unused, 0.0, [True, True, True, False], mask.causal),
+    )
+    return grad_q, *(grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads_kv)
+
+
+def _per_query_head(k_BKJH: Tensor, q_BNQH: Tensor) -> Tensor:
+    return k_BKJH.repeat_interleave(q_BNQH.shape[1] // k_BKJH.shape[1], dim=1)
+
+
+def _per_head(bias_B1QJ: Tensor | None, q_BNQH: Tensor) -> Tensor | None:
+    return None if bias_B1QJ is None else bias_B1QJ.expand(-1, q_BNQH.shape[1], -1, -1)
+
+
+CUDA_BIASED = Kernel(_biased_forward, _biased_backward)
+"""The slower one, for what ``CUDA_FLASH`` cannot do: additive masks and fp32."""

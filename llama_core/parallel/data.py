@@ -1,0 +1,164 @@
+"""Data parallelism: one interface to calling a rank's part of the model and combining its gradients.
+
+* One rank: nothing is combined.
+* Copies of a whole model (``zero_stage=0``, tp = pp = 1): ``DistributedDataParallel``, with its compression hooks.
+* Everything else: ``fully_shard``. ZeRO's stages differ in how long weights and gradients stay whole:
+
+  ====== ====================================== ====================================== =========================
+  stage  weights within a step                  gradients within a step                per step and parameter
+  ====== ====================================== ====================================== =========================
+  1      gathered once, whole to the last       whole, reduce-scattered once           2 transfers
+         backward
+  2      the same                               reduce-scattered after every backward  1 + microbatches
+  3      gathered for every block, dropped      the same                               3 x microbatches
+         after it
+  ====== ====================================== ====================================== =========================
+
+  Between steps all three hold weights, gradients and moments in shards. Stage 0 of a divided model is stage 1 with
+  shards that are whole.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from llama_core.models.llama import Llama
+from llama_core.planning.plan import ParallelPlan
+
+POWERSGD_RANK = 4
+"""Rank of the factors that PowerSGD sends in place of a matrix."""
+POWERSGD_START_STEP = 100
+"""Steps that are sent whole before, while the gradients still change fast."""
+
+
+class DataParallel(Protocol):
+    """How the ranks that hold the same parameters work together."""
+
+    call: Callable[..., Tensor]
+    """The model's forward, with what data parallelism does around it."""
+
+    def prepare(self, *, last: bool) -> None:
+        """Make ready for the next forward or backward; ``last`` says that it is the last of its kind in the step."""
+
+    def release(self) -> None:
+        """Drop what a forward without a backward has gathered."""
+
+    def forget(self) -> None:
+        """Drop what the step's gradients have left for the next ones: they were not finite."""
+
+
+class Alone:
+    """A model whose parameters no other rank holds."""
+
+    def __init__(self, model: Llama) -> None:
+        self.call: Callable[..., Tensor] = model
+
+    def prepare(self, *, last: bool) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+
+class Copies:
+    """Copies of a whole model, whose gradients are averaged in buckets while the last backward runs."""
+
+    def __init__(self, model: Llama, group: dist.ProcessGroup, plan: ParallelPlan) -> None:
+        self.model = model
+        # the seed makes all copies alike, without sending them
+        self.replica = DistributedDataParallel(
+            model, process_group=group, init_sync=False, gradient_as_bucket_view=True
+        )
+        self.call: Callable[..., Tensor] = self.replica
+        self._powersgd: powerSGD_hook.PowerSGDState | None = None
+        match plan.gradient_compression:
+            case "bf16":
+                self.replica.register_comm_hook(group, _halve)
+            case "powersgd":
+                self._powersgd = powerSGD_hook.PowerSGDState(
+                    group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START_STEP
+                )
+                self.replica.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
+
+    def prepare(self, *, last: bool) -> None:
+        """Average gradients in the coming backward only if it is the last one."""
+        self.replica.require_backward_grad_sync = last
+
+    def release(self) -> None:
+        """Do nothing: every copy is whole at all times."""
+
+    def forget(self) -> None:
+        """Drop what PowerSGD has not sent yet, and the factors that it begins the next step with."""
+        if self._powersgd is not None:
+            for memory in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
+                memory.clear()
+
+
+def _halve(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    # under a name of its own: DDP refuses torch's hook by name on a CPU, where gloo can do it too
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+class Sharded:
+    """A model whose parameters are sharded with ``fully_shard``, block by block.
+
+    Args:
+        model: a rank's part of the model; its parameters become shards.
+        weights: a mesh with the axes replicate and shard.
+        plan: the plan.
+        compute_dtype: the dtype in which weights are gathered.
+    """
+
+    def __init__(self, model: Llama, weights: DeviceMesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
+        mesh = weights["replicate", "shard"] if weights["replicate"].size() > 1 else weights["shard"]
+        self.stage = plan.effective_zero_stage
+        weight_dtype = next(model.parameters()).dtype
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.bfloat16 if plan.gradient_compression == "bf16" else weight_dtype,
+            cast_forward_inputs=False,
+        )
+        for module in _groups(model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.stage == 3)
+        # what is left, the final norm and the head: on the last rank of a 1F1B pipeline, and without one, their
+        # backward begins when their forward has ended
+        self.root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.several_stages = len(set(plan.build_schedule().stages_of(0))) > 1
+        self.call: Callable[..., Tensor] = model
+
+    def prepare(self, *, last: bool) -> None:
+        """Set what the coming backward does with gradients and weights, as the stage has it."""
+        self.root.set_is_last_backward(last)
+        self.root.set_requires_gradient_sync(last or self.stage >= 2)
+        # between copies once a step, if its last backward is every shard's last
+        self.root.set_requires_all_reduce(last or self.several_stages)
+        self.root.set_reshard_after_backward(last or self.stage == 3)
+
+    def release(self) -> None:
+        """Drop all gathered weights."""
+        for group in self.groups:
+            group.reshard()
+
+    def forget(self) -> None:
+        """Do nothing: nothing is left."""
+
+
+def _groups(model: Llama) -> list[nn.Module]:
+    """Return the modules whose weights are gathered together; a tied embedding is left to the head, which uses it."""
+    groups: list[nn.Module] = list(model.layers.values())
+    if model.tok_embeddings is not None and not model.spec.tied_embeddings:
+        groups.append(model.tok_embeddings)
+    return groups

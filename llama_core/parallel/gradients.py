@@ -1,0 +1,120 @@
+"""Gradients over all ranks: those that several pipeline ranks hold, and the norm of all."""
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llama_core.config.models import ModelSpec
+from llama_core.models.llama import Llama
+from llama_core.parallel.mesh import Mesh
+from llama_core.planning.plan import ParallelPlan
+
+
+class Update(NamedTuple):
+    """What came of the attempt to update the weights."""
+
+    grad_norm: Tensor
+    """Global gradient norm before clipping, fp32 scalar; not finite where it led to no update."""
+    updated: bool
+    """Whether the weights were updated: not when the loss or the norm was not finite."""
+
+
+class Gradients:
+    """The gradients of one rank's part of a model, and how they relate to those of the other ranks.
+
+    Args:
+        model: this rank's part, with its final parameters.
+        plan: the plan.
+        mesh: the ranks; None where there is only this one. All ranks make this object at the same time.
+    """
+
+    def __init__(self, model: Llama, plan: ParallelPlan, mesh: Mesh | None) -> None:
+        self.mesh = mesh
+        self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
+        if mesh is None:
+            self._by_copies[1] = list(model.parameters())
+            return
+        holders = pipeline_holders(plan, model.spec)
+        for ranks in sorted({ranks for ranks in holders.values() if len(ranks) > 1}):
+            group = mesh.groups_across_pipeline(ranks)
+            names = [name for name, _ in model.named_parameters() if holders[_module_of(name)] == ranks]
+            if group is not None:
+                self._shared.append((group, [model.get_parameter(name) for name in names]))
+        ranks_per_stage = plan.world_size // plan.pp
+        for name, parameter in model.named_parameters():
+            copies = ranks_per_stage // _num_shards(parameter) * len(holders[_module_of(name)])
+            self._by_copies[copies].append(parameter)
+
+    def complete(self) -> None:
+        """Add up what several ranks have of one gradient, so that each of them holds the sum.
+
+        Those are the gradients of norms that each tensor-parallel rank has computed over a part of the sequence, of an
+        embedding tied to the head of another pipeline rank and, with Chimera, of every stage.
+        """
+        for parameters in self._by_copies.values():
+            for parameter in parameters:
+                grad = parameter.grad
+                if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+                    parameter.grad = grad.redistribute(placements=parameter.placements)
+        for group, parameters in self._shared:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(_local(parameter.grad), group=group)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the whole model's gradient, the same on every rank."""
+        square = torch.zeros(())
+        for copies, parameters in self._by_copies.items():
+            gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            if self.mesh is None:
+                return norm
+            square = square.to(norm) + norm**2 / copies
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar."""
+        gradients = [_local(p.grad) for ps in self._by_copies.values() for p in ps if p.grad is not None]
+        if factor.is_cuda:  # in one kernel; on the CPU that would read the factor back, which a fake one does not allow
+            torch._foreach_mul_(gradients, factor)
+            return
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def pipeline_holders(plan: ParallelPlan, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the pipeline ranks that hold each module with parameters of its own: ``layers.0``, ``norm`` and so on."""
+    schedule, stages = plan.build_schedule(), plan.stage_layers(spec)
+    holders: dict[str, set[int]] = defaultdict(set)
+    for rank in range(plan.pp):
+        for layer in (layer for stage in schedule.stages_of(rank) for layer in stages[stage]):
+            holders[f"layers.{layer}"].add(rank)
+    first, last = holders["layers.0"], holders[f"layers.{spec.num_layers - 1}"]
+    holders["tok_embeddings"] = first | last if spec.tied_embeddings else first
+    holders["norm"] = holders["output"] = last
+    return {module: tuple(sorted(ranks)) for module, ranks in holders.items()}
+
+
+def _module_of(parameter_name: str) -> str:
+    parts = parameter_name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def _num_shards(parameter: nn.Parameter) -> int:
+    """Return how many ranks together hold ``parameter`` once."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if not place.is_replicate())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,60 @@
+"""The ranks of a job as a mesh, one axis for each way to divide the work."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from llama_core.planning.plan import ParallelPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """This rank's place among the ranks of a plan, and the groups it belongs to."""
+
+    plan: ParallelPlan
+    weights: DeviceMesh
+    """Axes pp, replicate, shard and tp. Context-parallel ranks hold the same weights: they are part of the ranks that
+    shard them or, without sharding, of those that hold copies."""
+    cp_group: dist.ProcessGroup | None
+    """The ranks that hold the other parts of this rank's sequences; None where sequences are whole."""
+
+    @classmethod
+    def build(cls, plan: ParallelPlan, device_type: str) -> Self:
+        """Arrange the ranks of the default process group, as many as the plan has; all of them have to call it."""
+        replicate, shard = plan.dp_replicate, plan.dp_shard * plan.cp
+        if not plan.zero_stage:
+            replicate, shard = plan.dp * plan.cp, 1
+        weights = init_device_mesh(
+            device_type, (plan.pp, replicate, shard, plan.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
+        )
+        cp_group = None
+        if plan.cp > 1:
+            outer = plan.world_size // (plan.cp * plan.tp)
+            rows = init_device_mesh(device_type, (outer, plan.cp, plan.tp), mesh_dim_names=("outer", "cp", "tp"))
+            cp_group = rows.get_group("cp")
+        return cls(plan, weights, cp_group)
+
+    def rank(self, axis: str) -> int:
+        """Return this rank's place on one of the plan's ``AXES``."""
+        return self.plan.coordinate(dist.get_rank(), axis)
+
+    def pipeline_peer(self, pp_rank: int) -> int:
+        """Return the global rank that differs from this one in its pipeline rank only."""
+        ranks_per_stage = self.plan.world_size // self.plan.pp
+        peer: int = pp_rank * ranks_per_stage + dist.get_rank() % ranks_per_stage
+        return peer
+
+    def groups_across_pipeline(self, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Make the groups of ranks that differ in their pipeline rank only, for some pipeline ranks.
+
+        Every rank of the job has to call it; it returns the one this rank belongs to, if any.
+        """
+        ranks_per_stage = self.plan.world_size // self.plan.pp
+        mine = None
+        for place in range(ranks_per_stage):
+            ranks = [pp_rank * ranks_per_stage + place for pp_rank in pp_ranks]
+            group = dist.new_group(ranks)
+            mine = group if dist.get_rank() in ranks else mine
+        return mine

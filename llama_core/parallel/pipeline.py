@@ -1,0 +1,230 @@
+"""Runs the action lists of a schedule: forwards and backwards of this rank's stages, and what goes between ranks.
+
+One rank is a pipeline of one stage, whose list is a forward and a backward per microbatch: there is one executor for
+everything that trains or evaluates.
+"""
+
+# Shape suffixes: B batch, S sequence, D model dim
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain, product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from llama_core.errors import DataError
+from llama_core.models.batch import Batch
+from llama_core.models.llama import Llama
+from llama_core.parallel.data import DataParallel
+from llama_core.parallel.mesh import Mesh
+from llama_core.parallel.zero_bubble import DeferredGradients
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.profile import Phase
+from llama_core.planning.schedules import Action, Kind
+
+OnPhase = Callable[[Phase], None]
+_THERE_AND_BACK = (Kind.FORWARD, Kind.BACKWARD)
+
+
+class Pipeline:
+    """The stages of a model that one rank runs, and its place among the ranks that run the others.
+
+    Args:
+        model: this rank's part of the model.
+        data: how it is called.
+        plan: the plan.
+        mesh: the ranks; None where there is only this one.
+    """
+
+    def __init__(self, model: Llama, data: DataParallel, plan: ParallelPlan, mesh: Mesh | None) -> None:
+        self.model, self.data, self.mesh = model, data, mesh
+        self.schedule = plan.build_schedule()
+        self.layers = plan.stage_layers(model.spec)
+        self.rank, self.num_ranks = mesh.rank("pp") if mesh else 0, plan.pp
+        self.actions = self.schedule.with_communication()[self.rank]
+        in_two_parts = any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions)
+        self.deferred = DeferredGradients(model) if in_two_parts else None
+
+    def forward_backward(self, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> list[Tensor]:
+        """Run one step's forwards and backwards, adding ``scale`` times the gradients to the parameters'.
+
+        Args:
+            microbatches: the step's microbatches, as many as the schedule has, the same on every rank of a pipeline.
+            scale: what the summed loss is multiplied by before it is differentiated, a scalar.
+            on_phase: told as each forward and backward begins.
+
+        Returns:
+            The summed loss of every microbatch whose last stage is here.
+
+        Raises:
+            DataError: if a pipeline of several ranks gets another number of microbatches than it is scheduled for.
+        """
+        parts, scheduled = self.schedule.parts_per_microbatch, self.schedule.num_microbatches
+        if len(microbatches) == scheduled:
+            pieces = [piece for batch in microbatches for piece in batch.split(len(batch.tokens_BS) // parts)]
+            return _Execution(self, pieces, scale, on_phase).run(self.actions)
+        if self.num_ranks > 1:
+            raise DataError(f"a batch of {len(microbatches)} microbatches for a pipeline scheduled for {scheduled}")
+        # a loader's last batch is shorter than the others
+        actions = [Action(0, kind, number) for number in range(len(microbatches)) for kind in _THERE_AND_BACK]
+        return _Execution(self, microbatches, scale, on_phase).run(actions)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """Return the summed loss of every microbatch whose last stage is here, without gradients."""
+        actions = list(self._forwards(len(microbatches)))
+        losses = _Execution(self, microbatches, torch.ones(()), lambda phase: None).run(actions)
+        self.data.release()
+        return losses
+
+    def _forwards(self, num_microbatches: int) -> Iterator[Action]:
+        """Yield this rank's part in the forwards of any number of microbatches, as many at a time as keep all busy."""
+        waves = (range(num_microbatches)[at : at + self.num_ranks] for at in range(0, num_microbatches, self.num_ranks))
+        for stage, microbatch in chain.from_iterable(product(range(len(self.layers)), wave) for wave in waves):
+            here, before, after = (self.rank_of(s, microbatch) for s in (stage, max(0, stage - 1), stage + 1))
+            if here == self.rank:
+                if before != here:
+                    yield Action(stage, Kind.RECV_F, microbatch)
+                yield Action(stage, Kind.FORWARD, microbatch)
+                if after != here:
+                    yield Action(stage, Kind.SEND_F, microbatch)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the pipeline rank that runs ``stage`` for ``microbatch``, the last stage's for one after it."""
+        known = microbatch % self.schedule.num_microbatches
+        return self.schedule.rank_of(min(stage, len(self.layers) - 1), known)
+
+
+class _Execution:
+    """What is under way while one list of actions is run; keys are (stage, microbatch)."""
+
+    def __init__(self, pipeline: Pipeline, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> None:
+        self.pipeline, self.microbatches = pipeline, microbatches
+        self.scale, self.on_phase = scale, on_phase
+        self.last_stage = len(pipeline.layers) - 1
+        # without a device of its own, NCCL runs the transfers of two ranks in the order of their calls: an order that
+        # blocking sends go through, which every schedule's does
+        self.group = pipeline.mesh.weights.get_group("pp") if pipeline.mesh else None
+        self.losses: list[Tensor] = []
+        self.inputs: dict[tuple[int, int], Tensor] = {}
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.roots: dict[tuple[int, int], Tensor | GradientEdge] = {}
+        self.input_gradients: dict[tuple[int, int], Tensor] = {}
+        self.arriving: dict[tuple[Kind, int, int], tuple[dist.Work, Tensor]] = {}
+        self.leaving: list[tuple[dist.Work, Tensor]] = []
+        self.is_last_of_its_kind = False
+
+    def run(self, actions: Sequence[Action]) -> list[Tensor]:
+        """Run ``actions`` in order and return the losses of the last stage's forwards."""
+        last_places = {action.kind: place for place, action in enumerate(actions)}
+        run_one = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._backward,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
+            Kind.SEND_F: self._send_output,
+            Kind.SEND_B: self._send_input_gradient,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+        }
+        for place, action in enumerate(actions):
+            self._forget_sent()
+            self.is_last_of_its_kind = place == last_places[action.kind]
+            run_one[action.kind](action)
+        for work, _ in self.leaving:
+            work.wait()
+        return self.losses
+
+    def _forward(self, action: Action) -> None:
+        stage, key = action.stage, (action.stage, action.microbatch)
+        batch = self.microbatches[action.microbatch]
+        self.on_phase("forward")
+        self.pipeline.data.prepare(last=self.is_last_of_its_kind)
+        x = batch.tokens_BS
+        if stage > 0:
+            x = self._arrived(Kind.RECV_F, key, self.outputs, (stage - 1, action.microbatch))
+            self.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+        layers = self.pipeline.layers[stage]
+        out = self.pipeline.data.call(x, batch.targets_BS, batch.positions_BS, layers=layers)
+        if stage == self.last_stage:
+            self.losses.append(out.detach())
+            self.roots[key] = out
+            return
+        self.outputs[key] = out.detach()
+        if out.requires_grad:  # the graph alone is kept: the values are dropped as soon as they are sent
+            self.roots[key] = get_gradient_edge(out)
+
+    def _backward(self, action: Action) -> None:
+        stage, key = action.stage, (action.stage, action.microbatch)
+        self.on_phase("backward")
+        self.pipeline.data.prepare(last=self.is_last_of_its_kind)
+        root = self.roots.pop(key)
+        if isinstance(root, Tensor):
+            gradient = self.scale.to(root.dtype)
+        else:
+            gradient = self._arrived(Kind.RECV_B, key, self.input_gradients, (stage + 1, action.microbatch))
+        deferred = self.pipeline.deferred
+        with deferred.put_off(key) if deferred else nullcontext():
+            torch.autograd.backward(root, gradient)
+        if stage > 0:
+            gradient_of_input = self.inputs.pop(key).grad
+            if gradient_of_input is None:
+                raise RuntimeError(f"stage {stage} gave no gradient of its input")
+            self.input_gradients[key] = gradient_of_input
+
+    def _weight_gradient(self, action: Action) -> None:
+        if self.pipeline.deferred is None:
+            raise RuntimeError(f"nothing puts off what {action} computes")
+        self.on_phase("backward")
+        self.pipeline.deferred.compute((action.stage, action.microbatch))
+
+    def _send_output(self, action: Action) -> None:
+        self._send(self.outputs.pop((action.stage, action.microbatch)), action.stage + 1, action.microbatch)
+
+    def _send_input_gradient(self, action: Action) -> None:
+        self._send(self.input_gradients.pop((action.stage, action.microbatch)), action.stage - 1, action.microbatch)
+
+    def _arrived(
+        self, kind: Kind, key: tuple[int, int], local: dict[tuple[int, int], Tensor], source: tuple[int, int]
+    ) -> Tensor:
+        """Return what was received under ``key``, or else what another stage of this rank left under ``source``."""
+        if source in local:
+            return local.pop(source)
+        work, tensor = self.arriving.pop((kind, *key))
+        work.wait()
+        return tensor
+
+    def _send(self, tensor: Tensor, stage: int, microbatch: int) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._peer(stage, microbatch), group=self.group)
+        if work is None:
+            raise RuntimeError("this rank is not part of its own pipeline")
+        self.leaving.append((work, tensor))
+
+    def _forget_sent(self) -> None:
+        """Drop what has left. Gloo tells it only to those who wait, so the first of many is waited for."""
+        self.leaving = [sent for sent in self.leaving if not sent[0].is_completed()]
+        while len(self.leaving) > self.pipeline.num_ranks:
+            self.leaving.pop(0)[0].wait()
+
+    def _receive(self, action: Action) -> None:
+        model, tokens_BS = self.pipeline.model, self.microbatches[action.microbatch].tokens_BS
+        num_rows, num_tokens = tokens_BS.shape
+        x_BSD = torch.empty(
+            (num_rows, num_tokens // model.sequence_shards, model.spec.hidden_size),
+            dtype=model.compute_dtype,
+            device=tokens_BS.device,
+        )
+        source = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
+        work = dist.irecv(x_BSD, self._peer(source, action.microbatch), group=self.group)
+        if work is None:
+            raise RuntimeError("this rank is not part of its own pipeline")
+        self.arriving[action.kind, action.stage, action.microbatch] = (work, x_BSD)
+
+    def _peer(self, stage: int, microbatch: int) -> int:
+        if self.pipeline.mesh is None:
+            raise RuntimeError("a pipeline of one rank has nobody to talk to")
+        return self.pipeline.mesh.pipeline_peer(self.pipeline.rank_of(stage, microbatch))

@@ -1,0 +1,123 @@
+"""The ranks of a job: how they find each other, and small things they agree on."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from llama_core.errors import PlanError
+from llama_core.planning.plan import ParallelPlan
+
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for what may well take hours: a data set to be tokenised, a checkpoint to be written."""
+
+
+@contextmanager
+def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) -> Iterator[None]:
+    """Make the default process group from the environment that a launcher or torchrun gives, for the block's time.
+
+    Alone, with no WORLD_SIZE or one of 1, a process needs none. After an error the group is left as it is: to take it
+    down a rank would need the others, which may be gone.
+
+    Args:
+        device_type: where the ranks compute.
+        timeout_s: how long a rank waits for the others before it gives up, in this group and those made of it.
+        even_alone: make the group of a single process too.
+    """
+    world_size, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    # a group made later has these unless it is told otherwise, whatever the default group has
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    if world_size == 1:
+        if even_alone:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        if even_alone:
+            dist.destroy_process_group()
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(this_device(device_type))
+    # After a restart by torchrun the store still holds the addresses of the ranks that are gone.
+    generation = f"generation{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_host, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(generation, store),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=timeout,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def check_started(plan: ParallelPlan) -> None:
+    """Refuse a plan of another number of ranks than work together here.
+
+    Raises:
+        PlanError: naming both.
+    """
+    started = dist.get_world_size() if dist.is_initialized() else 1
+    if started != plan.world_size:
+        raise PlanError(f"the plan has {plan.world_size} ranks, but {started} were started")
+
+
+def this_device(device_type: str) -> torch.device:
+    """Return the device of this rank: on CUDA the one of its place on the machine."""
+    if device_type == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device(device_type)
+
+
+@contextmanager
+def one_per_machine_first() -> Iterator[None]:
+    """Let one rank of each machine through the block before the others, which then find what it has left there."""
+    if not dist.is_initialized():
+        yield
+        return
+    everyone, goes_first = dist.new_group(backend="gloo", timeout=PATIENCE), os.environ.get("LOCAL_RANK", "0") == "0"
+    if not goes_first:
+        dist.barrier(everyone)
+    yield
+    if goes_first:
+        dist.barrier(everyone)
+
+
+def has_lost_the_others(error: BaseException) -> bool:
+    """Return whether ``error`` says that another rank is gone or does not answer: it is not this rank's own fault."""
+    if not dist.is_initialized():
+        return False
+    of_the_store = isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
+    return of_the_store or any(words in str(error) for words in _LIBRARIES_SAY)
+
+
+_LIBRARIES_SAY = (
+    # gloo
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    # NCCL: ncclRemoteError, and the watchdog of torch
+    "remote process exit",
+    "communicator was aborted",
+    "Watchdog caught collective operation timeout",
+)
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def most_over_ranks(*values: int) -> tuple[int, ...]:
+    """Return the largest of each value over all ranks."""
+    if not dist.is_initialized():
+        return values
+    most = torch.tensor(values)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return tuple(most.tolist())

@@ -1,0 +1,132 @@
+"""Tensor and sequence parallelism: which rank holds which part of every matrix, as one table.
+
+Columns of the first and rows of the second matrix of attention and feed-forward are divided, so that a block needs
+the ranks to talk twice: to gather what goes in, and to sum what comes out. With sequence parallelism the residual
+stream between the blocks is divided along the sequence, and a gather and a reduce-scatter take the place of each
+all-reduce: the same bytes sent, and 1/tp of the stream and the norms held. The vocabulary is divided too: of the
+embedding, the head and the logits a rank has only its own part.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198, for the sequence.
+"""
+
+# Shape suffixes: B batch, S sequence, D model dim, V vocabulary
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from llama_core.models.layers import TokenEmbedding
+from llama_core.models.llama import Llama
+from llama_core.models.loss import linear_cross_entropy
+from llama_core.parallel.vocabulary import vocab_parallel_embedding
+
+
+def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Return how each module of a model is divided, by its name; ``*`` stands for every layer."""
+    stream = Shard(1) if sequence_parallel else Replicate()
+    norm = SequenceParallel() if sequence_parallel else Replicated()
+    return {
+        "tok_embeddings": VocabularyParallel(stream),
+        "layers.*.attention_norm": norm,
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": ColwiseParallel(),
+        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+        "layers.*.ffn_norm": norm,
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "norm": norm,
+        "output": VocabularyParallel(stream),
+    }
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Divide the parameters of ``model`` over a mesh of one axis, and make it compute with its part.
+
+    The parameters become DTensors; what flows between the blocks stays plain tensors: whole, or with
+    ``sequence_parallel`` this rank's part of the sequence.
+
+    Args:
+        model: the model, or a part of it, on the meta device or initialised alike on every rank.
+        mesh: the tensor-parallel ranks.
+        sequence_parallel: divide the residual stream along the sequence.
+    """
+    styles = tensor_parallel_styles(sequence_parallel=sequence_parallel)
+    held = {name for name, _ in model.named_children()}
+    parallelize_module(model, mesh, {name: style for name, style in styles.items() if name.split(".")[0] in held})
+    model.sequence_shards = mesh.size() if sequence_parallel else 1
+    model.head = partial(_head, mesh)
+
+
+class Replicated(ParallelStyle):
+    """A module that every rank computes whole; its parameters are DTensors like all others."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=_as_replicated,  # type: ignore[arg-type]  # what it returns becomes the module's input
+            output_fn=lambda _, output, mesh: output.to_local(),
+        )
+
+
+class VocabularyParallel(ParallelStyle):
+    """A table with one row per token, divided by rows; looking tokens up yields the residual stream.
+
+    torch's row-wise embedding keeps a gradient of the whole table on every rank; this one of its own rows.
+
+    Args:
+        stream: how the residual stream lies on the ranks.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        if isinstance(module, TokenEmbedding):
+            module.__dict__["forward"] = partial(_look_up, module, device_mesh, self.stream)
+        return module
+
+
+def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    return (DTensor.from_local(inputs[0], mesh, [Replicate()]), *inputs[1:])
+
+
+def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_BS: Tensor) -> Tensor:
+    rows_VD = _local(table.weight)
+    part_BSD = vocab_parallel_embedding(tokens_BS, rows_VD, mesh.get_group()).to(table.out_dtype)
+    whole_BSD: Tensor = DTensor.from_local(part_BSD, mesh, [Partial()]).redistribute(placements=[stream]).to_local()
+    return whole_BSD
+
+
+def _head(mesh: DeviceMesh, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+    whole_BSD = x_BSD if isinstance(x_BSD, DTensor) else DTensor.from_local(x_BSD, mesh, [Replicate()])
+    whole_BSD = whole_BSD.redistribute(placements=[Replicate()])
+    if targets_BS is None:
+        logits_BSV = F.linear(whole_BSD, weight_VD.to(x_BSD.dtype))
+        return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
+    # every rank adds the part that its part of the vocabulary has in the gradient of the hidden states
+    hidden_TD = whole_BSD.to_local(grad_placements=[Partial()]).flatten(0, 1)
+    return linear_cross_entropy(hidden_TD, _local(weight_VD), targets_BS.flatten(), vocab_group=mesh.get_group())
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

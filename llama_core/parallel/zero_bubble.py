@@ -1,0 +1,83 @@
+"""Backwards in two parts: the gradient of a stage's input at once, those of its matrices whenever there is time.
+
+A matrix whose gradient is put off keeps its input and the gradient of its output until then.
+
+Source: Qi et al. 2023, arXiv:2401.10241, section 2.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llama_core.models.layers import Linear
+from llama_core.models.llama import Llama
+
+
+class DeferredGradients:
+    """The matrix gradients of a model's blocks that have been put off, by whatever the caller keeps them under.
+
+    Args:
+        model: a part of a model with plain parameters; its blocks' matrices are made to use this object.
+    """
+
+    def __init__(self, model: Llama) -> None:
+        self._put_off: dict[Hashable, list[Callable[[], None]]] = defaultdict(list)
+        self._key: Hashable | None = None
+        for module in model.layers.modules():
+            if isinstance(module, Linear):
+                module.__dict__["forward"] = partial(self._linear, module)
+
+    @contextmanager
+    def put_off(self, key: Hashable) -> Iterator[None]:
+        """Keep the matrix gradients of a backward inside the block for ``compute``."""
+        self._key = key
+        try:
+            yield
+        finally:
+            self._key = None
+
+    @torch.no_grad()
+    def compute(self, key: Hashable) -> None:
+        """Add what was put off under ``key`` to the parameters' gradients."""
+        for add in self._put_off.pop(key):
+            add()
+
+    def _linear(self, module: Linear, x: Tensor) -> Tensor:
+        out: Tensor = _Linear.apply(x, module.weight, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def take(self, x: Tensor, weight: Tensor, grad_out: Tensor) -> Tensor | None:
+        """Return the gradient of ``weight``, or None and put it off."""
+        if self._key is None:
+            return _weight_gradient(x, weight, grad_out)
+        self._put_off[self._key].append(partial(_add_weight_gradient, x, weight, grad_out))
+        return None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.deferred = deferred
+        return x @ weight.to(x.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return grad_out @ weight.to(x.dtype), ctx.deferred.take(x, weight, grad_out), None
+
+
+def _weight_gradient(x: Tensor, weight: Tensor, grad_out: Tensor) -> Tensor:
+    return (grad_out.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+
+
+def _add_weight_gradient(x: Tensor, weight: Tensor, grad_out: Tensor) -> None:
+    gradient = _weight_gradient(x, weight, grad_out)
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

@@ -1,0 +1,188 @@
+"""What data parallelism holds and sends: the memory of each ZeRO stage, compression, and narrow dtypes."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from parity import UNTIED, largest_differences, native_engine, own_microbatches
+from torch.distributed.tensor import DTensor
+
+from llama_core.parallel import data
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.engine import train_step
+from llama_core.training.optim import LossScale
+
+FP32_BYTES = 4
+
+
+def held_bytes(tensors):
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def held_in_a_step(plan):
+    """Return what this rank holds of weights and gradients at each phase of a step, and of moments after it."""
+    engine = native_engine(plan)
+    shards = list(engine.model.parameters())
+    held = []
+
+    def look(phase):
+        registered = list(engine.model.parameters())  # the whole weights while they are gathered
+        both = {id(parameter): parameter for parameter in (*shards, *registered)}.values()
+        held.append((phase, held_bytes(registered), held_bytes([parameter.grad for parameter in both])))
+
+    train_step(engine, own_microbatches(0, plan), learning_rate=1e-3, max_grad_norm=1.0, on_phase=look)
+    look("after")
+    moments = [state[key] for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    root = held_bytes([*engine.model.norm.parameters(), *engine.model.output.parameters()]) if engine.model.norm else 0
+    return held, held_bytes(moments), root
+
+
+ZERO_PLANS = {
+    stage: ParallelPlan(
+        **({"dp_shard": 2} if stage else {"dp_replicate": 2}), zero_stage=stage, num_microbatches=2, microbatch_size=2
+    )
+    for stage in range(4)
+}
+
+
+@pytest.mark.parametrize("stage", ZERO_PLANS)
+def test_every_zero_stage_holds_what_it_says_between_and_within_steps(stage):
+    whole = FP32_BYTES * UNTIED.num_parameters
+    for held, moments, root in run_ranks(2, held_in_a_step, ZERO_PLANS[stage]):
+        phases = [phase for phase, _, _ in held]
+        assert phases == ["forward", "backward", "forward", "backward", "optimizer", "after"]
+        shard = whole // 2
+        sharded_between = whole if stage == 0 else shard
+        # only the final norm and the head stay whole from their forward to their backward, which follows at once
+        in_backward = {0: whole, 1: whole, 2: whole, 3: shard + root}[stage]
+        before_second = {0: whole, 1: whole, 2: whole, 3: shard}[stage]
+        assert [weights for _, weights, _ in held] == [
+            sharded_between,
+            in_backward,
+            before_second,
+            in_backward,
+            sharded_between,
+            sharded_between,
+        ]
+        after_first = whole if stage < 2 else shard
+        at_update = whole if stage == 0 else shard
+        assert [gradients for _, _, gradients in held] == [0, 0, after_first, after_first, at_update, 0]
+        assert moments == 2 * at_update
+
+
+def losses_with(plan, steps):
+    engine = native_engine(plan)
+    return [
+        float(train_step(engine, own_microbatches(0, plan), learning_rate=1e-2, max_grad_norm=1.0).loss)
+        for _ in range(steps)
+    ]
+
+
+def losses_with_early_powersgd(plan, steps):
+    data.POWERSGD_START_STEP = 2
+    return losses_with(plan, steps)
+
+
+def test_bf16_gradients_between_copies_train_within_their_rounding():
+    plain = ParallelPlan(dp_replicate=2, num_microbatches=2)
+    compressed = ParallelPlan(dp_replicate=2, num_microbatches=2, gradient_compression="bf16")
+    exact, rounded = (run_ranks(2, losses_with, plan, 10)[0] for plan in (plain, compressed))
+    assert exact != rounded
+    assert rounded == pytest.approx(exact, rel=2**-7)
+
+
+def test_bf16_gradients_between_shards_train_within_their_rounding():
+    plain = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2)
+    compressed = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2, gradient_compression="bf16")
+    exact, rounded = (run_ranks(2, losses_with, plan, 10)[0] for plan in (plain, compressed))
+    assert exact != rounded
+    assert rounded == pytest.approx(exact, rel=2**-7)  # the sum is rounded too
+
+
+def test_powersgd_sends_low_rank_gradients_and_still_trains():
+    plan = ParallelPlan(dp_replicate=2, num_microbatches=2, gradient_compression="powersgd")
+    exact = run_ranks(2, losses_with, ParallelPlan(dp_replicate=2, num_microbatches=2), 20)[0]
+    compressed = run_ranks(2, losses_with_early_powersgd, plan, 20)[0]
+    assert compressed[:2] == pytest.approx(exact[:2], rel=1e-6)
+    assert compressed != pytest.approx(exact, rel=1e-6)
+    assert compressed[-1] < 0.9 * compressed[0]
+
+
+def steps_around_an_overflow(plan):
+    """Return whether each of five steps with early PowerSGD updated, the third one's gradients being infinite."""
+    data.POWERSGD_START_STEP = 2
+    engine, batches = native_engine(plan), own_microbatches(0, plan)
+    scales = (1.0, 1.0, math.inf, 1.0, 1.0)
+    return [
+        train_step(engine, batches, learning_rate=1e-2, max_grad_norm=1.0, loss_scale=scale).updated for scale in scales
+    ]
+
+
+def test_powersgd_forgets_an_overflow():
+    plan = ParallelPlan(dp_replicate=2, num_microbatches=2, gradient_compression="powersgd")
+    assert run_ranks(2, steps_around_an_overflow, plan) == [[True, True, False, True, True]] * 2
+
+
+def one_step(plan, compute_dtype, loss_scale):
+    engine = native_engine(plan, UNTIED, compute_dtype)
+    result = train_step(engine, own_microbatches(0, plan), learning_rate=1e-3, max_grad_norm=1.0, loss_scale=loss_scale)
+    return float(result.loss), float(result.grad_norm), result.updated
+
+
+@pytest.mark.parametrize("plan", [ZERO_PLANS[0], ZERO_PLANS[3]], ids=["dp2", "zero3"])
+def test_fp16_with_a_scaled_loss_is_near_fp32(plan):
+    (exact_loss, exact_norm, _), _ = run_ranks(2, one_step, plan, torch.float32, 1.0)
+    for loss, norm, updated in run_ranks(2, one_step, plan, torch.float16, 1024.0):
+        assert updated
+        assert loss == pytest.approx(exact_loss, rel=2**-9)
+        assert norm == pytest.approx(exact_norm, rel=2**-9)
+
+
+def two_steps_spoiled_on_one_rank(plan):
+    engine = native_engine(plan)
+    gradients = engine.parallel.gradients
+    complete = gradients.complete
+
+    def spoil():
+        complete()
+        if dist.get_rank() == 1:
+            next(engine.model.parameters()).grad.to_local()[:] = math.inf
+
+    gradients.complete = spoil
+    results = [train_step(engine, own_microbatches(0, plan), learning_rate=1.0, max_grad_norm=1.0) for _ in range(2)]
+    return [(float(result.loss), result.updated) for result in results]
+
+
+def test_an_overflow_on_any_rank_leaves_the_weights_of_all_as_they_were():
+    for first, second in run_ranks(2, two_steps_spoiled_on_one_rank, ZERO_PLANS[3]):
+        assert first == second
+        assert not first[1]
+
+
+def test_the_loss_scale_halves_after_an_overflow_and_doubles_after_a_while_without():
+    scale = LossScale.for_dtype(torch.float16)
+    first = scale.value
+    scale.update(finite=False)
+    assert scale.value == first / 2
+    for _ in range(scale.growth_interval):
+        scale.update(finite=True)
+    assert scale.value == first
+    restored = LossScale.for_dtype(torch.float16)
+    scale.update(finite=False)
+    restored.load_state_dict(scale.state_dict())
+    assert restored == scale
+
+
+def test_the_loss_is_not_scaled_in_dtypes_with_the_range_of_fp32():
+    scale = LossScale.for_dtype(torch.bfloat16)
+    scale.update(finite=False)
+    assert scale.value == 1.0
+
+
+def test_compiled_blocks_train_as_plain_ones_do():
+    plan = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2, compile=True)
+    differences = largest_differences(plan)
+    assert max(differences.values()) < 1e-8, differences

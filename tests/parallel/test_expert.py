@@ -1,0 +1,60 @@
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+
+from llama_core.errors import PlanError
+from llama_core.parallel.expert import dispatch
+
+NUM_EXPERTS, DIM = 4, 8
+
+
+def tokens_and_experts(rank, num_tokens):
+    """Return a rank's tokens and the expert of each, those of one expert together; some experts have none."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(num_tokens, DIM, generator=generator, dtype=torch.float64)
+    experts = torch.randint(0, NUM_EXPERTS - 1, (num_tokens,), generator=generator).sort().values
+    return tokens, experts
+
+
+def weight_of(expert):
+    return torch.randn(DIM, DIM, generator=torch.Generator().manual_seed(100 + expert), dtype=torch.float64)
+
+
+def alone(rank, num_tokens):
+    tokens, experts = tokens_and_experts(rank, num_tokens)
+    tokens.requires_grad_()
+    weights = torch.stack([weight_of(expert) for expert in range(NUM_EXPERTS)])
+    out = torch.einsum("td,tod->to", tokens, weights[experts])
+    out.square().sum().backward()
+    return out.detach(), tokens.grad
+
+
+def check_round_trip(num_tokens):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens, experts = tokens_and_experts(rank, num_tokens[rank])
+    tokens.requires_grad_()
+    sent = dispatch(tokens, torch.bincount(experts, minlength=NUM_EXPERTS), dist.group.WORLD)
+    first = rank * NUM_EXPERTS // world
+    parts = sent.tokens_RD.split(sent.tokens_per_expert.tolist())
+    results = torch.cat([part @ weight_of(first + i).T for i, part in enumerate(parts)])
+    out = sent.combine(results)
+    out.square().sum().backward()
+    expected, expected_grad = alone(rank, num_tokens[rank])
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tokens.grad, expected_grad, rtol=1e-12, atol=1e-12)
+    assert len(sent.tokens_RD) == sum(sent.num_received)
+
+
+@pytest.mark.parametrize("num_tokens", [(16, 16), (1, 30), (5, 5, 5, 5), (0, 3, 9, 1)])
+def test_tokens_reach_their_experts_and_their_results_come_back_in_order(num_tokens):
+    run_ranks(len(num_tokens), check_round_trip, num_tokens)
+
+
+def refused():
+    with pytest.raises(PlanError, match="ep=2 does not divide the 3 experts; use one of 1, 3"):
+        dispatch(torch.zeros(3, DIM), torch.ones(3, dtype=torch.long), dist.group.WORLD)
+
+
+def test_experts_that_cannot_be_divided_are_refused():
+    run_ranks(2, refused)

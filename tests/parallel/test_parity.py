@@ -1,0 +1,167 @@
+"""Every way to divide the work gives the numbers of one process.
+
+In float64 two orders of the same sums differ by some 1e-16; AdamW's division by small second moments makes 1e-13 of
+that in the weights after five steps. 1e-8 leaves room for larger models and refuses anything that is wrong.
+"""
+
+import pytest
+import torch
+from parity import TIED, UNTIED, largest_differences, weights_by_rank
+
+from llama_core.parallel import apply, context, data, gradients, tensor
+from llama_core.planning.plan import ParallelPlan
+
+PLANS = {
+    "dp2": ParallelPlan(dp_replicate=2, num_microbatches=2),
+    "dp4": ParallelPlan(dp_replicate=4, num_microbatches=2),
+    "hsdp2x2": ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=3, num_microbatches=2),
+    "zero1 dp2": ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=2),
+    "zero2 dp2": ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2),
+    "zero3 dp4": ParallelPlan(dp_shard=4, zero_stage=3, num_microbatches=2),
+    "tp2": ParallelPlan(tp=2, sequence_parallel=False, num_microbatches=2),
+    "tp2 sp": ParallelPlan(tp=2, num_microbatches=2),
+    "pp2 gpipe": ParallelPlan(pp=2, schedule="gpipe", num_microbatches=4),
+    "pp2 1f1b": ParallelPlan(pp=2, num_microbatches=4),
+    "pp2 1f1b, 1 microbatch": ParallelPlan(pp=2, num_microbatches=1, microbatch_size=2),
+    "pp2 interleaved": ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4),
+    "pp2 chimera": ParallelPlan(pp=2, schedule="chimera", num_microbatches=4),
+    "pp2 zb_h1": ParallelPlan(pp=2, schedule="zb_h1", num_microbatches=4),
+    "pp2 zbv": ParallelPlan(pp=2, schedule="zbv", num_microbatches=4),
+    "pp4 gpipe": ParallelPlan(pp=4, schedule="gpipe", num_microbatches=6),
+    "pp4 1f1b": ParallelPlan(pp=4, num_microbatches=6),
+    "pp4 1f1b, 3 microbatches": ParallelPlan(pp=4, num_microbatches=3),
+    "pp4 interleaved": ParallelPlan(pp=4, schedule="interleaved", num_chunks=2, num_microbatches=4),
+    "pp4 chimera, N=4": ParallelPlan(pp=4, schedule="chimera", num_microbatches=4),
+    "pp4 chimera, N=8": ParallelPlan(pp=4, schedule="chimera", num_microbatches=8),
+    "pp4 chimera, N=10": ParallelPlan(pp=4, schedule="chimera", num_microbatches=10),
+    "pp4 chimera_doubling, N=8": ParallelPlan(pp=4, schedule="chimera_doubling", num_microbatches=8),
+    "pp4 chimera_doubling, N=10": ParallelPlan(pp=4, schedule="chimera_doubling", num_microbatches=10),
+    "pp4 chimera_halving, N=4": ParallelPlan(pp=4, schedule="chimera_halving", num_microbatches=4, microbatch_size=2),
+    "pp4 zb_h1": ParallelPlan(pp=4, schedule="zb_h1", num_microbatches=6),
+    "pp4 zbv": ParallelPlan(pp=4, schedule="zbv", num_microbatches=8),
+    "cp2": ParallelPlan(cp=2, num_microbatches=2),
+    "cp2 zero3 dp2": ParallelPlan(cp=2, dp_shard=2, zero_stage=3, num_microbatches=2),
+    "tp2 cp2": ParallelPlan(tp=2, cp=2, num_microbatches=2),
+    "pp2 cp2": ParallelPlan(pp=2, cp=2, num_microbatches=2),
+    "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
+    "tp2 dp2": ParallelPlan(tp=2, dp_replicate=2, num_microbatches=2),
+    "tp2 zero3 dp2": ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2),
+    "pp2 dp2": ParallelPlan(pp=2, dp_replicate=2, num_microbatches=2),
+    "pp2 zero1 dp2": ParallelPlan(pp=2, dp_shard=2, zero_stage=1, num_microbatches=4),
+    "pp2 zero2 dp2": ParallelPlan(pp=2, dp_shard=2, zero_stage=2, num_microbatches=4),
+    "pp2 zero3 dp2": ParallelPlan(pp=2, dp_shard=2, zero_stage=3, num_microbatches=4),
+    "pp2 chimera zero2 dp2": ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=2, num_microbatches=4),
+    "pp2 chimera hsdp2x2": ParallelPlan(
+        pp=2, schedule="chimera", dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=4
+    ),
+    "pp2 interleaved hsdp2x2": ParallelPlan(
+        pp=2, schedule="interleaved", num_chunks=2, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=4
+    ),
+    "tp2 pp2 dp2": ParallelPlan(tp=2, pp=2, dp_replicate=2, num_microbatches=2),
+    "tp2 pp2 zero2 dp2": ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=2, num_microbatches=2),
+    "zero3 dp2, full recompute": ParallelPlan(dp_shard=2, zero_stage=3, recompute="full", num_microbatches=2),
+    "tp2 sp, selective recompute": ParallelPlan(tp=2, recompute="selective", num_microbatches=2),
+    "pp2 1f1b, adaptive recompute": ParallelPlan(
+        pp=2, recompute="selective", recomputed_layers=(3, 1), num_microbatches=4
+    ),
+}
+TIED_PLANS = ("zero3 dp4", "tp2 sp", "pp2 1f1b", "pp4 chimera, N=8", "pp2 zbv", "tp2 pp2 zero2 dp2")
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_a_plan_trains_as_one_process_does(plan):
+    differences = largest_differences(plan)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", [PLANS[name] for name in TIED_PLANS], ids=TIED_PLANS)
+def test_a_tied_embedding_is_one_parameter_wherever_it_is_held(plan):
+    differences = largest_differences(plan, spec=TIED)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("name", ["tp2 pp2 zero2 dp2", "cp2", "pp4 chimera, N=8"])
+def test_rows_of_one_document_train_alike_too(name):
+    differences = largest_differences(PLANS[name], documents=False)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("name", ["dp2", "zero3 dp4", "tp2 sp", "cp2", "tp2 pp2"])
+def test_fp32_differs_by_its_rounding_alone(name):
+    """A loss is a mean of 1e2 terms of 6e-8 each; AdamW turns rounding into 1e-3 of the few updates near zero."""
+    differences = largest_differences(PLANS[name], dtype=torch.float32)
+    assert max(differences[kind] for kind in ("losses", "norms", "gradients", "evaluation")) < 1e-5, differences
+    assert differences["weights"] < 1e-3, differences
+
+
+def _targets_of_other_ranks_not_counted():
+    apply.ParallelModel._num_targets = lambda self, pieces: sum(piece.num_targets() for piece in pieces)
+
+
+def _gradients_not_averaged():
+    data.Copies.prepare = lambda self, *, last: setattr(self.replica, "require_backward_grad_sync", False)
+
+
+def _copies_not_averaged():
+    shard = data.fully_shard
+    data.fully_shard = lambda module, *, mesh, **options: shard(module, mesh=mesh["shard"], **options)
+
+
+def _gradients_not_completed():
+    gradients.Gradients.complete = lambda self: None
+
+
+def _gradients_summed_over_the_wrong_ranks():
+    apply.Mesh.groups_across_pipeline = lambda self, pp_ranks: self.weights.get_group("tp")
+
+
+def _norm_counts_copies():
+    gradients._num_shards = lambda parameter: 1
+
+
+def _embedding_not_summed():
+    tensor.Partial = tensor.Replicate
+
+
+def _stream_gradient_scaled():
+    from llama_core.parallel import pipeline
+
+    send = pipeline._Execution._send
+    pipeline._Execution._send = lambda self, x, stage, microbatch: send(self, x * 1.001, stage, microbatch)
+
+
+def _tokens_of_a_block_reversed():
+    forward = context._Hop.__init__
+
+    def broken(self, block, spare, group):
+        forward(self, block.flip(-2), spare, group)
+
+    context._Hop.__init__ = broken
+
+
+FAULTS = {
+    "dp2": _gradients_not_averaged,
+    "hsdp2x2": _copies_not_averaged,
+    "zero3 dp4": _targets_of_other_ranks_not_counted,
+    "tp2 sp": _gradients_not_completed,
+    "tp2": _embedding_not_summed,
+    "tp2 pp2": _norm_counts_copies,
+    "pp2 1f1b": _stream_gradient_scaled,
+    "pp4 chimera, N=4": _gradients_not_completed,
+    "pp2 chimera": _gradients_summed_over_the_wrong_ranks,
+    "cp2": _tokens_of_a_block_reversed,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_broken_collective_shows(name):
+    differences = largest_differences(PLANS[name], fault=FAULTS[name])
+    assert max(differences.values()) > 1e-6, differences
+
+
+@pytest.mark.parametrize("spec", [UNTIED, TIED])
+def test_the_two_replicas_of_a_chimera_stage_stay_the_same_to_the_bit(spec):
+    ranks = weights_by_rank(PLANS["pp4 chimera, N=4"], spec)
+    for down, up in ((0, 3), (1, 2)):
+        assert ranks[down].keys() == ranks[up].keys()
+        assert all((ranks[down][name] == ranks[up][name]).all() for name in ranks[down])

@@ -1,0 +1,392 @@
+import gc
+import math
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache, partial
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from parity import NUM_STEPS, TIED, TRAINING, UNTIED, make_batch, train
+
+from llama_core.config.models import model_spec
+from llama_core.errors import EnvironmentMismatchError, PlanError
+from llama_core.models.layers import RMSNorm
+from llama_core.models.llama import build_llama
+from llama_core.parallel.zero import DeepSpeedModel, deepspeed_config
+from llama_core.planning.plan import ParallelPlan
+
+DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
+
+
+def adamw(model):
+    """The optimizer of the engine, whose groups do not need the shapes that parameters lose at stage 3."""
+    norms = {p for module in model.modules() if isinstance(module, RMSNorm) for p in module.parameters(recurse=False)}
+    groups = [
+        {"params": [p for p in model.parameters() if p not in norms], "weight_decay": TRAINING.weight_decay},
+        {"params": [p for p in model.parameters() if p in norms], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(TRAINING.beta1, TRAINING.beta2), eps=TRAINING.epsilon, fused=True)
+
+
+def build(plan, spec=UNTIED, dtype=torch.float32):
+    return DeepSpeedModel(spec, plan, device=torch.device("cpu"), compute_dtype=dtype, build_optimizer=adamw)
+
+
+def own_microbatches(plan, step):
+    batch = make_batch(step, plan.batch_size, documents=True)
+    return batch.split(plan.batch_size // plan.dp)[dist.get_rank()].split(plan.microbatch_size)
+
+
+def take_step(model, step, on_phase=lambda phase: None, max_grad_norm=TRAINING.max_grad_norm):
+    loss = model.forward_backward(own_microbatches(model.plan, step), loss_scale=1.0, on_phase=on_phase)
+    grad_norm, updated = model.update(
+        loss,
+        learning_rate=TRAINING.learning_rate,
+        max_grad_norm=max_grad_norm,
+        loss_scale=1.0,
+        on_phase=on_phase,
+    )
+    return float(loss), float(grad_norm), updated
+
+
+def weights_of(model):
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: safe_get_full_fp32_param(p).clone().numpy() for name, p in model.model.named_parameters()}
+
+
+@cache
+def two_ranks(plan, spec=UNTIED, dtype=torch.float32):
+    return run_ranks(2, trained, plan, spec, dtype)
+
+
+def trained(plan, spec, dtype):
+    phases = []
+    with redirect_stdout(StringIO()) as out, redirect_stderr(out):
+        model = build(plan, spec, dtype)
+        model.initialize_weights(seed=1)
+        initial = weights_of(model)
+        losses, norms, _ = zip(*(take_step(model, step, phases.append) for step in range(NUM_STEPS)), strict=True)
+        evaluation = model.evaluate(own_microbatches(plan, 99))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "phases": phases,
+        "initial": initial,
+        "weights": weights_of(model),
+        "evaluation": evaluation,
+        "output": out.getvalue(),
+        "compiled graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+
+
+@cache
+def alone(spec):
+    return train(ParallelPlan(num_microbatches=8), spec, torch.float32, documents=True)
+
+
+def assert_equal_but_for_rounding(ranks, expected):
+    for ours in ranks:
+        np.testing.assert_allclose(ours["losses"], expected["losses"][""], rtol=1e-6)
+        np.testing.assert_allclose(ours["norms"], expected["norms"][""], rtol=1e-6)
+        np.testing.assert_allclose(ours["evaluation"], expected["evaluation"][""], rtol=1e-6)
+        assert ours["weights"].keys() == expected["weights"].keys()
+        for name, weight in ours["weights"].items():
+            # Adam divides a gradient by its own size, so that rounding one near zero moves a weight by part of a step
+            np.testing.assert_allclose(
+                weight, expected["weights"][name], rtol=0, atol=0.02 * TRAINING.learning_rate, err_msg=name
+            )
+
+
+@pytest.mark.parametrize(
+    ("spec", "choices"),
+    [
+        (UNTIED, {"zero_stage": 1, "compile": True}),
+        (UNTIED, {"zero_stage": 2, "recompute": "selective"}),
+        (TIED, {"zero_stage": 2, "offload": "optimizer"}),
+        (UNTIED, {"zero_stage": 3}),
+        (TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (5,)}),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_training_is_that_of_one_process_without_deepspeed(spec, choices):
+    assert_equal_but_for_rounding(two_ranks(DeepSpeedPlan(**choices), spec), alone(spec))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_begins_with_the_same_fp32_weights_and_stays_near_fp32(stage):
+    drawn = {name: p.detach().numpy() for name, p in build_llama(UNTIED, device="cpu", seed=1).named_parameters()}
+    for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
+        for name, weight in ours["initial"].items():
+            np.testing.assert_array_equal(weight, drawn[name], err_msg=name)
+        # eight bits of mantissa round by up to 2**-9, and losses and norms are means over many roundings
+        np.testing.assert_allclose(ours["losses"], alone(UNTIED)["losses"][""], rtol=2**-9)
+        np.testing.assert_allclose(ours["norms"], alone(UNTIED)["norms"][""], rtol=2**-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_is_printed(stage):
+    for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
+        assert ours["output"] == ""
+
+
+def test_the_caller_is_told_of_every_forward_and_backward():
+    for ours in two_ranks(DeepSpeedPlan(zero_stage=2), dtype=torch.bfloat16):
+        assert ours["phases"] == (["forward", "backward"] * 2 + ["optimizer"]) * NUM_STEPS
+
+
+def test_blocks_are_compiled_where_the_plan_says_so():
+    for stage, compiled in ((1, True), (2, False)):
+        plan = DeepSpeedPlan(zero_stage=stage, compile=compiled, recompute="none" if compiled else "selective")
+        for ours in two_ranks(plan):
+            assert (ours["compiled graphs"] > 0) is compiled
+
+
+def forwards_of_layers():
+    """How often the attention of each layer runs in one step of two microbatches."""
+    plan = DeepSpeedPlan(zero_stage=3, recompute="full", recomputed_layers=(5,))
+    model, counts = build(plan), [0] * UNTIED.num_layers
+    model.initialize_weights(seed=1)
+
+    def count(layer, *_):
+        counts[layer] += 1
+
+    for name, block in model.model.layers.items():
+        block.attention.register_forward_hook(partial(count, int(name)))
+    take_step(model, 0)
+    return counts
+
+
+def test_the_layers_of_the_plan_are_recomputed_and_no_others():
+    assert run_ranks(2, forwards_of_layers) == [[4] * 5 + [2] * 3] * 2
+
+
+def first_norms_with_compression():
+    norms = []
+    for stage in (1, 2, 3):
+        model = build(DeepSpeedPlan(zero_stage=stage, gradient_compression="bf16"))
+        model.initialize_weights(seed=1)
+        norms.append(take_step(model, 0)[1])
+    return norms
+
+
+def test_compressed_gradients_are_rounded_to_bf16_on_their_way():
+    exact = alone(UNTIED)["norms"][""][0]
+    for norms in run_ranks(2, first_norms_with_compression):
+        assert all(1e-6 < abs(norm / exact - 1) < 2**-9 for norm in norms)
+
+
+def norms_of_clipped_gradients():
+    norms = []
+    for choices in ({"zero_stage": 1}, {"zero_stage": 2, "offload": "optimizer"}, {"zero_stage": 3}):
+        model = build(DeepSpeedPlan(**choices), dtype=torch.bfloat16)
+        model.initialize_weights(seed=1)
+        before = take_step(model, 0, max_grad_norm=0.25)[1]
+        shards = [state["exp_avg"] for state in model.engine.optimizer.optimizer.state.values()]
+        square = torch.nn.utils.get_total_norm(shards).square()
+        dist.all_reduce(square)
+        norms.append((before, float(square.sqrt()) / (1 - TRAINING.beta1)))
+    return norms
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_ranks():
+    """Seen in the first moments, which after one step are the clipped gradients, scaled."""
+    for norms in run_ranks(2, norms_of_clipped_gradients):
+        for before, after in norms:
+            assert before > 0.5
+            assert after == pytest.approx(0.25, rel=1e-4)
+
+
+def resumed(plan, dtype, folder):
+    """What an undisturbed run and one that goes on from its checkpoint measure, and their final weights."""
+    first = build(plan, dtype=dtype)
+    first.initialize_weights(seed=1)
+    for step in range(2):
+        take_step(first, step)
+    first.save(folder / ".writing")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / ".writing").rename(folder / "whole")
+    undisturbed = [take_step(first, step) for step in range(2, NUM_STEPS)]
+    second = build(plan, dtype=dtype)
+    second.initialize_weights(seed=2)
+    second.load(folder / "whole")
+    again = [take_step(second, step) for step in range(2, NUM_STEPS)]
+    return undisturbed, again, weights_of(first), weights_of(second)
+
+
+@pytest.mark.parametrize(
+    ("choices", "dtype"),
+    [
+        ({"zero_stage": 1}, torch.bfloat16),
+        ({"zero_stage": 2, "offload": "optimizer"}, torch.float32),
+        ({"zero_stage": 3, "offload": "parameters"}, torch.bfloat16),
+    ],
+)
+def test_a_run_goes_on_from_its_renamed_checkpoint_as_if_nothing_had_happened(tmp_path, choices, dtype):
+    for undisturbed, again, weights, weights_again in run_ranks(2, resumed, DeepSpeedPlan(**choices), dtype, tmp_path):
+        assert again == undisturbed
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(weights_again[name], weight, err_msg=name)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]  # nothing beside the folder it was given
+
+
+def with_and_without_a_spoiled_step(stage, dtype):
+    """Whether a step with an infinite loss on one rank updated, and all weights after three steps with and without."""
+    models = [build(DeepSpeedPlan(zero_stage=stage), dtype=dtype) for _ in range(2)]
+    for model in models:
+        model.initialize_weights(seed=1)
+        take_step(model, 0)
+    spoiled = models[0].model
+    whole_head = spoiled.head
+    spoiled.head = lambda *inputs: whole_head(*inputs) + (math.inf if dist.get_rank() == 0 else 0.0)
+    outcome = take_step(models[0], 50)
+    spoiled.head = whole_head
+    for model in models:
+        take_step(model, 1)
+    return outcome, *(weights_of(model) for model in models)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32)])
+def test_a_step_with_an_infinite_loss_on_one_rank_leaves_no_trace(stage, dtype):
+    for (loss, grad_norm, updated), weights, expected in run_ranks(2, with_and_without_a_spoiled_step, stage, dtype):
+        assert not updated
+        assert not math.isfinite(loss)
+        assert not math.isfinite(grad_norm)
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+def live_bytes():
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects complain about being looked at
+        tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and not item.is_meta]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def bytes_per_parameter(stage, dtype):
+    """What the model holds after a step, and after an evaluation."""
+    before = live_bytes()
+    model = build(DeepSpeedPlan(zero_stage=stage), dtype=dtype)
+    model.initialize_weights(seed=1)
+    take_step(model, 0)
+    after_step = live_bytes()
+    model.evaluate(own_microbatches(model.plan, 99))
+    return [(held - before) / UNTIED.num_parameters for held in (after_step, live_bytes())]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "expected"),
+    [
+        (1, torch.bfloat16, 2 + 12 / 2 + 4),
+        (2, torch.float32, 4 + 12 / 2),
+        (2, torch.bfloat16, 2 + 12 / 2),
+        (3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4 are the buffer, of a model smaller than it may be
+    ],
+)
+def test_between_steps_a_rank_holds_the_bytes_of_its_stage(stage, dtype, expected):
+    for held in run_ranks(2, bytes_per_parameter, stage, dtype):
+        assert held == pytest.approx([expected, expected], rel=0.01)
+
+
+def most_gathered_parameters():
+    """The most parameters that are whole at the end of a block's forward or backward, in the second step."""
+    model = build(DeepSpeedPlan(zero_stage=3))
+    model.initialize_weights(seed=1)
+    take_step(model, 0)
+    counts = []
+
+    def count(*_):
+        counts.append(sum(parameter.numel() for parameter in model.model.parameters()))
+
+    for block in model.model.layers.values():
+        block.register_forward_hook(count)
+        block.register_full_backward_hook(count)
+    take_step(model, 1)
+    return max(counts)
+
+
+def test_stage_3_gathers_a_block_and_the_next_one_beside_the_tables():
+    norms = (2 * UNTIED.num_layers + 1) * UNTIED.hidden_size
+    a_matrix = UNTIED.hidden_size * UNTIED.ffn_size  # which is gathered when it is needed whatever the limit
+    limit = 2 * (UNTIED.layer_parameters + UNTIED.embedding_parameters) + norms + a_matrix
+    assert limit < UNTIED.num_parameters / 2
+    for most in run_ranks(2, most_gathered_parameters):
+        assert UNTIED.layer_parameters < most <= limit
+
+
+def ask_for_the_impossible(folder):
+    with pytest.raises(PlanError, match="the plan has 4 ranks, but 1 were started"):
+        build(DeepSpeedPlan(dp_shard=4, zero_stage=1))
+    model = build(DeepSpeedPlan(dp_shard=1, zero_stage=1))
+    with pytest.raises(ValueError, match="loss_scale=2"):
+        model.forward_backward([], loss_scale=2.0, on_phase=lambda phase: None)
+    with pytest.raises(PlanError, match=r"was written by another backend; .* of 1 DeepSpeed ranks at stage 1"):
+        model.load(folder)
+    build(DeepSpeedPlan(dp_shard=1, zero_stage=2)).save(folder)
+    with pytest.raises(PlanError, match="was written by 1 DeepSpeed ranks at stage 2 in float32"):
+        model.load(folder)
+    sys.modules["deepspeed"] = None
+    with pytest.raises(EnvironmentMismatchError, match=r"pip install 'llama-training-infra\[deepspeed\]'"):
+        build(DeepSpeedPlan(dp_shard=1, zero_stage=1))
+
+
+def test_what_cannot_be_is_refused_with_the_remedy(tmp_path):
+    run_ranks(1, ask_for_the_impossible, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"tp": 2, "zero_stage": 1}, "not with tp=2"),
+        ({"pp": 2, "zero_stage": 2}, "not with pp=2"),
+        ({"cp": 2, "zero_stage": 3}, "not with cp=2"),
+        ({"dp_replicate": 2, "zero_stage": 3}, "not with dp_replicate=2"),
+        ({"zero_stage": 0, "dp_shard": 1}, "needs zero_stage 1, 2 or 3"),
+        ({"zero_stage": 2, "offload": "parameters"}, "offload=parameters needs zero_stage=3"),
+        ({"zero_stage": 2, "gradient_compression": "powersgd"}, "use bf16"),
+    ],
+)
+def test_a_plan_that_deepspeed_cannot_serve_is_refused(choices, reason):
+    with pytest.raises(PlanError, match=reason):
+        DeepSpeedPlan(**choices)
+
+
+def config_of(device_type="cuda", dtype=torch.bfloat16, spec=UNTIED, **choices):
+    return deepspeed_config(DeepSpeedPlan(**choices), spec, device_type=device_type, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "sections"),
+    [
+        (2, "none", set()),
+        (2, "optimizer", {"offload_optimizer"}),
+        (3, "parameters", {"offload_optimizer", "offload_param"}),
+    ],
+)
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_offloaded_states_are_in_host_memory_pinned_for_a_gpu(stage, offload, sections, device_type):
+    zero = config_of(device_type, zero_stage=stage, offload=offload)["zero_optimization"]
+    assert {key for key in zero if key.startswith("offload")} == sections
+    for section in sections:
+        assert zero[section] == {"device": "cpu", "pin_memory": device_type == "cuda"}
+
+
+@pytest.mark.parametrize(("compression", "dtype"), [("none", "fp32"), ("bf16", "bf16")])
+def test_gradients_travel_in_fp32_unless_they_are_compressed(compression, dtype):
+    assert config_of(zero_stage=2, gradient_compression=compression)["communication_data_type"] == dtype
+
+
+def test_buffers_do_not_grow_with_a_large_model():
+    small, large = (
+        config_of(zero_stage=3, spec=spec)["zero_optimization"] for spec in (UNTIED, model_spec("llama3_405b"))
+    )
+    assert small["reduce_bucket_size"] == UNTIED.num_parameters
+    assert large["reduce_bucket_size"] == large["stage3_prefetch_bucket_size"] == 50_000_000

@@ -1,0 +1,142 @@
+"""The same few steps of training under a plan and on one process, and how far their results are apart."""
+
+import logging
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch.distributed.tensor import DTensor
+
+from llama_core.config.models import model_spec
+from llama_core.config.run import TrainingConfig
+from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.parallel.apply import ParallelModel
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.engine import NativeEngine, train_step
+from llama_core.training.optim import build_optimizer
+
+NUM_STEPS = 5
+SEQ_LEN = 16
+UNTIED = replace(
+    model_spec("llama3_8b"),
+    name="test",
+    hidden_size=32,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=64,
+)
+TIED = replace(UNTIED, tied_embeddings=True)
+TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
+
+
+def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=True, fault=None):
+    """Return the largest relative difference of losses, norms, first gradients, weights and held-out loss.
+
+    Args:
+        plan: what the ranks train under.
+        spec: the model.
+        dtype: of weights and activations.
+        documents: whether rows are packed documents.
+        fault: a function that breaks something on every rank before it trains.
+    """
+    expected = _alone(plan.batch_size, spec, dtype, documents)
+    ranks = run_ranks(plan.world_size, _differences, plan, spec, dtype, documents, expected, fault)
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def weights_by_rank(plan, spec):
+    """Return every rank's weights after training, as float32 arrays by name."""
+    return run_ranks(plan.world_size, _own_weights, plan, spec)
+
+
+def _own_weights(plan, spec):
+    return train(plan, spec, torch.float32, documents=True)["weights"]
+
+
+def make_batch(step, batch_size, *, documents):
+    """Return a global batch: random tokens, some of them without a target, in documents of any length."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, UNTIED.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.1] = IGNORE_INDEX
+    starts = (torch.rand(targets.shape, generator=generator) < 0.2).long()
+    index = torch.arange(SEQ_LEN)
+    positions = index - (starts * index).cummax(1).values
+    return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None)
+
+
+def native_engine(plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtype=torch.float32, seed=1):
+    """Return this rank's part of a model with drawn weights, and AdamW for it."""
+    parallel = ParallelModel(
+        spec, plan, device=torch.device("cpu"), compute_dtype=compute_dtype, weight_dtype=weight_dtype
+    ).materialize()
+    engine = NativeEngine(parallel, build_optimizer(parallel.model, TRAINING))
+    engine.initialize_weights(seed)
+    return engine
+
+
+def train(plan, spec, dtype, *, documents):
+    """Train, and return what was measured and made, as numpy arrays by name."""
+    engine = native_engine(plan, spec, dtype, weight_dtype=dtype)
+    engine.forward_backward(own_microbatches(0, plan, documents), loss_scale=1.0, on_phase=lambda phase: None)
+    gradients = {name: _whole(parameter.grad) for name, parameter in engine.model.named_parameters()}
+    engine.optimizer.zero_grad()
+    steps = [
+        train_step(
+            engine,
+            own_microbatches(step, plan, documents),
+            learning_rate=TRAINING.learning_rate,
+            max_grad_norm=TRAINING.max_grad_norm,
+        )
+        for step in range(NUM_STEPS)
+    ]
+    return {
+        "losses": {"": _array([step.loss for step in steps])},
+        "norms": {"": _array([step.grad_norm for step in steps])},
+        "gradients": gradients,
+        "weights": {name: _whole(parameter.detach()) for name, parameter in engine.model.named_parameters()},
+        "evaluation": {"": _array(engine.evaluate(own_microbatches(99, plan, documents)))},
+    }
+
+
+@cache
+def _alone(batch_size, spec, dtype, documents):
+    return train(ParallelPlan(num_microbatches=batch_size), spec, dtype, documents=documents)
+
+
+def _differences(plan, spec, dtype, documents, expected, fault):
+    logging.disable(logging.WARNING)  # torch's, on how a sharded tensor is gathered for the comparison
+    if fault is not None:
+        fault()
+    ours = train(plan, spec, dtype, documents=documents)
+    return {
+        kind: max(_relative(value, expected[kind][name]) for name, value in values.items())
+        for kind, values in ours.items()
+    }
+
+
+def own_microbatches(step, plan, documents=True):
+    """Return the microbatches of a global batch that this rank trains on."""
+    batch = make_batch(step, plan.batch_size, documents=documents)
+    rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
+    return batch.split(len(batch.tokens_BS) // plan.dp)[rank].split(plan.microbatch_size)
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().numpy()
+
+
+def _array(values):
+    return torch.tensor([float(value) for value in values], dtype=torch.float64).numpy()
+
+
+def _relative(ours, theirs):
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    assert np.isfinite(ours).all()  # NaN is not larger than any bound
+    return float(abs(ours - theirs).max() / abs(theirs).max())
