@@ -1,22 +1,26 @@
 """Follows the bytes and FLOPs of a computation while it runs, on real and on fake tensors alike.
 
 The bytes are those of tensors, each rounded up as the CUDA caching allocator rounds it; what the allocator keeps in
-reserve and what libraries take for themselves is not seen.
+reserve and what libraries take for themselves is not seen. Of a tensor divided over ranks this rank's part counts.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from llama_core.planning.memory import Category, Phase
+from llama_core.planning.profile import STATES, Category, Phase
 
 CUDA_BLOCK_BYTES = 512
 """What the CUDA caching allocator rounds every request up to."""
@@ -37,6 +41,19 @@ _FLOP_FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
 }
 """FLOPs of each operator, attention counted in full; torch's table lacks what training on a CPU adds to it."""
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @dataclass
@@ -85,21 +102,74 @@ class ByteCounter(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}
         self._alive: Counter[Category] = Counter()
         self._num_born = 0
+        self._is_paused = False
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to count, and to follow what no operator shows."""
+        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing()))
+        name = "_propagate_tensor_meta"
+        self._patches.enter_context(replaced(ShardingPropagator, name, self._paused(getattr(ShardingPropagator, name))))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """Return ``UntypedStorage.resize_`` made to tell; ``fully_shard`` takes and frees whole weights with it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = resize(storage, num_bytes)
+            if block := self._blocks.get(id(storage)):
+                self._alive[block.category] += self._rounded(num_bytes) - block.num_bytes
+                block.num_bytes = self._rounded(num_bytes)
+                self._move(block, "communication")
+            return result
+
+        return resize_and_tell
+
+    def _paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` made to run uncounted.
+
+        For what DTensor does to learn a result's shape: the operator once more, on fake tensors of the whole shape.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_paused = self._is_paused, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_paused = before
+
+        return run
 
     @property
     def total_bytes(self) -> int:
         """Bytes alive now."""
         return self._alive.total()
 
-    def relabel(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Count the memory of ``tensors`` under ``category``, whether it was known before or not."""
-        for tensor in tensors:
-            self._move(self._block_of(tensor.untyped_storage()), category)
+    def forget_peaks(self) -> None:
+        """Begin anew to look for peaks and to count FLOPs; what is alive stays counted."""
+        self.peaks.clear()
+        self.flops = 0
 
-    def relabel_since(self, num_born: int, old: Category, new: Category) -> None:
+    def relabel(self, tensors: Iterable[Tensor], category: Category, *, unless: Collection[Category] = ()) -> None:
+        """Count the memory of ``tensors`` under ``category``, whether it was known before or not.
+
+        What already is of one of the categories in ``unless`` stays it.
+        """
+        for tensor in tensors:
+            block = self._block_of(_local(tensor).untyped_storage())
+            if block.category not in unless:
+                self._move(block, category)
+
+    def relabel_since(self, num_born: int, old: Collection[Category], new: Category) -> None:
         """Count what is alive of the blocks made after the first ``num_born`` ones under ``new`` instead of ``old``."""
         for block in self._blocks.values():
-            if block.born >= num_born and block.category == old:
+            if block.born >= num_born and block.category in old:
                 self._move(block, new)
 
     @property
@@ -108,6 +178,8 @@ class ByteCounter(TorchDispatchMode):
         return self._num_born
 
     def _move(self, block: _Block, category: Category) -> None:
+        if block.category == category:
+            return
         for tally in (self._alive, *(p.categories for p in self.peaks.values() if block.born < p.num_born)):
             tally[block.category] -= block.num_bytes
             tally[category] += block.num_bytes
@@ -117,7 +189,7 @@ class ByteCounter(TorchDispatchMode):
         key = id(storage)
         if key in self._blocks:
             return self._blocks[key]
-        num_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        num_bytes = self._rounded(storage.nbytes())
 
         def release(_: object) -> None:
             block = self._blocks.pop(key)
@@ -129,21 +201,48 @@ class ByteCounter(TorchDispatchMode):
         self._alive[self.category] += num_bytes
         return block
 
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._block_bytes) * self._block_bytes
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator, then count what it made."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operators on this rank's parts
+        if func is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # it would make a copy
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._is_paused:
+            return out
         formula = _FLOP_FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._block_of(tensor.untyped_storage())
+        for tensor in _tensors(out):
+            self._block_of(tensor.untyped_storage())
+        self._label_buffers(func, args, kwargs)
         total = self.total_bytes
         peak = self.peaks.get(self.phase)
         if peak is None or total > peak.num_bytes:
             where = f"{func} after {self.landmark}"
             self.peaks[self.phase] = Peak(total, self._alive.copy(), where, self._num_born)
         return out
+
+    def _label_buffers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Recognise what ``fully_shard`` gathers and reduces, and what a transfer works on."""
+        if func is torch.ops.fsdp.chunk_cat.default:
+            self.relabel(_tensors(args), "gradients")
+            self.relabel(_tensors(kwargs), "communication")
+        elif func.namespace == "fsdp":
+            self.relabel(_tensors((args, kwargs)), "communication", unless=STATES)
+        elif func.namespace == "c10d":
+            self.relabel(_tensors((args, kwargs)), "communication", unless=(*STATES, "activations"))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,12 +1,17 @@
 import dataclasses
+import math
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_core.config.run import RunConfig
-from llama_core.planning.auto import MAX_MICROBATCH_TOKENS, choose_plan
-from llama_core.planning.memory import FILL_LIMIT, estimate_memory
-from llama_core.units import GIB
+from llama_core.config.run import ParallelConfig, RunConfig
+from llama_core.errors import PlanError
+from llama_core.planning.auto import BUSY_MICROBATCHES, MAX_MICROBATCH_TOKENS, choose_plan
+from llama_core.planning.memory import estimate_memory
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.profile import FILL_LIMIT
+from llama_core.units import GIB, MIB
 
 
 def run_config(**settings):
@@ -20,6 +25,11 @@ def peak_bytes(config, plan):
     return estimate_memory(
         config.spec, plan, seq_len=config.seq_len, precision="bf16", document_mask=config.data.document_mask
     ).peak_bytes
+
+
+def least_budget(config, plan):
+    """Return the smallest budget that ``plan`` fits with the margin."""
+    return math.ceil(peak_bytes(config, plan) / FILL_LIMIT)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 24, 64]), st.integers(0, 16))
@@ -64,3 +74,143 @@ def test_devices_share_the_states_unless_zero_is_switched_off():
     replicated = choose_plan(run_config(parallel__gpus=8, parallel__zero_stage=0), None)
     assert (sharded.dp_shard, sharded.effective_zero_stage) == (8, 3)
     assert (replicated.dp_replicate, replicated.effective_zero_stage) == (8, 0)
+
+
+def test_a_pipeline_is_kept_busy_before_the_microbatch_grows():
+    plan = choose_plan(run_config(parallel__gpus=4, parallel__pp=4), None)
+    assert plan.num_microbatches == BUSY_MICROBATCHES * 4
+
+
+def test_a_pipeline_with_too_small_a_batch_gets_single_sequences():
+    plan = choose_plan(run_config(parallel__gpus=4, parallel__pp=4, training__batch_size=12), None)
+    assert (plan.microbatch_size, plan.num_microbatches) == (1, 12)
+
+
+def pipeline(schedule, **settings):
+    return run_config(
+        parallel__gpus=4,
+        parallel__pp=4,
+        parallel__schedule=schedule,
+        parallel__microbatch_size=4,
+        **settings,
+    )
+
+
+def with_one_layer_fewer(config, plan):
+    """Yield the plans that recompute one layer fewer on every stage of one rank."""
+    counts = plan.recomputed_layers or tuple(map(len, plan.stage_layers(config.spec)))
+    for stages in set(plan.build_schedule().placement):
+        fewer = [max(0, count - (stage in stages)) for stage, count in enumerate(counts)]
+        yield from [dataclasses.replace(plan, recomputed_layers=tuple(fewer))] * (tuple(fewer) != counts)
+
+
+@settings(deadline=None)
+@given(st.integers(600 * MIB, 3000 * MIB), st.sampled_from(["1f1b", "gpipe", "interleaved", "chimera_doubling"]))
+def test_adaptive_recomputation_is_the_least_on_every_rank(budget, schedule):
+    config = pipeline(schedule, parallel__recompute="adaptive")
+    plan = choose_plan(config, budget)
+    assert plan.recompute != "none"
+    assert not any(fits(config, fewer, budget) for fewer in with_one_layer_fewer(config, plan))
+
+
+@given(st.integers(100 * MIB, 20 * GIB))
+def test_adaptive_recomputation_fits_whenever_that_of_all_layers_does(budget):
+    config = pipeline("1f1b", parallel__recompute="adaptive")
+    full = choose_plan(pipeline("1f1b", parallel__recompute="full"), budget)
+    assert fits(config, choose_plan(config, budget), budget) or not fits(config, full, budget)
+
+
+def test_nothing_is_recomputed_where_everything_fits():
+    assert choose_plan(pipeline("1f1b", parallel__recompute="adaptive"), None).recompute == "none"
+
+
+def test_the_cheaper_recomputation_is_preferred_to_fewer_layers_of_the_other():
+    config = pipeline("1f1b", parallel__recompute="adaptive")
+    selective = choose_plan(pipeline("1f1b", parallel__recompute="selective"), None)
+    budget = least_budget(config, selective)
+    assert choose_plan(config, budget).recompute == "selective"
+    assert choose_plan(config, budget - 1).recompute == "full"
+
+
+@pytest.fixture(scope="module")
+def chimera_budgets():
+    """The least budgets for direct concatenation, halving and doubling."""
+    forms = ("chimera", "chimera_halving", "chimera_doubling")
+    plans = {form: dataclasses.replace(choose_plan(pipeline("1f1b"), None), schedule=form) for form in forms}
+    return {form: least_budget(pipeline(form), plan) for form, plan in plans.items()}
+
+
+def test_chimera_doubles_where_that_fits_then_halves_and_else_joins_units_directly(chimera_budgets):
+    direct, halving, doubling = chimera_budgets.values()
+    assert direct < halving < doubling
+    for budget, form in (
+        (doubling, "chimera_doubling"),
+        (doubling - 1, "chimera_halving"),
+        (halving, "chimera_halving"),
+        (halving - 1, "chimera"),
+        (direct - 1, "chimera"),
+    ):
+        assert choose_plan(pipeline("chimera"), budget).schedule == form
+
+
+def test_chimera_halves_no_microbatch_of_an_odd_size(chimera_budgets):
+    config = pipeline("chimera").with_overrides("parallel.microbatch_size=1")
+    doubled = dataclasses.replace(choose_plan(config, None), schedule="chimera_doubling")
+    assert choose_plan(config, least_budget(config, doubled) - 1).schedule == "chimera"
+
+
+def test_one_unit_of_chimera_is_left_as_it_is():
+    config = pipeline("chimera").with_overrides("training.batch_size=16")
+    assert choose_plan(config, None).schedule == "chimera"
+
+
+PASSED_ON = {
+    "tp": {"gpus": 2, "tp": 2},
+    "pp": {"gpus": 2, "pp": 2},
+    "cp": {"gpus": 2, "cp": 2},
+    "dp_replicate": {"gpus": 4, "dp_replicate": 2},
+    "sequence_parallel": {"gpus": 2, "tp": 2, "sequence_parallel": False},
+    "zero_stage": {"gpus": 2, "zero_stage": 1},
+    "zero_backend": {"gpus": 2, "zero_backend": "deepspeed"},
+    "offload": {"gpus": 2, "zero_backend": "deepspeed", "offload": "optimizer"},
+    "schedule": {"gpus": 2, "pp": 2, "schedule": "gpipe"},
+    "num_chunks": {"gpus": 2, "pp": 2, "schedule": "interleaved", "num_chunks": 4},
+    "microbatch_size": {"microbatch_size": 16},
+    "num_microbatches": {"num_microbatches": 32},
+    "recompute": {"recompute": "selective"},
+    "gradient_compression": {"gpus": 2, "gradient_compression": "bf16"},
+    "compile": {"compile": True},
+}
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_what_is_asked_for_is_planned(name):
+    asked = PASSED_ON[name]
+    plan = choose_plan(run_config(**{f"parallel__{key}": value for key, value in asked.items()}), None)
+    assert getattr(plan, name) == asked[name] != getattr(ParallelPlan(), name)
+
+
+def test_every_field_of_a_request_reaches_the_plan():
+    planned = {field.name for field in dataclasses.fields(ParallelPlan)}
+    # no model has experts to divide yet, and a plan that divides none is refused
+    assert set(PASSED_ON) | {"ep"} == planned & set(ParallelConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"gpus": 4, "tp": 4}, "parallel.tp=4 does not divide the 2 key/value heads"),
+        ({"gpus": 2, "ep": 2}, "parallel.ep=2"),
+        ({"offload": "optimizer"}, "parallel.offload=optimizer needs parallel.zero_backend=deepspeed"),
+        ({"gpus": 3, "pp": 3, "schedule": "chimera", "batch_size": 63}, "parallel.pp=3 is odd"),
+        ({"gpus": 2, "cp": 2, "seq_len": 1023}, "training.seq_len=1023 is not a multiple of 4"),
+    ],
+    ids=str,
+)
+def test_a_request_that_is_no_plan_is_refused_in_one_line_and_in_its_own_spelling(asked, named):
+    sections = {"batch_size": "training", "seq_len": "training"}
+    config = run_config(**{f"{sections.get(key, 'parallel')}__{key}": value for key, value in asked.items()})
+    with pytest.raises(PlanError) as error:
+        choose_plan(config, None)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)

@@ -6,13 +6,20 @@ from hypothesis import strategies as st
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_names, model_spec
-from llama_core.planning.memory import MemoryEstimate, MemoryProfile, estimate_memory
+from llama_core.planning.memory import estimate_memory
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.profile import MemoryEstimate, MemoryProfile
 
-STATES = ("weights", "gradients", "moments")
+
+def data_parallel(ranks, zero_stage, **choices):
+    """Return a plan over ranks that shard or, at stage 0, have copies of the model."""
+    axis = "dp_shard" if zero_stage else "dp_replicate"
+    return ParallelPlan(zero_stage=zero_stage, **{axis: ranks}, **choices)
+
+
 plans = st.builds(
-    ParallelPlan,
-    dp_shard=st.sampled_from([1, 2, 8]),
+    data_parallel,
+    ranks=st.sampled_from([1, 2, 8]),
     zero_stage=st.integers(0, 3),
     microbatch_size=st.integers(1, 8),
     num_microbatches=st.integers(1, 3),
@@ -31,14 +38,40 @@ def test_one_device_holds_sixteen_bytes_of_state_per_parameter(name):
     assert estimate(spec, ParallelPlan()).state_bytes == 16 * spec.num_parameters
 
 
-@pytest.mark.parametrize(
-    ("stage", "whole", "shared"), [(0, 16, 0), (1, 8, 8), (2, 4, 12), (3, 0, 16)], ids="zero{}".format
-)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_zero_divides_the_states_by_its_closed_form(stage, whole, shared, ranks):
+def test_between_steps_every_zero_stage_divides_all_states(stage, ranks):
     spec = model_spec("llama3_8b")
-    profile = estimate(spec, ParallelPlan(dp_shard=ranks, zero_stage=stage))
-    assert profile.state_bytes == pytest.approx((whole + shared / ranks) * spec.num_parameters, rel=1e-7)
+    profile = estimate(spec, data_parallel(ranks, stage))
+    assert profile.state_bytes == pytest.approx(16 / ranks * spec.num_parameters, rel=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_copies_divide_nothing_and_average_in_the_gradients_themselves(ranks):
+    spec = model_spec("llama3_8b")
+    assert estimate(spec, data_parallel(ranks, 0)).state_bytes == 16 * spec.num_parameters
+
+
+@pytest.mark.parametrize(("stage", "num_holders"), [(1, 1), (2, 8), (3, 8)])
+def test_within_a_step_gradients_are_divided_from_stage_2_on(stage, num_holders):
+    spec = model_spec("llama3_8b")
+    second_forward = estimate(spec, data_parallel(8, stage, num_microbatches=2)).phases["forward"]
+    assert second_forward["gradients"] == pytest.approx(4 * spec.num_parameters / num_holders, rel=1e-7)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_within_a_step_weights_are_whole_in_the_compute_dtype_below_stage_3(stage):
+    spec = model_spec("llama3_8b")
+    second_forward = estimate(spec, data_parallel(8, stage, num_microbatches=2)).phases["forward"]
+    assert second_forward["communication"] >= 2 * spec.num_parameters
+
+
+def test_stage_3_gathers_no_more_than_the_head_and_two_layers():
+    spec = model_spec("llama3_8b")
+    forward = estimate(spec, data_parallel(8, 3, num_microbatches=2)).phases["forward"]
+    head = spec.embedding_parameters + spec.hidden_size
+    last_reduction = 4 * spec.embedding_parameters  # whose buffer is kept until the next
+    assert forward["communication"] <= 2 * (head + 2 * spec.layer_parameters) + last_reduction
 
 
 @given(models, plans, st.sampled_from(["bf16", "fp32"]))
@@ -79,11 +112,13 @@ def test_recomputation_keeps_fewer_activations(spec, plan):
     assert kept[0] < kept[1] / 2
 
 
-@given(plans)
-def test_a_higher_stage_never_keeps_more_states(plan):
-    spec = model_spec("llama3_8b")
-    states = [estimate(spec, dataclasses.replace(plan, zero_stage=stage)).state_bytes for stage in range(4)]
-    assert states == sorted(states, reverse=True)
+@given(st.sampled_from([8, 64]), st.integers(1, 8), st.integers(1, 3))
+def test_a_higher_stage_never_has_a_higher_peak(ranks, microbatch_size, num_microbatches):
+    # with few ranks it can: the buffer of the last reduction, kept to the next one, outweighs what they divide
+    sizes = {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches}
+    plans = [data_parallel(ranks, stage, **sizes) for stage in range(4)]
+    peaks = [estimate(model_spec("llama3_8b"), plan).peak_bytes for plan in plans]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_gradients_of_earlier_microbatches_are_there_in_the_next_forward():
@@ -92,14 +127,8 @@ def test_gradients_of_earlier_microbatches_are_there_in_the_next_forward():
     assert (first["gradients"], second["gradients"]) == (0, 4 * spec.num_parameters)
 
 
-def test_only_sharded_weights_are_gathered():
-    spec = model_spec("llama3_8b")
-    one, sharded = (
-        estimate(spec, ParallelPlan(dp_shard=ranks, zero_stage=3)).phases["forward"]["communication"]
-        for ranks in (1, 8)
-    )
-    assert one == 0
-    assert sharded == 2 * max(2 * spec.layer_parameters, spec.embedding_parameters)
+def test_weights_of_one_device_are_not_gathered():
+    assert estimate(model_spec("llama3_8b"), ParallelPlan()).phases["forward"]["communication"] == 0
 
 
 def test_the_peak_is_the_largest_phase_and_not_their_sum():

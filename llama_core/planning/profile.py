@@ -1,0 +1,127 @@
+"""What one rank holds while it trains, by category and phase, and the verdict of holding that against a device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llama_core.units import GB, format_bytes
+
+Category = Literal["weights", "gradients", "moments", "activations", "loss", "communication", "temporaries"]
+Phase = Literal["forward", "backward", "optimizer"]
+STATES: tuple[Category, ...] = ("weights", "gradients", "moments")
+
+FILL_LIMIT = 0.9
+"""Share of a device's usable bytes that tensors may take: a caching allocator reserves at least a tenth more."""
+
+_REMEDIES: Mapping[str, str] = {
+    "states": "parallel.zero_stage=3 over more parallel.gpus, parallel.tp or parallel.pp; or parallel.recompute=full",
+    "activations": "parallel.microbatch_size=1, parallel.recompute=full, parallel.tp or parallel.cp, or a shorter "
+    "training.seq_len",
+    "loss": "parallel.tp, which divides the vocabulary, or parallel.microbatch_size=1",
+    "communication": "parallel.zero_stage=3, which gathers one layer at a time, or parallel.tp or parallel.pp",
+    "temporaries": "parallel.microbatch_size=1, parallel.tp or a shorter training.seq_len",
+}
+"""What makes the largest part of a peak smaller."""
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """The bytes alive at the peak of each phase of a step, by category."""
+
+    phases: Mapping[Phase, Mapping[Category, int]]
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase that holds most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> Mapping[Category, int]:
+        """The categories at the peak of the whole step."""
+        return self.phases[self.peak_phase]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once: the maximum over the phases, not their sum."""
+        return sum(self.peak.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and moments when all of them exist: as the optimizer updates."""
+        return sum(self.phases["optimizer"].get(category, 0) for category in STATES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as a record, with the peak that follows from it for those who read it."""
+        return {
+            "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
+            "peak_phase": self.peak_phase,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """A profile held against a device."""
+
+    profile: MemoryProfile
+    device: str
+    """The device as people call it."""
+    usable_bytes: int
+    """Bytes a training process may use there."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Usable bytes less the peak; negative where it does not fit."""
+        return self.usable_bytes - self.profile.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the usable bytes."""
+        return self.headroom_bytes >= 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is in the way where it does not fit, and what to do; or how little is left where it just does."""
+        states = self.profile.state_bytes
+        if states > self.usable_bytes:
+            return (
+                f"weights, gradients and moments alone take {states / GB:.1f} GB per device, more than the "
+                f"{self.usable_bytes / GB:.1f} GB usable on {self.device}; divide them over more devices: "
+                "parallel.gpus with parallel.zero_stage=3, parallel.tp or parallel.pp",
+            )
+        if not self.fits:
+            return (
+                f"the peak is {format_bytes(-self.headroom_bytes)} above what {self.device} can hold, and most of it "
+                f"is {self._most_of_it}; try {_REMEDIES[self._most_of_it]}",
+            )
+        if self.profile.peak_bytes > FILL_LIMIT * self.usable_bytes:
+            return (
+                f"only {format_bytes(self.headroom_bytes)} of {self.device} are left, which fragmentation may take",
+            )
+        return ()
+
+    @property
+    def _most_of_it(self) -> str:
+        """What takes most at the peak: the states, or a category beside them."""
+        peak = self.profile.peak
+        sizes = {"states": sum(peak.get(category, 0) for category in STATES)}
+        sizes |= {category: size for category, size in peak.items() if category not in STATES}
+        return max(sizes, key=lambda name: sizes[name])
+
+    def summary(self) -> str:
+        """Return the verdict in one line."""
+        verdict = "fits" if self.fits else "does not fit"
+        return (
+            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}, "
+            f"{verdict} the {format_bytes(self.usable_bytes)} of {self.device}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the estimate as a flat record."""
+        return self.profile.as_dict() | {
+            "device": self.device,
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes,
+            "notes": list(self.notes),
+        }

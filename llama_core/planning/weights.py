@@ -1,0 +1,199 @@
+"""The weights and gradients that a rank holds of one pipeline stage within an optimizer step.
+
+A rank alone and a rank with a copy of the whole model hold all weights at all times; a gradient is fp32 from the start.
+``fully_shard`` treats three kinds of groups: each layer, the embedding, and the root with whatever is left, the final
+norm and the head (an embedding that is tied to it included). A group's weights are gathered in the compute dtype, its
+gradients are made in that dtype, and when the backward has passed the group they are reduced, in fp32, into the shards.
+"""
+
+from dataclasses import dataclass
+
+from llama_core.config.run import RecomputeMode
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.tensors import FP32_BYTES, Tensors
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank holds of a pipeline stage."""
+
+    modes: tuple[RecomputeMode, ...]
+    """What is recomputed of each layer."""
+    is_first: bool
+    is_last: bool
+    tied: bool
+    """Whether the head is the embedding."""
+    shares_table: bool
+    """Whether the embedding is held as the head of another stage of the same rank."""
+
+
+@dataclass(frozen=True)
+class When:
+    """Where in the step a forward or backward of a stage stands."""
+
+    is_first: bool
+    """Whether the stage has not run before in this step."""
+    after_forward: bool
+    """Whether the rank ran a forward just before, and not a backward, which ends by dropping weights in stage 3."""
+    accumulated: int
+    """Parameters of the stage that have gradients of earlier microbatches: most often none or all."""
+    final: bool
+    """Whether this is the rank's last backward of the step."""
+
+
+class StageWeights:
+    """One stage's weights and gradients on a rank that has them whole.
+
+    Args:
+        stage: the stage.
+        tensors: sizes of its tensors.
+        has_buckets: whether copies of the model average their gradients in buckets, which are there at all times.
+    """
+
+    def __init__(self, stage: Stage, tensors: Tensors, *, has_buckets: bool = False) -> None:
+        self.stage, self.has_buckets = stage, has_buckets
+        self.layer, self.num_layers = tensors.layer_parameters, len(stage.modes)
+        self.table = tensors.table_parameters
+        self.embedding = self.table if stage.is_first and not stage.tied else 0
+        self.root = 0
+        if stage.is_last:
+            self.root = self.table + tensors.spec.hidden_size
+        elif stage.is_first and stage.tied and not stage.shares_table:
+            self.root = self.table
+        self.tables = self.root + self.embedding
+        self.parameters = self.num_layers * self.layer + self.tables
+        self.num_shards = 1
+        self.root_gathered = 0
+        """Bytes that are gathered in whatever stage of the rank runs."""
+        self.stay_gathered = 0
+        """Bytes that stay gathered between the stage's forwards and backwards."""
+        self.at_work = 0
+        """Bytes of one layer's weights, where they are gathered for its forward and backward and dropped after it."""
+        self.table_gradient = FP32_BYTES * self.table
+        """Bytes of the gradient of the embedding or the head as it is made."""
+        self.head_done = 0
+        """Parameters whose gradients are done when the backward comes to the layers."""
+        if stage.is_last:
+            self.head_done = self.root - self.table * stage.tied
+        self.last_buffer = 0
+        """Bytes of a backward's last reduction, which are kept until the next one."""
+
+    def gathered(self, when: When, done: int) -> int:
+        """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        return 0
+
+    def fetched(self, when: When) -> int:
+        """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
+        return 0
+
+    def fetched_ahead(self, layer: int) -> int:
+        """Return the bytes fetched while the backward is in a layer, counted from the stage's first."""
+        return 0
+
+    def gradients(self, when: When, done: int, fresh: int = 0) -> int:
+        """Return the bytes of the gradients in a backward.
+
+        Args:
+            when: which backward.
+            done: parameters whose gradients this backward has made and, where that has to be, reduced.
+            fresh: parameters of the layer at work whose gradients it has made.
+        """
+        made, whole = FP32_BYTES * (done + fresh), FP32_BYTES * self.parameters
+        held = max(made, FP32_BYTES * when.accumulated)
+        if self.has_buckets:  # the final backward moves every gradient into them
+            return whole + held - (made if when.final else 0)
+        return held
+
+    def adds(self, when: When) -> bool:
+        """Return whether a gradient is made beside the one that it is then added to, or moved into."""
+        return when.accumulated > 0 or self.has_buckets
+
+    def waiting_head(self, when: When) -> int:
+        """Return the bytes of the head's gradient while the backward is in the layers, where it is not done yet."""
+        return self.table_gradient if self.stage.is_last and self.stage.tied else 0
+
+    def reduction_buffer(self, when: When, group: int) -> int:
+        """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
+        return 0
+
+
+class ShardedWeights(StageWeights):
+    """One stage's weights and gradients on a rank that shards them with ``fully_shard``.
+
+    Args:
+        stage: the stage.
+        tensors: sizes of its tensors.
+        plan: how weights and gradients are divided.
+    """
+
+    def __init__(self, stage: Stage, tensors: Tensors, plan: ParallelPlan) -> None:
+        super().__init__(stage, tensors)
+        self.itemsize, self.zero_stage = tensors.itemsize, plan.effective_zero_stage
+        self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        self.drops = self.zero_stage == 3  # a layer's weights, after its forward and its backward
+        self.root_gathered = self.itemsize * self.root
+        self.stay_gathered = self.itemsize * (self.root if self.drops else self.parameters)
+        self.at_work = self.itemsize * self.layer if self.drops else 0
+        self.table_gradient = self.itemsize * self.table
+        self.head_done = 0
+        last_group = self.embedding or self.root or self.layer
+        self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
+
+    def gathered(self, when: When, done: int) -> int:
+        """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        if self.drops:
+            return self.stay_gathered if done <= self.num_layers * self.layer else 0
+        return self.stay_gathered - (self.itemsize * done if when.final else 0)
+
+    def fetched(self, when: When) -> int:
+        """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
+        return self.itemsize * self.layer if (self.drops or when.is_first) and self.num_shards > 1 else 0
+
+    def fetched_ahead(self, layer: int) -> int:
+        """Return the bytes fetched while the backward is in a layer, counted from the stage's first."""
+        if not self.drops:
+            return 0
+        return self.itemsize * (self.layer if layer else self.embedding or self.layer)
+
+    def gradients(self, when: When, done: int, fresh: int = 0) -> int:
+        """Return the bytes of the gradients in a backward."""
+        reduced = FP32_BYTES * done
+        held = max(reduced, FP32_BYTES * when.accumulated)
+        unreduced = self.itemsize * fresh
+        if self.zero_stage >= 2:
+            return held // self.num_shards + unreduced
+        if when.final:
+            return held - reduced + reduced // self.num_shards + unreduced
+        return held + unreduced
+
+    def adds(self, when: When) -> bool:
+        """Return whether a gradient is made beside the one that it is then added to: it is reduced first."""
+        return False
+
+    def waiting_head(self, when: When) -> int:
+        """Return the bytes of the head's gradient while the backward is in the layers: it is reduced after them."""
+        added = when.accumulated > 0 and self.itemsize == FP32_BYTES and self.zero_stage < 2
+        return self.table_gradient if self.stage.is_last and not added else 0
+
+    def reduction_buffer(self, when: When, group: int) -> int:
+        """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
+        return FP32_BYTES * group if self._reduces(when) else 0
+
+    def _reduces(self, when: When) -> bool:
+        return self.zero_stage >= 2 or when.final
+
+    def in_reduction(self, when: When, group: int, largest: int) -> int:
+        """Return the bytes of a group's gradients as they are reduced or, where that comes later, widened.
+
+        Args:
+            when: which backward.
+            group: parameters of the group.
+            largest: parameters of its last matrix, whose gradient is held on to a little longer.
+        """
+        made, reduces = self.itemsize * group, self._reduces(when)
+        if not reduces and self.itemsize == FP32_BYTES:
+            return made
+        result = FP32_BYTES * group // (self.num_shards if reduces else 1)
+        if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to what was there
+            made, result = (0 if reduces else made), 0
+        return max(made, result + (self.itemsize * largest if self.num_shards > 1 else 0))
