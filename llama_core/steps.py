@@ -26,7 +26,6 @@ from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.errors import (
     ConfigError,
     EnvironmentMismatchError,
-    PlanError,
     RequestError,
     RunDirectoryError,
     StoppedError,
@@ -43,8 +42,9 @@ from llama_core.launch.launchers import JobHandle, Part, launcher_for
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.watch import say
 from llama_core.planning.auto import choose_plan
-from llama_core.planning.memory import MemoryEstimate, estimate_memory
+from llama_core.planning.memory import estimate_memory
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.profile import MemoryEstimate
 from llama_core.training.corpus import find_files
 from llama_core.training.data import load_datasets
 from llama_core.training.tokenizer import BYTES, check_fits, load_tokenizer
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from llama_core.training.dry_run import DryRunResult
 
 RUNS = Path("runs")
+NOT_REHEARSED = "left out: DeepSpeed works with real ranks only"
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,6 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met; nothing is written.
     """
     planned = plan_run(_with_absolute_paths(config))
-    if planned.plan.world_size > 1:
-        raise PlanError(
-            f"parallel.gpus={config.parallel.gpus}: training runs on one device in this version; use --gpus 1 "
-            "(estimate-memory plans for more)"
-        )
     _check_data(config)
     try:
         run = _existing_run(planned.config, run_dir, resume=resume)
@@ -307,15 +303,25 @@ def estimate(run: RunDirectory) -> MemoryEstimate:
     return estimated
 
 
-def rehearse(run: RunDirectory) -> "DryRunResult":
-    """Take two real steps on fake tensors, counting every byte, and record the counts."""
-    result = rehearse_plan(load_config(run), load_plan(run))
+def rehearse(run: RunDirectory) -> "DryRunResult | None":
+    """Take two real steps on fake tensors, counting every byte, and record the counts.
+
+    None where DeepSpeed divides the model: it works with real ranks only.
+    """
+    plan = load_plan(run)
+    if plan.zero_backend == "deepspeed":
+        return None
+    result = rehearse_plan(load_config(run), plan)
     write_json(run.dry_run, result.as_dict())
     return result
 
 
 def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult":
-    """Take two real steps of a plan on fake tensors, counting every byte."""
+    """Take two real steps of a plan on fake tensors, counting every byte.
+
+    Raises:
+        PlanError: if the plan cannot be rehearsed.
+    """
     from llama_core.training.dry_run import rehearse as rehearse_steps
 
     return rehearse_steps(config, plan)
@@ -432,10 +438,16 @@ def prepare_loader_run(
     an epoch's.
 
     Raises:
-        DataError, ConfigError: if the first batch is none, or the number of steps cannot be known.
+        DataError, ConfigError: if the first batch is none, the number of steps cannot be known, or the run needs
+            more than this process.
     """
     from llama_core.training.loaders import LoaderBatches
 
+    if config.parallel.gpus > 1:
+        raise ConfigError(
+            f"parallel.gpus={config.parallel.gpus}: a dataloader feeds the one process it lives in; set data.source "
+            "to train on several devices"
+        )
     if validation_loader is not None:  # looked at before training, rather than after
         LoaderBatches(validation_loader, config.spec.vocab_size).next_batch()
     num_sequences, seq_len = LoaderBatches(loader, config.spec.vocab_size).next_batch().tokens_BS.shape

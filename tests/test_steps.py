@@ -95,7 +95,7 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path):
     [
         ({"data": {"source": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
         ({"data": {"validation": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
-        ({"parallel": {"gpus": 2}, "launch": {"device": "cpu"}}, PlanError, "training runs on one device"),
+        ({"parallel": {"gpus": 3, "tp": 3}, "launch": {"device": "cpu"}}, PlanError, "tp=3 does not divide the"),
         ({"parallel": {"gpus": 4}}, EnvironmentMismatchError, "gpus=4: this machine has"),
     ],
 )

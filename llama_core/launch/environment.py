@@ -344,10 +344,7 @@ def validate_environment(config: RunConfig | None = None, run_dir: Path = Path("
         _check_data(found, config)
         if config.launch.launcher == "slurm":
             _check_slurm(found, config)
-        if config.tracking.wandb != "off" and _version("wandb") is None:
-            found.errors.append(
-                "tracking.wandb is on but wandb is not installed; pip install 'llama-training-infra[wandb]'"
-            )
+        _check_extras(found, config)
     return EnvironmentReport(tuple(found.errors), tuple(found.warnings), found.facts)
 
 
@@ -370,6 +367,19 @@ def _check_packages(found: _Findings) -> None:
     installed = {package: _version(package) for package in _OPTIONAL}
     found.facts["optional packages"] = ", ".join(f"{name} {version or 'absent'}" for name, version in installed.items())
     _check_torch(found)
+
+
+def _check_extras(found: _Findings, config: RunConfig) -> None:
+    """Find the packages that only some runs need."""
+    uses = {
+        "wandb": (config.tracking.wandb != "off", f"tracking.wandb={config.tracking.wandb}"),
+        "deepspeed": (config.parallel.zero_backend == "deepspeed", "parallel.zero_backend=deepspeed"),
+    }
+    for package, (is_used, setting) in uses.items():
+        if is_used and _version(package) is None:
+            found.errors.append(
+                f"{setting} needs {package}, which is not installed; pip install 'llama-training-infra[{package}]'"
+            )
 
 
 def _check_torch(found: _Findings) -> None:

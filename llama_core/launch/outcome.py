@@ -27,6 +27,9 @@ JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
 LOG_HEADER = "=== job "
 """How the line begins that separates the attempts in a rank's log."""
 
+LOST_PEERS_EXIT = 75
+"""Exit code of a rank that ended because others were gone, or did not answer: the cause is to be looked for there."""
+
 _TAIL_BYTES = 64 * 1024
 _QUOTE_CHARACTERS = 300
 
@@ -38,6 +41,8 @@ READ_LOG = "read logs/rank-*.log, mend the cause, then --resume"
 _LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
 RESUME = "start it again with --resume"
 
+_NO_ANSWER = re.compile(r"timed out|collective operation timeout", re.IGNORECASE)
+"""How gloo and NCCL say that the other ranks are there but silent."""
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|can't allocate memory|^MemoryError|oom[-_ ]kill|^Killed$", re.MULTILINE
 )
@@ -219,13 +224,35 @@ def _verdict(run: RunDirectory, scheduled: _Verdict | None) -> _Verdict:
     if scheduled is not None:
         return scheduled
     exits = read_rank_exits(run)
-    culprit = next((rank_exit for rank_exit in exits if rank_exit.failed and not rank_exit.stopped), None)
+    lost = [rank_exit for rank_exit in exits if _lost_the_others(run, rank_exit)]
+    culprit = next((e for e in exits if e.failed and not e.stopped and e not in lost), None)
     if culprit is not None:
         return _verdict_of_rank(run, culprit)
+    if lost:
+        return _verdict_of_silent_ranks(run, lost, exits)
     missing = set(range(exits[0].num_ranks)) - {rank_exit.rank for rank_exit in exits} if exits else {0}
     if missing:
         return _verdict_of_vanished_rank(run, min(missing))
     return _Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", READ_LOG)
+
+
+def _lost_the_others(run: RunDirectory, rank_exit: RankExit) -> bool:
+    """Return whether a rank ended only because others had: it says so itself, or NCCL's watchdog ended it."""
+    if rank_exit.signal == signal.SIGABRT:
+        return _NO_ANSWER.search(_end_of_log(run, rank_exit.rank)) is not None
+    return rank_exit.exit_code == LOST_PEERS_EXIT
+
+
+def _verdict_of_silent_ranks(run: RunDirectory, lost: list[RankExit], exits: list[RankExit]) -> _Verdict:
+    """Return why ranks have lost others that did not fail by themselves."""
+    ended = {rank_exit.rank for rank_exit in exits if not rank_exit.stopped}
+    silent = ", ".join(str(rank) for rank in range(lost[0].num_ranks) if rank not in ended) or "none"
+    logs = {rank_exit.rank: _end_of_log(run, rank_exit.rank) for rank_exit in lost}
+    rank = next((rank for rank, log in logs.items() if _NO_ANSWER.search(log)), None)
+    if rank is not None:
+        return _Verdict("hang", f"rank {rank} waited for the others in vain (silent ranks: {silent})", RESUME)
+    rank, log = next(iter(logs.items()))
+    return _Verdict("crashed", f"rank {rank} {_last_line(log)} (silent ranks: {silent})", RESUME)
 
 
 def _verdict_of_rank(run: RunDirectory, rank_exit: RankExit) -> _Verdict:

@@ -6,25 +6,28 @@ else, so it also starts by hand on any machine that sees the directory.
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import get_args
+from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
-from llama_core.artifacts import Outcome, OutcomeStatus, RunDirectory, read_json, write_json
+from llama_core.artifacts import Outcome, OutcomeStatus, RunDirectory, now, read_json, write_json
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
 from llama_core.launch.environment import device_label
 from llama_core.launch.launchers import Part
-from llama_core.launch.outcome import LESS_MEMORY, READ_LOG, RESUME, record_outcome
+from llama_core.launch.outcome import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, record_outcome
+from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.data import BatchStream, DataStatistics, load_datasets, validation_batches
 from llama_core.training.trainer import Trainer
@@ -37,19 +40,39 @@ Build = Callable[[Callable[[], bool]], tuple[Trainer, DataStatistics | None]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank and return the process's exit code: 0 finished, 1 failed, 2 the request was wrong."""
+    """Run one rank and return the process's exit code: 0 finished, 1 failed, 2 wrong request, 75 other ranks gone."""
     parser = argparse.ArgumentParser(prog="python -m llama_core.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--only", choices=get_args(Part), help="leave the other part out")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
     run = RunDirectory(options.run_dir)
-    outcome = run_to_end(run, lambda should_stop: _trainer(run, should_stop), options.only)
-    return {"finished": 0, "bad-config": 2}.get(outcome.status, 1)
+    with ExitStack() as ranks:
+        try:
+            outcome = run_to_end(run, lambda should_stop: _trainer(run, ranks, should_stop), options.only)
+        except LostPeersError as error:
+            logger.error("%s", error)
+            code = LOST_PEERS_EXIT
+        else:
+            code = {"finished": 0, "bad-config": 2}.get(outcome.status, 1)
+        if code and dist.is_initialized():
+            logging.shutdown()
+            os._exit(code)  # threads that still wait for the other ranks would keep this process from ending
+    return code
+
+
+class LostPeersError(Exception):
+    """The other ranks are gone or do not answer. Whoever sees all ranks end says why."""
 
 
 def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Outcome:
-    """Train and time some steps; every ending but a kill is recorded in ``outcome.json``, which is returned."""
+    """Train and time some steps; return how it ended, which ``outcome.json`` then says too.
+
+    Of several ranks the first one records what all of them meet, and each what befalls it alone.
+
+    Raises:
+        LostPeersError: if it ended because other ranks are gone; nothing is recorded.
+    """
     try:
         with _stop_on_signal() as should_stop:
             trainer, statistics = build(should_stop)
@@ -62,30 +85,58 @@ def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Out
                         unigram_entropy=statistics.unigram_entropy,
                         bigram_entropy=statistics.bigram_entropy,
                     )
-                write_json(run.training, summary)
+                if is_first_rank():
+                    write_json(run.training, summary)
             if only != "train":
-                write_json(run.benchmark, trainer.benchmark(device_label(trainer.device.type)))
+                record = trainer.benchmark(device_label(trainer.device.type))
+                if is_first_rank():
+                    write_json(run.benchmark, record)
     except Exception as error:
         status, next_action = _classify(error)
         expected = isinstance(error, TrainingInfraError) or status != "crashed"
+        if status == "crashed" and has_lost_the_others(error):
+            raise LostPeersError(f"lost the other ranks: {_first_line(error)}") from error
         logger.error("the run ended: %s", error, exc_info=not expected)
-        return record_outcome(run, status, reason=_first_line(error), next_action=next_action)
-    return record_outcome(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="")
+        own = status in {"oom", "crashed"} and not expected
+        return _ended(run, status, reason=_of_rank(_first_line(error)), next_action=next_action, everywhere=not own)
+    return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
 
 
-def _trainer(run: RunDirectory, should_stop: Callable[[], bool]) -> tuple[Trainer, DataStatistics]:
+def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **details: Any) -> Outcome:
+    """Record an ending, unless it is the same on every rank and another one's to record."""
+    if everywhere and not is_first_rank():
+        return Outcome(status, details["reason"], 0, details["next_action"], now(), ())
+    return record_outcome(run, status, **details)
+
+
+def _of_rank(reason: str) -> str:
+    return f"rank {dist.get_rank()}: {reason}" if dist.is_initialized() else reason
+
+
+def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool]) -> tuple[Trainer, DataStatistics]:
     config = RunConfig.load(run.config)
     training = config.training
-    datasets = load_datasets(config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed)
-    plan, held_out = ParallelPlan.from_dict(read_json(run.plan)), datasets.validation
+    plan = ParallelPlan.from_dict(read_json(run.plan))
+    alone = plan.zero_backend == "deepspeed"
+    ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
+    with one_per_machine_first():
+        datasets = load_datasets(
+            config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed
+        )
+    held_out = datasets.validation
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    share: dict[str, int] = {"rank": plan.dp_rank(rank), "world_size": plan.dp}
+    validation = None
+    if held_out is not None:
+        validation = partial(
+            validation_batches, held_out, plan.microbatch_size, max_rows=training.eval_sequences, **share
+        )
     trainer = Trainer(
         run,
         config,
         plan,
-        batches=BatchStream(datasets.train, batch_size=config.batch_size, seed=training.seed),
-        validation=None
-        if held_out is None
-        else partial(validation_batches, held_out, plan.microbatch_size, max_rows=training.eval_sequences),
+        batches=BatchStream(datasets.train, batch_size=config.batch_size, seed=training.seed, **share),
+        validation=validation,
         total_steps=training.steps or max(1, round(training.epochs * len(datasets.train) / config.batch_size)),
         should_stop=should_stop,
     )

@@ -1,7 +1,10 @@
 """Checkpoints: written aside, made visible whole, and never overwritten.
 
-A checkpoint is a directory ``step-00000100`` of torch's distributed format plus ``state.json`` (the trainer's counters
-and the size of every file) and a copy of the run's ``config.yaml``. It is written as ``.step-00000100.writing`` and
+Every rank's engine writes its own shards; rank 0 does the rest.
+
+A checkpoint is a directory ``step-00000100`` of what the engines wrote (torch's distributed format, which any number of
+ranks under any plan can read, or DeepSpeed's) plus ``state.json`` (the trainer's counters and the size of every file)
+and a copy of the run's ``config.yaml``. It is written as ``.step-00000100.writing`` and
 renamed when every byte is on disk; the ``latest`` file names the newest one and is replaced last. Killing the process
 at any moment therefore leaves the earlier checkpoints as they were.
 """
@@ -17,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import Optimizer
 
 from llama_core.artifacts import RunDirectory, atomic_write, read_json, write_json
 from llama_core.errors import CheckpointError, RunDirectoryError
+from llama_core.parallel.ranks import is_first_rank
+from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 # One process is what we mean, not an accident; the warning comes from the thread that writes.
@@ -43,36 +45,33 @@ class _Pending:
 
 
 class Checkpointer:
-    """Saves and restores one run's model, optimizer and counters."""
+    """Saves and restores one run's weights, moments and counters; all ranks call each method together."""
 
     def __init__(self, run: RunDirectory, *, keep: int) -> None:
         self.run = run
         self.keep = keep
         self._pending: _Pending | None = None
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Copy the state after ``step`` and write it in the background; ``poll`` or ``finish`` makes it visible.
+    def save(self, step: int, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Begin to write the state after ``step``; ``poll`` or ``finish`` makes it visible.
 
         Args:
             step: the last completed optimizer step, from 1.
-            model: the model, whose ``state_dict`` is saved.
-            optimizer: its optimizer; its state is saved under parameter names, so that it can be resharded.
+            engine: what has the weights and moments.
             state: the trainer's counters, as JSON.
 
         Raises:
             CheckpointError: if this checkpoint, or the one before it, cannot be written.
         """
         self.finish()
-        weights, moments = get_state_dict(model, optimizer)
         writing = self._writing(step)
         try:
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
-            written = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=writing, no_dist=True)
+            if is_first_rank():
+                shutil.rmtree(writing, ignore_errors=True)
+                writing.mkdir(parents=True)
+            written = engine.save(writing)
         except OSError as error:
             raise self._failed(step, error) from error
-        if not isinstance(written, Future):
-            raise TypeError(f"async_save returned {type(written).__name__}")
         self._pending = _Pending(step, state, written)
 
     def poll(self) -> None:
@@ -95,14 +94,16 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         try:
             pending.written.result()
-            self._publish(pending.step, pending.state)
+            if is_first_rank():  # whose part is done last, when all others have reported theirs
+                self._publish(pending.step, pending.state)
         except (OSError, dcp.CheckpointException) as error:
             raise self._failed(pending.step, error) from error
 
     def _publish(self, step: int, state: Mapping[str, Any]) -> None:
         writing, final = self._writing(step), self.run.checkpoints / f"{PREFIX}{step:08d}"
         shutil.copyfile(self.run.config, writing / self.run.config.name)
-        files = {path.name: path.stat().st_size for path in sorted(writing.iterdir())}
+        paths = sorted(path for path in writing.rglob("*") if path.is_file())
+        files = {str(path.relative_to(writing)): path.stat().st_size for path in paths}
         write_json(writing / STATE, {"step": step, **state, "files": files})
         if final.exists():
             shutil.rmtree(final)  # incomplete, or this step would not have been taken again
@@ -113,21 +114,23 @@ class Checkpointer:
         for old in so_far[: -self.keep]:
             shutil.rmtree(old)
 
-    def load(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+    def load(self, engine: Engine) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint and return the trainer's counters, or None if there is none.
 
         A damaged checkpoint (a file missing, truncated or unreadable) is passed over with a warning.
 
         Raises:
             CheckpointError: if there are checkpoints but none can be read.
+            PlanError: if the newest one can only be read under another plan.
         """
-        for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
-            shutil.rmtree(unfinished)
+        if is_first_rank():
+            for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
+                shutil.rmtree(unfinished)
         candidates = list(reversed(list(_steps(self.run))))
         for path in candidates:
             try:
                 state = _complete(path)
-                _restore(path, model, optimizer)
+                engine.load(path)
             except (CheckpointError, dcp.CheckpointException) as error:
                 logger.warning("checkpoint %s is damaged (%s); trying the one before", path.name, _one_line(error))
                 continue
@@ -179,12 +182,6 @@ def _complete(path: Path) -> dict[str, Any]:
         if file.stat().st_size != size:
             raise CheckpointError(f"{name} has {file.stat().st_size} of {size} bytes")
     return state
-
-
-def _restore(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

@@ -1,6 +1,9 @@
 """AdamW with decoupled decay groups, and the learning-rate schedules as functions of the step."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -55,3 +58,43 @@ def learning_rate(step: int, training: TrainingConfig, total_steps: int) -> floa
             return floor + (peak - floor) * remaining
         case "constant":
             return peak
+
+
+@dataclass
+class LossScale:
+    """The factor that keeps fp16 gradients from vanishing: halved after an overflow, doubled after a while without.
+
+    Every rank sees the same overflows, so that all have the same factor.
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+    """
+
+    value: float = 1.0
+    """What the loss is multiplied by."""
+    growth_interval: int = 0
+    """Steps without an overflow after which the factor is doubled; 0 keeps it as it is for ever."""
+    steps_since_change: int = 0
+
+    @classmethod
+    def for_dtype(cls, compute_dtype: torch.dtype) -> Self:
+        """Return the scale to begin with: 2**16 in fp16, and 1 for good in dtypes with the range of fp32."""
+        return cls(2.0**16, 2000) if compute_dtype == torch.float16 else cls()
+
+    def update(self, *, finite: bool) -> None:
+        """Take note of a step whose gradients were finite, or not."""
+        if not self.growth_interval:
+            return
+        self.steps_since_change += 1
+        if not finite:
+            self.value, self.steps_since_change = max(1.0, self.value / 2), 0
+        elif self.steps_since_change >= self.growth_interval:
+            self.value, self.steps_since_change = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON."""
+        return {"value": self.value, "steps_since_change": self.steps_since_change}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned, unless the dtype needs no scale."""
+        if self.growth_interval:
+            self.value, self.steps_since_change = state["value"], state["steps_since_change"]

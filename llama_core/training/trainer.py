@@ -1,35 +1,31 @@
-"""The training loop: one optimizer step as a function, and the run of many of them as ``Trainer``."""
+"""The training loop: optimizer steps with evaluations, checkpoints and metrics between them."""
 
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from llama_core.artifacts import BenchmarkRecord, RunDirectory, StepRecord, TrainingSummary, drop_metrics_after
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.errors import NonFiniteError, StoppedError
-from llama_core.models.llama import Llama, build_llama
-from llama_core.parallel.recompute import apply_recompute
+from llama_core.models.batch import Batch
+from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device
 from llama_core.planning.cost import model_flops_utilisation
-from llama_core.planning.memory import Phase
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.profile import Phase
 from llama_core.training.checkpoint import Checkpointer
-from llama_core.training.data import Batch
+from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
 from llama_core.training.measure import MemoryMeter, synchronize, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
-from llama_core.training.optim import build_optimizer, learning_rate
+from llama_core.training.optim import LossScale, learning_rate
 
 logger = logging.getLogger(__name__)
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class BatchSource(Protocol):
@@ -45,89 +41,21 @@ class BatchSource(Protocol):
         """Go to a position that ``state_dict`` returned."""
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step measured; tensors, so that a step needs no more than one synchronisation."""
-
-    loss: Tensor
-    """Mean cross-entropy over the target tokens of all microbatches, fp32 scalar."""
-    grad_norm: Tensor
-    """Global gradient norm before clipping, fp32 scalar."""
-    updated: bool
-    """Whether the weights were updated: not when the loss or the norm was not finite."""
-
-
-def train_step(
-    model: Llama,
-    optimizer: Optimizer,
-    microbatches: Sequence[Batch],
-    *,
-    learning_rate: float,
-    max_grad_norm: float,
-    check_finite: bool = True,
-    on_phase: Callable[[Phase], None] = lambda phase: None,
-) -> StepResult:
-    """Accumulate the gradients of ``microbatches``, clip them, and update the weights once.
-
-    The loss is the mean over all target tokens of the step, so it does not depend on how the step is cut into
-    microbatches.
-
-    Args:
-        model: the model, on the device of the batches.
-        optimizer: its optimizer; gradients are dropped after the update.
-        microbatches: the step's batches, in order.
-        learning_rate: rate of this step.
-        max_grad_norm: global norm above which gradients are scaled down.
-        check_finite: leave the update out if the loss or norm is not finite, which waits for the device; without
-            it no value is read back, as a step on fake tensors needs.
-        on_phase: called as each forward, backward and optimizer phase begins.
-    """
-    num_targets = max(1, sum(batch.num_targets for batch in microbatches))
-    losses = []
-    for batch in microbatches:
-        on_phase("forward")
-        loss = model.loss_sum(batch.tokens_BS, batch.targets_BS, batch.positions_BS) / num_targets
-        on_phase("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    total = torch.stack(losses).sum()
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    updated = not check_finite or bool(torch.isfinite(total) & torch.isfinite(grad_norm))
-    on_phase("optimizer")
-    if updated:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, grad_norm, updated)
-
-
-@torch.no_grad()
-def mean_loss(model: Llama, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return the mean cross-entropy over the target tokens of ``batches``, in nats, and how many they were.
-
-    The mean of no tokens is NaN.
-    """
-    total, num_targets = 0.0, 0
-    for batch in batches:
-        total += float(model.loss_sum(batch.tokens_BS, batch.targets_BS, batch.positions_BS))
-        num_targets += batch.num_targets
-    return total / num_targets if num_targets else math.nan, num_targets
-
-
 class Trainer:
-    """One run on one device: builds the model, resumes from the newest checkpoint, and trains.
+    """One rank of a run: builds its part of the model, resumes from the newest checkpoint, and trains with the others.
+
+    All ranks of a job make their trainer and call its methods together; rank 0 writes the metrics.
 
     Args:
         run: the run directory that metrics and checkpoints go to.
         config: the resolved configuration (no ``auto`` left).
-        plan: how a batch is cut into microbatches, and what is recomputed.
-        batches: global batches of ``config.batch_size`` sequences.
-        validation: returns the held-out batches of one evaluation, in the same order every time; None to evaluate
-            nothing.
+        plan: how the work is divided. With more than one rank the default process group has to exist.
+        batches: this rank's share of global batches of ``config.batch_size`` sequences.
+        validation: returns this rank's share of the held-out batches of one evaluation, in the same order every time
+            and as many as every other rank's; None to evaluate nothing.
         total_steps: optimizer steps of the whole run.
-        should_stop: asked after every step; once it says yes the run saves a checkpoint and stops.
-        on_step: told of every step, besides the metrics sinks.
+        should_stop: asked after every step; once it says yes on any rank the run saves a checkpoint and stops.
+        on_step: told of every step on rank 0, besides the metrics sinks.
     """
 
     def __init__(
@@ -146,20 +74,15 @@ class Trainer:
         self.batches, self.validation = batches, validation
         self.total_steps = total_steps
         self.should_stop, self.on_step = should_stop, on_step
-        self.device = torch.device(config.launch.device)
+        self.device = this_device(config.launch.device)
         if self.device.type == "cuda" and config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
-        self.model = build_llama(
-            config.spec,
-            device=self.device,
-            compute_dtype=COMPUTE_DTYPES[config.training.precision],
-            seed=config.training.seed,
-        )
-        apply_recompute(self.model, plan.recompute)
-        self.optimizer = build_optimizer(self.model, config.training)
+        self.engine = build_engine(config, plan, self.device)
+        self.engine.initialize_weights(config.training.seed)
+        self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
         self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints)
         self.step = 0
         self.tokens = 0
@@ -169,12 +92,14 @@ class Trainer:
         self._resume()
 
     def _resume(self) -> None:
-        state = self.checkpointer.load(self.model, self.optimizer)
+        state = self.checkpointer.load(self.engine)
         if state is not None:
             self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
             self.batches.load_state_dict(state["data"])
+            self.loss_scale.load_state_dict(state["loss_scale"])
             logger.info("resuming after step %d", self.step)
-        drop_metrics_after(self.run, self.step)
+        if is_first_rank():
+            drop_metrics_after(self.run, self.step)
 
     def fit(self) -> TrainingSummary:
         """Train until ``total_steps``, with a checkpoint at the end.
@@ -186,21 +111,24 @@ class Trainer:
         """
         started = time.perf_counter()
         self.meter.reset_peak()
-        sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step)
+        sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
         try:
             while self.step < self.total_steps:
-                record = self._take_step()
-                sinks.write(record)
-                self.on_step(record)
-                self._checkpoint_if_due(sinks)
+                record, stop = self._take_step()
+                if sinks is not None:
+                    sinks.write(record)
+                    self.on_step(record)
+                self._checkpoint_if_due(sinks, stop=stop)
         finally:  # whatever ends the run, a checkpoint half-way to the disk is completed
             try:
                 self.checkpointer.finish()
             finally:
-                sinks.close()
+                if sinks is not None:
+                    sinks.close()
         if self._last_eval is None and self.validation is not None:  # resumed after the last step
             self._last_eval = self._evaluate()
         eval_loss, eval_tokens = self._last_eval or (None, 0)
+        (peak,) = most_over_ranks(self.meter.peak())
         return TrainingSummary(
             steps=self.step,
             tokens=self.tokens,
@@ -210,14 +138,14 @@ class Trainer:
             unigram_entropy=None,
             bigram_entropy=None,
             memory_baseline_bytes=self.memory_baseline_bytes,
-            memory_peak_bytes=max(self.meter.peak(), self.memory_baseline_bytes),
+            memory_peak_bytes=max(peak, self.memory_baseline_bytes),
             seconds=time.perf_counter() - started,
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
         """Time whole steps at the current state, after warm-up; nothing of them is recorded or saved."""
         timing = self.config.benchmark
-        return time_steps(
+        record = time_steps(
             lambda: self._optimize(self.batches.next_batch(), on_phase=lambda phase: None),
             warmup_steps=timing.warmup_steps,
             num_steps=timing.steps,
@@ -226,23 +154,30 @@ class Trainer:
             device_label=device_label,
             mfu=self._mfu,
         )
+        (peak,) = most_over_ranks(record.memory_peak_bytes)
+        return replace(record, memory_peak_bytes=peak)
 
-    def _take_step(self) -> StepRecord:
+    def _take_step(self) -> tuple[StepRecord, bool]:
+        """Train on the next batch; return its record, and whether a rank was asked to stop."""
         clock = _Stopwatch()
         batch = self.batches.next_batch()
+        scale = self.loss_scale.value
         result = self._optimize(batch, on_phase=clock.enter)
         synchronize(self.device)
         clock.stop()
         self.step += 1
-        num_tokens = batch.tokens_BS.numel()
+        num_tokens = batch.tokens_BS.numel() * self.plan.dp
         self.tokens += num_tokens
         self._last_loss = float(result.loss)
-        self._skipped_in_a_row = 0 if result.updated else self._skipped_in_a_row + 1
+        overflowed = not result.updated and math.isfinite(self._last_loss) and scale > 1.0
+        self._skipped_in_a_row = 0 if result.updated or overflowed else self._skipped_in_a_row + 1
+        self.loss_scale.update(finite=result.updated)
         eval_loss = None
         if self.validation is not None and self._is_due(self.config.training.eval_every):
             self._last_eval = self._evaluate()
             eval_loss = self._last_eval[0]
-        return StepRecord(
+        allocated, peak, stop = most_over_ranks(self.meter.allocated(), self.meter.peak(), int(self.should_stop()))
+        record = StepRecord(
             step=self.step,
             total_steps=self.total_steps,
             loss=self._last_loss,
@@ -255,42 +190,53 @@ class Trainer:
             forward_backward_seconds=clock.seconds["forward"] + clock.seconds["backward"],
             optimizer_seconds=clock.seconds["optimizer"],
             mfu=self._mfu(num_tokens / clock.total),
-            memory_allocated_bytes=self.meter.allocated(),
-            memory_peak_bytes=self.meter.peak(),
-            loss_scale=1.0,
+            memory_allocated_bytes=allocated,
+            memory_peak_bytes=peak,
+            loss_scale=scale,
             skipped=not result.updated,
             eval_loss=eval_loss,
             time=time.time(),
         )
+        return record, bool(stop)
 
     def _optimize(self, batch: Batch, on_phase: Callable[[Phase], None]) -> StepResult:
         training = self.config.training
         return train_step(
-            self.model,
-            self.optimizer,
+            self.engine,
             [micro.to(self.device) for micro in batch.split(self.plan.microbatch_size)],
             learning_rate=learning_rate(self.step + 1, training, self.total_steps),
             max_grad_norm=training.max_grad_norm,
+            loss_scale=self.loss_scale.value,
             on_phase=on_phase,
         )
 
     def _evaluate(self) -> tuple[float, int]:
+        """Return the mean cross-entropy over the held-out target tokens, in nats, and how many they are."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
-        return mean_loss(self.model, (batch.to(self.device) for batch in self.validation()))
+        size = self.plan.microbatch_size
+        microbatches = [micro.to(self.device) for batch in self.validation() for micro in batch.split(size)]
+        total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
+        return total / num_targets if num_targets else math.nan, num_targets
 
-    def _checkpoint_if_due(self, sinks: MetricsSinks) -> None:
+    def _checkpoint_if_due(self, sinks: MetricsSinks | None, *, stop: bool) -> None:
         limit = self.config.training.max_skipped_steps
         if self._skipped_in_a_row > limit:
             raise NonFiniteError(
                 f"the loss or gradient was not finite for {self._skipped_in_a_row} steps in a row, "
                 f"the last one step {self.step}; training.max_skipped_steps={limit}"
             )
-        stop = self.should_stop() and self.step < self.total_steps
+        stop = stop and self.step < self.total_steps
         if stop or self._is_due(self.config.training.checkpoint_every):
-            sinks.flush()  # the records of a checkpointed step are never lost, since a resumed run does not redo it
-            state = {"tokens": self.tokens, "loss": self._last_loss, "data": self.batches.state_dict()}
-            self.checkpointer.save(self.step, self.model, self.optimizer, state)
+            if sinks is not None:
+                sinks.flush()  # the records of a checkpointed step are never lost, since a resumed run does not redo it
+            state = {
+                "tokens": self.tokens,
+                "loss": self._last_loss,
+                "data": self.batches.state_dict(),
+                "loss_scale": self.loss_scale.state_dict(),
+            }
+            self.checkpointer.save(self.step, self.engine, state)
         if stop:
             raise StoppedError(f"stopped after step {self.step} of {self.total_steps}")
         self.checkpointer.poll()

@@ -113,9 +113,11 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_to_the_bit(undisturb
     assert "resuming after step 10" in output
     assert losses(run) == losses(undisturbed)
     ours, theirs = final_state(run, tmp_path), final_state(undisturbed, tmp_path)
-    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
-    torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=0, atol=0)
+    moments = [name for name in theirs["optimizer"] if name.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert len(moments) == 2 * len(theirs["model"])
+    for name in moments:
+        assert torch.equal(ours["optimizer"][name], theirs["optimizer"][name]), name
 
 
 def test_a_run_that_was_trained_but_not_timed_is_only_timed_again(undisturbed):

@@ -3,14 +3,24 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from parity import native_engine
 
 from llama_core.artifacts import RunDirectory
-from llama_core.errors import CheckpointError
+from llama_core.config.models import ModelSpec
+from llama_core.errors import CheckpointError, PlanError
+from llama_core.models.batch import Batch
+from llama_core.planning.plan import ParallelPlan
 from llama_core.training.checkpoint import Checkpointer, newest_checkpoint
+from llama_core.training.engine import train_step
+
+SPEC = ModelSpec("test", "llama3", 16, 2, 2, 1, 8, 32, 32, 1e4, 1e-5, 128, 32)
+TEST_PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -22,20 +32,17 @@ def run(tmp_path):
 
 
 def trained(steps, seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    engine = native_engine(ParallelPlan(), SPEC, seed=seed)
     for step in range(steps):
-        model(torch.full((2, 8), float(step + 1))).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+        tokens = torch.full((1, 8), step)
+        train_step(engine, [Batch(tokens, tokens, None)], learning_rate=0.1, max_grad_norm=1.0)
+    return engine
 
 
 def save(run, *steps, keep=5):
     checkpointer = Checkpointer(run, keep=keep)
     for step in steps:
-        checkpointer.save(step, *trained(step), {"tokens": 10 * step})
+        checkpointer.save(step, trained(step), {"tokens": 10 * step})
     checkpointer.finish()
 
 
@@ -45,31 +52,35 @@ def names(run):
 
 def test_what_is_loaded_is_what_was_saved_to_the_bit(run):
     save(run, 3)
-    model, optimizer = trained(0, seed=1)
-    state = Checkpointer(run, keep=1).load(model, optimizer)
-    expected_model, expected_optimizer = trained(3)
+    loaded, expected = trained(0, seed=1), trained(3)
+    state = Checkpointer(run, keep=1).load(loaded)
     assert state == {"step": 3, "tokens": 30}
-    torch.testing.assert_close(model.state_dict(), expected_model.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(
-        optimizer.state_dict()["state"], expected_optimizer.state_dict()["state"], rtol=0, atol=0
-    )
+    assert_equal(loaded.model.state_dict(), expected.model.state_dict())
+    assert_equal(loaded.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
 
 
 def test_training_on_while_the_checkpoint_is_written_does_not_change_it(run):
     checkpointer = Checkpointer(run, keep=1)
-    model, optimizer = trained(2)
-    checkpointer.save(2, model, optimizer, {})
+    engine = trained(2)
+    checkpointer.save(2, engine, {})
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in engine.model.parameters():
             parameter.zero_()
     checkpointer.finish()
-    loaded, loaded_optimizer = trained(0, seed=1)
-    Checkpointer(run, keep=1).load(loaded, loaded_optimizer)
-    torch.testing.assert_close(loaded.state_dict(), trained(2)[0].state_dict(), rtol=0, atol=0)
+    loaded = trained(0, seed=1)
+    Checkpointer(run, keep=1).load(loaded)
+    assert_equal(loaded.model.state_dict(), trained(2).model.state_dict())
+
+
+def test_a_checkpoint_of_deepspeed_is_not_taken_for_a_damaged_one(run):
+    save(run, 1, 2)
+    (run.checkpoints / "step-00000002" / "deepspeed.json").write_text("{}")
+    with pytest.raises(PlanError, match=r"step-00000002 was written by DeepSpeed.*parallel.zero_backend=deepspeed"):
+        Checkpointer(run, keep=1).load(trained(0))
 
 
 def test_a_run_without_checkpoints_starts_from_nothing(run):
-    assert Checkpointer(run, keep=1).load(*trained(0)) is None
+    assert Checkpointer(run, keep=1).load(trained(0)) is None
 
 
 def test_only_the_newest_are_kept_and_latest_names_the_last(run):
@@ -101,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(run, caplog, damage):
     save(run, 1, 2)
     damage(run.checkpoints / "step-00000002")
     with caplog.at_level(logging.WARNING):
-        state = Checkpointer(run, keep=2).load(*trained(0))
+        state = Checkpointer(run, keep=2).load(trained(0))
     assert state["step"] == 1
     assert "step-00000002 is damaged" in caplog.text
     assert newest_checkpoint(run).name == "step-00000001"
@@ -111,7 +122,7 @@ def test_bytes_that_changed_on_disk_are_refused_when_they_cannot_be_read(run, ca
     save(run, 1, 2)
     file = run.checkpoints / "step-00000002" / ".metadata"
     file.write_bytes(b"\0" * file.stat().st_size)
-    assert Checkpointer(run, keep=2).load(*trained(0))["step"] == 1
+    assert Checkpointer(run, keep=2).load(trained(0))["step"] == 1
 
 
 def test_a_checkpoint_is_not_given_up_for_a_later_one_that_is_damaged(run):
@@ -126,13 +137,13 @@ def test_when_no_checkpoint_can_be_read_the_run_does_not_start_over_silently(run
     save(run, 1)
     (run.checkpoints / "step-00000001" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        Checkpointer(run, keep=1).load(*trained(0))
+        Checkpointer(run, keep=1).load(trained(0))
 
 
 def test_what_a_killed_process_left_half_written_is_removed(run):
     save(run, 1)
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / ".step-00000002.writing")
-    assert Checkpointer(run, keep=1).load(*trained(0))["step"] == 1
+    assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
     assert names(run) == ["latest", "step-00000001"]
 
 
@@ -150,26 +161,24 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_so_in_one_line(disk_of
         f"cannot save the checkpoint of step 2: no space left under {run.checkpoints}; step-00000001 is complete"
     )
     assert names(run) == ["latest", "step-00000001"]
-    assert Checkpointer(run, keep=1).load(*trained(0))["step"] == 1
+    assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
 
 
 def test_a_process_killed_while_saving_leaves_the_checkpoints_before_it(run):
     """The process saves again and again, and is killed in the middle of it."""
     program = (
-        "import sys; from pathlib import Path; import torch; from torch import nn\n"
-        "from llama_core.artifacts import RunDirectory; from llama_core.training.checkpoint import Checkpointer\n"
-        "model = nn.Linear(2000, 2000); optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
-        "model(torch.ones(1, 2000)).sum().backward(); optimizer.step()\n"
-        "checkpointer = Checkpointer(RunDirectory(Path(sys.argv[1])), keep=2)\n"
+        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
+        "from test_checkpoint import Checkpointer, RunDirectory, trained\n"
+        "checkpointer, engine = Checkpointer(RunDirectory(Path(sys.argv[1])), keep=2), trained(1)\n"
         "for step in range(1, 10_000):\n"
-        "    checkpointer.save(step, model, optimizer, {}); print(step, flush=True)\n"
+        "    checkpointer.save(step, engine, {}); print(step, flush=True)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, run.path], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, run.path, *TEST_PATHS], stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if int(line) == 4:
             process.kill()
             break
     process.wait()
-    model = nn.Linear(2000, 2000)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    assert Checkpointer(run, keep=2).load(model, optimizer)["step"] >= 3
+    assert Checkpointer(run, keep=2).load(trained(0))["step"] >= 3

@@ -2,15 +2,15 @@ import math
 
 import pytest
 import torch
+from parity import native_engine
 
 from llama_core.artifacts import RunDirectory, read_metrics
 from llama_core.config.run import RunConfig
 from llama_core.errors import NonFiniteError, StoppedError
-from llama_core.models.llama import build_llama
+from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
-from llama_core.training.data import Batch
-from llama_core.training.optim import build_optimizer
-from llama_core.training.trainer import Trainer, mean_loss, train_step
+from llama_core.training.engine import train_step
+from llama_core.training.trainer import Trainer
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "head_dim": 8, "ffn_size": 64, "vocab_size": 128}
 SPEC = RunConfig.from_mapping({"architecture": FEW_PARAMETERS}).spec
@@ -76,8 +76,12 @@ def trainer(run, steps=10, plan=None, validation=None, batches=None, should_stop
     )
 
 
+def alone(num_microbatches=1, dtype=torch.float32):
+    return native_engine(ParallelPlan(num_microbatches=num_microbatches), SPEC, dtype, weight_dtype=dtype)
+
+
 def weights(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
 
 
 def assert_equal(ours, theirs):
@@ -140,50 +144,46 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(microbatch_size):
     """In float64, so that only the order of the sums differs: 1e-12 is some hundred roundings."""
 
     def stepped(size):
-        model = build_llama(SPEC, device="cpu", compute_dtype=torch.float64, seed=0).double()
-        optimizer = build_optimizer(model, config().training)
+        engine = alone(BATCH_SIZE // size, torch.float64)
         whole = batch(3)
         # rows of unequal numbers of targets: a mean of means would be another loss
         whole.targets_BS[0, :9] = -100
         result = train_step(
-            model,
-            optimizer,
-            Batch(whole.tokens_BS, whole.targets_BS, whole.positions_BS).split(size),
+            engine,
+            whole.split(size),
             learning_rate=1e-2,
             max_grad_norm=0.1,
         )
-        return result, dict(model.named_parameters())
+        return result, dict(engine.model.named_parameters())
 
     expected, expected_weights = stepped(BATCH_SIZE)
     got, got_weights = stepped(microbatch_size)
-    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=0)  # the loss is reported in fp32
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(got.grad_norm, expected.grad_norm, rtol=1e-10, atol=0)
     torch.testing.assert_close(got_weights, expected_weights, rtol=0, atol=1e-8)
 
 
 def test_gradients_are_clipped_to_their_global_norm():
-    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
+    engine = alone()
     norms = []
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    sgd.register_step_pre_hook(
-        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in engine.model.parameters()]))
     )
-    result = train_step(model, sgd, [batch(1)], learning_rate=0.0, max_grad_norm=0.05)
+    result = train_step(engine, [batch(1)], learning_rate=0.0, max_grad_norm=0.05)
     assert result.grad_norm > 0.05
     assert float(norms[0]) == pytest.approx(0.05, rel=1e-4)
 
 
 def test_the_loss_of_an_untrained_model_is_that_of_guessing():
-    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
-    loss, num_targets = mean_loss(model, [batch(1), batch(2)])
-    assert loss == pytest.approx(math.log(SPEC.vocab_size), rel=0.02)
+    loss, num_targets = alone().evaluate([batch(1), batch(2)])
+    assert loss / num_targets == pytest.approx(math.log(SPEC.vocab_size), rel=0.02)
     assert num_targets == 2 * BATCH_SIZE * (SEQ_LEN - 1)
 
 
 def test_the_held_out_loss_does_not_depend_on_how_it_is_batched():
-    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
-    whole = mean_loss(model, [batch(1)])
-    assert mean_loss(model, batch(1).split(1)) == (pytest.approx(whole[0], rel=1e-6), whole[1])
+    engine = alone()
+    whole = engine.evaluate([batch(1)])
+    assert engine.evaluate(batch(1).split(1)) == (pytest.approx(whole[0], rel=1e-6), whole[1])
 
 
 def test_bf16_trains_to_the_loss_of_fp32_within_its_rounding(tmp_path):
@@ -201,7 +201,7 @@ def test_evaluation_happens_when_due_and_after_the_last_step(run):
     evaluated = read_metrics(run).select(["step", "eval_loss"]).to_pylist()
     assert [row["step"] for row in evaluated if row["eval_loss"] is not None] == [3, 6, 7]
     assert summary.eval_loss == evaluated[-1]["eval_loss"]
-    assert summary.eval_tokens == batch(99).num_targets
+    assert summary.eval_tokens == int(batch(99).num_targets())
 
 
 def test_the_parts_of_a_step_make_up_its_time(run):
@@ -226,7 +226,7 @@ class Poisoned(Counting):
         self.trainer_of, self.first, self.last = trainer_of, first, last
 
     def next_batch(self):
-        model = self.trainer_of().model
+        model = self.trainer_of().engine.model
         poison = self.first <= self.taken + 1 <= self.last
         for handle in getattr(self, "handles", []):
             handle.remove()
@@ -241,7 +241,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(run):
     one.fit()
     rows = read_metrics(run).to_pylist()
     assert [row["step"] for row in rows if row["skipped"]] == [3, 4]
-    assert all(torch.isfinite(tensor).all() for tensor in one.model.state_dict().values())
+    assert all(torch.isfinite(tensor).all() for tensor in one.engine.model.state_dict().values())
 
 
 def test_too_many_of_them_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(run):
@@ -252,7 +252,7 @@ def test_too_many_of_them_in_a_row_stop_the_run_and_keep_the_last_good_checkpoin
         one.fit()
     resumed = trainer(run, steps=20)
     assert resumed.step == 5
-    assert all(torch.isfinite(tensor).all() for tensor in resumed.model.state_dict().values())
+    assert all(torch.isfinite(tensor).all() for tensor in resumed.engine.model.state_dict().values())
 
 
 def test_timed_steps_are_counted_after_warmup_and_leave_no_trace(run):
@@ -283,8 +283,7 @@ def test_a_run_that_breaks_completes_the_checkpoint_being_written(run):
     assert trainer(run).step == 3
 
 
-def test_the_mean_loss_of_no_tokens_is_not_a_number():
-    model = build_llama(SPEC, device="cpu", compute_dtype=torch.float32, seed=0)
-    loss, num_targets = mean_loss(model, [])
-    assert math.isnan(loss)
-    assert num_targets == 0
+def test_the_held_out_loss_of_no_tokens_is_not_a_number(run):
+    summary = trainer(run, steps=1, validation=lambda: []).fit()
+    assert math.isnan(summary.eval_loss)
+    assert summary.eval_tokens == 0

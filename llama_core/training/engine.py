@@ -1,0 +1,213 @@
+"""What trains: a model and its optimizer behind one interface, whoever divides them over the ranks."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError
+from llama_core.models.batch import Batch
+from llama_core.models.llama import Llama
+from llama_core.parallel.apply import ParallelModel
+from llama_core.parallel.gradients import Update
+from llama_core.parallel.pipeline import OnPhase
+from llama_core.parallel.ranks import PATIENCE
+from llama_core.parallel.zero import LAYOUT, DeepSpeedModel
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.optim import build_optimizer
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CLIP_EPSILON = 1e-6  # torch's own, so that norms near the limit are clipped as everywhere
+
+# by parameter name throughout: ranks of a pipeline have other parameters each
+_STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Engine(Protocol):
+    """One rank's part of a model in training. All ranks call each method together."""
+
+    model: Llama
+
+    def initialize_weights(self, seed: int) -> None:
+        """Draw the initial weights: for one seed the same ones whatever the plan."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
+        """Compute the gradients of one step, times ``loss_scale``, and return its mean loss over all ranks."""
+
+    def update(
+        self,
+        loss: Tensor,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        loss_scale: float,
+        on_phase: OnPhase,
+    ) -> Update:
+        """Clip the gradients by their global norm, update the weights with them, and drop them.
+
+        The update is left out if the loss or the norm is not finite on any rank.
+        """
+
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
+        """Return the cross-entropy summed over the target tokens of all ranks, and how many they were."""
+
+    def save(self, folder: Path) -> "Future[Any]":
+        """Begin to write the weights and moments of all ranks to ``folder``, as they are now."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote.
+
+        Raises:
+            PlanError: if it was written under a plan whose state this engine cannot read.
+        """
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step measured; tensors, so that a step needs no more than one synchronisation."""
+
+    loss: Tensor
+    """Mean cross-entropy over the target tokens of all microbatches, fp32 scalar."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping, fp32 scalar."""
+    updated: bool
+    """Whether the weights were updated: not when the loss or the norm was not finite."""
+
+
+def train_step(
+    engine: Engine,
+    microbatches: Sequence[Batch],
+    *,
+    learning_rate: float,
+    max_grad_norm: float,
+    loss_scale: float = 1.0,
+    on_phase: OnPhase = lambda phase: None,
+) -> StepResult:
+    """Accumulate the gradients of ``microbatches`` over all ranks, clip them, and update the weights once.
+
+    The loss is the mean over all target tokens of the step, so it does not depend on how the step is cut into
+    microbatches and ranks.
+
+    Args:
+        engine: this rank's part of the model.
+        microbatches: this rank's share of the step's sequences, in order, on its device.
+        learning_rate: rate of this step.
+        max_grad_norm: global norm above which gradients are scaled down.
+        loss_scale: what the loss is multiplied by in the backward, and the gradients divided by after it.
+        on_phase: called as each forward, backward and optimizer phase begins.
+    """
+    loss = engine.forward_backward(microbatches, loss_scale=loss_scale, on_phase=on_phase)
+    grad_norm, updated = engine.update(
+        loss, learning_rate=learning_rate, max_grad_norm=max_grad_norm, loss_scale=loss_scale, on_phase=on_phase
+    )
+    return StepResult(loss, grad_norm, updated)
+
+
+class NativeEngine:
+    """A model that torch divides, and its optimizer.
+
+    Args:
+        parallel: this rank's part of the model, materialized.
+        optimizer: the optimizer of its parameters.
+        check_finite: look at loss and norm before an update, which waits for the device; without it no value is read
+            back, as a step on fake tensors needs.
+    """
+
+    def __init__(self, parallel: ParallelModel, optimizer: Optimizer, *, check_finite: bool = True) -> None:
+        self.parallel, self.optimizer, self.check_finite = parallel, optimizer, check_finite
+        self.model = parallel.model
+        self.initialize_weights = parallel.initialize_weights
+        self.forward_backward = parallel.forward_backward
+        self.evaluate = parallel.evaluate
+
+    def update(
+        self,
+        loss: Tensor,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        loss_scale: float,
+        on_phase: OnPhase,
+    ) -> Update:
+        """Clip the gradients by their global norm, update the weights with them, and drop them."""
+        gradients = self.parallel.gradients
+        grad_norm = gradients.norm() / loss_scale
+        updated = not self.check_finite or bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        on_phase("optimizer")
+        if updated:
+            gradients.scale((max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0) / loss_scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        else:
+            self.parallel.data.forget()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(grad_norm, updated)
+
+    def save(self, folder: Path) -> "Future[Any]":
+        """Copy the weights and moments and write them in the background, every rank its shards.
+
+        Raises:
+            OSError: if the folder cannot be written to; what goes wrong later is the future's.
+        """
+        written = dcp.async_save(
+            self._state(), checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None
+        )
+        if not isinstance(written, Future):
+            raise TypeError(f"async_save returned {type(written).__name__}")
+        return written
+
+    def load(self, folder: Path) -> None:
+        """Restore the weights and moments that any number of ranks wrote, under any plan.
+
+        Raises:
+            PlanError: if DeepSpeed wrote them.
+            CheckpointException: if they cannot be read.
+        """
+        if (folder / LAYOUT).exists():
+            raise PlanError(
+                f"{folder} was written by DeepSpeed, whose checkpoints no other plan reads; "
+                "continue with parallel.zero_backend=deepspeed"
+            )
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_STATE_OPTIONS,
+        )
+
+    @cached_property
+    def _writers(self) -> dist.ProcessGroup | None:
+        """The group of the threads that write: they talk to other ranks while training does."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
+
+    def _state(self) -> dict[str, Any]:
+        weights, moments = get_state_dict(self.model, self.optimizer, options=_STATE_OPTIONS)
+        return {"model": weights, "optimizer": moments}
+
+
+def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) -> Engine:
+    """Return this rank's part of the model of ``config``, with undefined weights, and its optimizer.
+
+    Raises:
+        EnvironmentMismatchError: if the plan needs a package that is missing.
+        PlanError: if the plan has another number of ranks than were started.
+    """
+    dtype, new_optimizer = COMPUTE_DTYPES[config.training.precision], partial(build_optimizer, training=config.training)
+    if plan.zero_backend == "deepspeed":
+        return DeepSpeedModel(config.spec, plan, device=device, compute_dtype=dtype, build_optimizer=new_optimizer)
+    parallel = ParallelModel(config.spec, plan, device=device, compute_dtype=dtype).materialize()
+    return NativeEngine(parallel, new_optimizer(parallel.model))

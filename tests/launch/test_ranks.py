@@ -1,0 +1,155 @@
+"""Real runs of several ranks through the launcher, and what becomes of them when one of the ranks fails."""
+
+import re
+
+import psutil
+import pytest
+from launch_harness import eventually, is_alive
+
+from llama_core.artifacts import read_json, read_metrics
+from llama_core.config.run import RunConfig
+from llama_core.launch.launchers import LocalLauncher
+from llama_core.steps import load_config, load_plan, prepare_run
+
+FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
+TRAINING = {"batch_size": 8, "seq_len": 64, "steps": 6, "precision": "fp32", "checkpoint_every": 2, "eval_sequences": 3}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def submit(cache, tmp_path):
+    """Start a run under a plan; whatever is left of it is killed at the end of the test."""
+    handles = []
+
+    def start(name, *, resume=False, launch=None, training=None, **parallel):
+        config = RunConfig.from_mapping(
+            {
+                "architecture": FEW_PARAMETERS,
+                "training": TRAINING | (training or {}),
+                "parallel": parallel,
+                "data": {"cache_dir": str(cache)},
+                "launch": {"device": "cpu"} | (launch or {}),
+                "tracking": {"tensorboard": False},
+                "benchmark": {"warmup_steps": 0, "steps": 1},
+            }
+        )
+        run = prepare_run(config, tmp_path / name, resume=resume)
+        handles.append(LocalLauncher().submit(run, load_config(run), load_plan(run).world_size))
+        return handles[-1]
+
+    yield start
+    for handle in handles:
+        handle.cancel(grace_seconds=0)
+
+
+def worker_of(handle, rank):
+    """Return the process of a rank's worker."""
+    folder = str(handle.run.path)
+    for process in psutil.process_iter():
+        try:
+            is_worker = "llama_core.launch.worker" in process.cmdline() and folder in process.cmdline()
+            if is_worker and process.environ().get("RANK") == str(rank):
+                return process
+        except psutil.Error:
+            continue
+    return None
+
+
+def steps_of(run):
+    return read_json(run.progress)["step"] if run.progress.exists() else 0
+
+
+def losses(run):
+    return read_metrics(run).column("loss").to_pylist()
+
+
+ENDLESS = {"steps": 10_000, "checkpoint_every": 10_000}
+
+
+def test_four_ranks_end_with_the_losses_of_one(submit):
+    """In fp32, whose sums of other orders differ by some 1e-7 a step."""
+    alone = submit("alone", gpus=1)
+    assert alone.wait().status == "finished"
+    four = submit("four", gpus=4, tp=2, pp=2)
+    outcome = four.wait()
+    assert (outcome.status, outcome.step) == ("finished", 6), outcome
+    assert read_metrics(four.run).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
+    assert losses(four.run) == pytest.approx(losses(alone.run), rel=1e-5)
+    ours, theirs = read_json(four.run.training), read_json(alone.run.training)
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
+    assert (ours["tokens"], ours["eval_tokens"]) == (theirs["tokens"], theirs["eval_tokens"])
+    assert read_json(four.run.benchmark)["tokens_per_step"] == 8 * 64
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(submit):
+    handle = submit("killed", gpus=4, tp=2, pp=2, training=ENDLESS)
+    eventually(lambda: steps_of(handle.run) >= 2)
+    workers = [worker_of(handle, rank) for rank in range(4)]
+    workers[2].kill()
+    outcome = handle.wait()
+    assert outcome.status == "crashed"
+    assert outcome.reason.startswith("rank 2 was killed by signal 9")
+    assert not any(is_alive(worker.pid) for worker in workers)
+
+
+def test_a_silent_rank_is_given_up_and_named(submit):
+    handle = submit("silent", gpus=4, tp=2, pp=2, training=ENDLESS, launch={"collective_timeout_s": 5})
+    eventually(lambda: steps_of(handle.run) >= 2)
+    worker = worker_of(handle, 1)
+    worker.suspend()
+    outcome = handle.wait()
+    assert outcome.status == "hang"
+    assert re.fullmatch(r"rank \d waited for the others in vain \(silent ranks: 1\)", outcome.reason)
+    assert not is_alive(worker.pid)
+
+
+@pytest.mark.parametrize(
+    ("plan", "next_plan"),
+    [
+        ({"zero_stage": 3}, {"gpus": 4, "tp": 2, "zero_stage": 2}),
+        ({"zero_stage": 2, "zero_backend": "deepspeed", "offload": "optimizer"}, {}),
+    ],
+    ids=["another plan", "the same plan with DeepSpeed"],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(submit, plan, next_plan):
+    steps = {"steps": 20}
+    undisturbed = submit("undisturbed", gpus=1, training=steps)
+    assert undisturbed.wait().status == "finished"
+    handle = submit("resumed", gpus=2, training=steps, **plan)
+    eventually((handle.run.checkpoints / "step-00000002").exists)
+    worker_of(handle, 0).kill()
+    assert handle.wait().status == "crashed"
+    again = submit("resumed", resume=True, training=steps, **({"gpus": 2} | plan | next_plan))
+    assert again.wait().status == "finished"
+    assert losses(again.run) == pytest.approx(losses(undisturbed.run), rel=1e-5)
+
+
+def test_one_process_can_leave_its_optimizer_to_host_memory(submit):
+    handle = submit("offloaded", gpus=1, zero_stage=2, zero_backend="deepspeed", offload="optimizer")
+    assert handle.wait().status == "finished"
+    alone = submit("alone", gpus=1)
+    assert alone.wait().status == "finished"
+    assert losses(handle.run) == pytest.approx(losses(alone.run), rel=1e-5)
+
+
+def test_a_deepspeed_run_resumed_under_another_backend_is_refused_and_left_as_it_was(submit):
+    training = {"steps": 2, "checkpoint_every": 2}
+    handle = submit("run", gpus=2, zero_stage=1, zero_backend="deepspeed", training=training)
+    assert handle.wait().status == "finished"
+    again = submit("run", resume=True, gpus=2, zero_stage=1, training=training)
+    outcome = again.wait()
+    assert outcome.status == "bad-config"
+    assert "was written by DeepSpeed" in outcome.reason
+    assert (handle.run.checkpoints / "step-00000002" / "deepspeed.json").exists()
+
+
+def test_all_ranks_stop_after_the_same_step_with_a_checkpoint(submit):
+    handle = submit("stopped", gpus=2, tp=2, training=ENDLESS)
+    eventually(lambda: steps_of(handle.run) >= 2)
+    outcome = handle.cancel()
+    assert outcome.status == "cancelled"
+    assert [path.name for path in handle.run.checkpoints.glob("step-*")] == [f"step-{outcome.step:08d}"]

@@ -1,0 +1,111 @@
+"""A checkpoint of one plan is the checkpoint of every other."""
+
+import pytest
+import torch
+from distributed import run_ranks
+from parity import TIED, UNTIED, native_engine, own_microbatches
+from torch.distributed.tensor import DTensor
+
+from llama_core.artifacts import RunDirectory
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.engine import train_step
+
+BATCH_SIZE = 4
+PLANS = {
+    "alone": ParallelPlan(num_microbatches=4),
+    "dp4": ParallelPlan(dp_replicate=4),
+    "zero3 dp4": ParallelPlan(dp_shard=4, zero_stage=3),
+    "hsdp": ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2),
+    "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
+    "tp2 zero1 dp2": ParallelPlan(tp=2, dp_shard=2, zero_stage=1, num_microbatches=2),
+    "pp4 chimera": ParallelPlan(pp=4, schedule="chimera", num_microbatches=4),
+    "pp2 interleaved": ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4),
+    "cp2": ParallelPlan(cp=2, num_microbatches=4),
+}
+
+
+def steps(path, plan, spec, first, last):
+    """Go on from the newest checkpoint, if any, to step ``last``, save it, and return losses, weights and moments."""
+    engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64, seed=first)  # not the saved weights
+    checkpointer = Checkpointer(RunDirectory(path), keep=2)
+    state = checkpointer.load(engine)
+    assert (state["step"] if state else 0) == first
+    loaded = everything(engine)
+    losses = []
+    for step in range(first, last):
+        share = own_microbatches(step, plan)
+        losses.append(float(train_step(engine, share, learning_rate=1e-3, max_grad_norm=1.0).loss))
+    checkpointer.save(last, engine, {})
+    checkpointer.finish()
+    return losses, loaded, everything(engine)
+
+
+def everything(engine):
+    """Return every weight and moment that this rank has a part of, whole, by name."""
+    names = {parameter: name for name, parameter in engine.model.named_parameters()}
+    tensors = dict(engine.model.named_parameters()) | {
+        f"{names[parameter]}.{key}": value
+        for parameter, state in engine.optimizer.state.items()
+        for key, value in state.items()
+    }
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
+        for name, tensor in tensors.items()
+    }
+
+
+def run_under(path, plan, spec, first, last):
+    if plan.world_size == 1:
+        ranks = [steps(path, plan, spec, first, last)]
+    else:
+        ranks = run_ranks(plan.world_size, steps, path, plan, spec, first, last)
+    loaded, final = ({}, {})
+    for _, before, after in ranks:
+        loaded |= before
+        final |= after
+    return ranks[0][0], loaded, final
+
+
+@pytest.fixture
+def path(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.config.write_text("model: test\n")
+    return run.path
+
+
+WAYS = [
+    ("tp2 pp2", "dp4"),
+    ("tp2 pp2", "alone"),
+    ("tp2 pp2", "zero3 dp4"),
+    ("alone", "tp2 pp2"),
+    ("zero3 dp4", "pp4 chimera"),
+    ("pp4 chimera", "tp2 zero1 dp2"),
+    ("hsdp", "pp2 interleaved"),
+    ("dp4", "cp2"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), WAYS)
+def test_a_run_goes_on_under_another_plan_with_the_same_weights_moments_and_losses(path, tmp_path, one, other):
+    _, _, saved = run_under(path, PLANS[one], UNTIED, 0, 3)
+    losses, loaded, _ = run_under(path, PLANS[other], UNTIED, 3, 5)
+    assert loaded.keys() == saved.keys()
+    assert len(saved) == 4 * (3 + UNTIED.num_layers * 9)
+    for name, value in saved.items():
+        assert (loaded[name] == value).all(), name
+
+    undisturbed = RunDirectory(tmp_path / "undisturbed")
+    undisturbed.create()
+    undisturbed.config.write_text("model: test\n")
+    expected, _, _ = run_under(undisturbed.path, PLANS["alone"], UNTIED, 0, 5)
+    assert losses == pytest.approx(expected[3:], rel=1e-10)
+
+
+def test_a_tied_embedding_is_saved_once_and_found_by_both_ends_of_a_pipeline(path):
+    _, _, saved = run_under(path, PLANS["zero3 dp4"], TIED, 0, 2)
+    _, loaded, _ = run_under(path, PLANS["tp2 pp2"], TIED, 2, 3)
+    assert "output.weight" not in loaded
+    for name, value in saved.items():
+        assert (loaded[name] == value).all(), name
