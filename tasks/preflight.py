@@ -10,7 +10,7 @@ from llama_core import steps
 from llama_core.artifacts import RunDirectory
 from llama_core.config.run import RunConfig
 from llama_core.launch.watch import say
-from llama_core.planning.memory import MemoryProfile
+from llama_core.planning.profile import MemoryProfile
 from llama_core.units import format_bytes
 
 
@@ -45,6 +45,9 @@ def estimate_memory(run: RunDirectory) -> None:
 def dry_run(run: RunDirectory) -> None:
     """Count the bytes of two real steps on fake tensors; they become a table."""
     rehearsed = steps.rehearse(run)
+    if rehearsed is None:
+        say("dry-run", steps.NOT_REHEARSED)
+        return
     create_table_artifact(_profile_rows(rehearsed.profile), key="dry-run", description=rehearsed.summary())
     say("dry-run", rehearsed.summary())
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import DATALOADER, RunConfig, config_keys
 from llama_core.errors import ConfigError, EnvironmentMismatchError, StoppedError, TrainingInfraError, did_you_mean
-from llama_core.planning.memory import Category, MemoryProfile
+from llama_core.planning.profile import Category, MemoryProfile
 from llama_core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from llama_core.planning.plan import ParallelPlan
     from llama_core.steps import PlannedRun
 
 
@@ -45,9 +46,16 @@ _MODEL_FLAGS = (
     Flag("--batch-size", "training.batch_size"),
     Flag("--seq-len", "training.seq_len"),
     Flag("--microbatch-size", "parallel.microbatch_size"),
+    Flag("--microbatches", "parallel.num_microbatches"),
+    Flag("--tensor-parallel", "parallel.tp"),
+    Flag("--pipeline-parallel", "parallel.pp"),
+    Flag("--context-parallel", "parallel.cp"),
+    Flag("--expert-parallel", "parallel.ep"),
+    Flag("--schedule", "parallel.schedule", "NAME"),
     Flag("--zero-stage", "parallel.zero_stage", "0|1|2|3"),
     Flag("--activation-checkpointing", "parallel.recompute", constant="full"),
-    Flag("--mixed-precision", "training.precision", "bfloat16|fp32"),
+    Flag("--gradient-compression", "parallel.gradient_compression", constant="bf16"),
+    Flag("--mixed-precision", "training.precision", "bfloat16|float16|fp32"),
 )
 _RUN_FLAGS = (
     Flag("--data", "data.source", "PATH"),
@@ -65,7 +73,7 @@ _RUN_FLAGS = (
     Flag("--launcher", "launch.launcher", "local|slurm"),
     Flag("--wandb", "tracking.wandb", "off|offline|online"),
 )
-_LONG_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
+_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """The long names of dtypes, which ``--mixed-precision`` takes as well."""
 
 
@@ -247,8 +255,10 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
         run = steps.prepare_run(config, options.run_dir, resume=options.resume)
         say("run", steps.describe(run))
         say("validate", steps.validate(run).summary())
+        _say_plan(steps.load_plan(run))
         say("estimate", steps.estimate(run).summary())
-        say("dry-run", steps.rehearse(run).summary())
+        rehearsed = steps.rehearse(run)
+        say("dry-run", rehearsed.summary() if rehearsed else steps.NOT_REHEARSED)
         try:
             handle = steps.submit(run)
             with watch(run) as on_progress:
@@ -275,8 +285,17 @@ def _preview(config: RunConfig, *, as_json: bool) -> None:
     for choice in planned.choices:
         say("default", choice)
     say("validate", environment.summary())
+    _say_plan(planned.plan)
     say("estimate", planned.estimate.summary())
     say("dry-run", rehearsed.summary())
+
+
+def _say_plan(plan: "ParallelPlan") -> None:
+    from llama_core.launch.watch import say
+
+    say("plan", plan.summary())
+    for note in plan.notes:
+        say("note", note)
 
 
 def _estimate_memory(options: argparse.Namespace) -> None:
@@ -312,7 +331,9 @@ def _print_plan(planned: "PlannedRun") -> None:
     print(f"{config.model}: {format_count(config.spec.num_parameters)} parameters, sequence length {config.seq_len}")
     for choice in planned.choices:
         print(f"default: {choice}")
-    print("plan: " + ", ".join(f"{name} {value}" for name, value in plan.as_dict().items()))
+    print(f"plan: {plan.summary()}")
+    for note in plan.notes:
+        print(f"note: {note}")
 
 
 def _print_profile(profile: MemoryProfile) -> None:

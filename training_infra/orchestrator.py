@@ -11,7 +11,7 @@ from llama_core.config.run import RunConfig, config_keys
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.launch import environment
 from llama_core.launch.watch import say, watch
-from llama_core.planning.memory import MemoryEstimate
+from llama_core.planning.profile import MemoryEstimate
 from llama_core.units import GB
 from reports.page import write_report
 from training_infra.config import TrainingStrategy
@@ -70,7 +70,9 @@ class LlamaTrainingOrchestrator:
         say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
         for choice in planned.choices:
             say("default", choice)
-        say("plan", ", ".join(f"{name} {value}" for name, value in planned.plan.as_dict().items()))
+        say("plan", planned.plan.summary())
+        for note in planned.plan.notes:
+            say("note", note)
         say("estimate", planned.estimate.summary())
 
     def estimate_memory(self) -> MemoryEstimate:

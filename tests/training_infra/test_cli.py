@@ -115,7 +115,10 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
         ),
         (["trian"], ["error: argument COMMAND: invalid choice: 'trian'"]),
         (["train", "--data", "no.jsonl", "--device", "cpu"], ["error: data source 'no.jsonl' does not exist"]),
-        (["train", "--gpus", "2", "--device", "cpu"], ["error: parallel.gpus=2: training runs on one device"]),
+        (
+            ["train", "--gpus", "3", "--tensor-parallel", "3", "--device", "cpu"],
+            ["error: parallel.tp=3 does not divide the 2 key/value heads of tiny_llama3_50m; use one of 1, 2"],
+        ),
         (["train", "--gpus", "4"], ["error: gpus=4: this machine has no CUDA device; add --device cpu"]),
         (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
         (["train", "--strategy", "lora"], ["error: strategy='lora': input should be 'standard'"]),
@@ -127,7 +130,10 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
             ["error: tokenizer 'bytes' has 258 tokens, more than the model's vocabulary of 100; choose a model"],
         ),
         (["report", "nowhere"], ["error: nowhere holds no run"]),
-        (["dry-run", "--gpus", "4"], ["error: a dry run rehearses one device, not 4"]),
+        (
+            ["dry-run", "--gpus", "4", "--set", "parallel.zero_backend=deepspeed"],
+            ["error: the dry run rehearses torch's own ZeRO, not DeepSpeed's"],
+        ),
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
 )
@@ -149,12 +155,26 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
-    assert list(dict.fromkeys(names)) == ["run", "validate", "estimate", "dry-run", "train", "benchmark", "report"]
+    assert " ".join(dict.fromkeys(names)) == "run validate plan estimate dry-run train benchmark report"
     run = only_run(shell.path)
     assert ended.stdout.splitlines()[-1].split()[1] == f"runs/{run.name}/report.html"
     assert "held-out loss" in ended.stdout
     assert read_metrics(run).num_rows == 6
     assert run.report.stat().st_size > 100_000
+
+
+def test_four_ranks_train_as_one_process_does(shell):
+    request = ("train", "--model=tiny_llama3_50m", *SMALL, "--batch-size=4", "--steps=5", "--mixed-precision=fp32")
+    ways = {"alone": [], "four": ["--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2"]}
+    for name, flags in ways.items():
+        done = shell(*request, *flags, f"--run-dir={name}")
+        assert done.returncode == 0, done.stderr
+    assert "4 ranks (tp 2 x pp 2), 1f1b" in done.stdout
+    four, alone = (
+        read_metrics(RunDirectory(shell.path / name)).column("loss").to_pylist() for name in ("four", "alone")
+    )
+    assert len(four) == 5
+    assert four == pytest.approx(alone, rel=1e-5)
 
 
 def test_train_json_prints_one_record_of_everything(shell):
@@ -168,11 +188,8 @@ def test_train_json_prints_one_record_of_everything(shell):
 def test_train_dry_run_rehearses_and_leaves_nothing(shell):
     ended = shell("train", *SMALL, "--dry-run")
     assert ended.returncode == 0, ended.stderr
-    assert [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("default")] == [
-        "validate",
-        "estimate",
-        "dry-run",
-    ]
+    names = [line.split()[0] for line in ended.stdout.splitlines() if not line.startswith("default")]
+    assert names == ["validate", "plan", "estimate", "dry-run"]
     assert list(shell.path.iterdir()) == []
 
 

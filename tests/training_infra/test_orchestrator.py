@@ -75,7 +75,7 @@ def test_an_unknown_strategy_is_refused():
 def test_the_configuration_is_printed_with_its_plan_and_memory(capsys):
     orchestrator().print_configuration()
     printed = capsys.readouterr().out
-    for word in ("tiny_llama3_50m", "microbatch_size", "peak", "fits"):
+    for word in ("tiny_llama3_50m", "1 rank", "peak", "fits"):
         assert word in printed
 
 
@@ -102,6 +102,17 @@ def test_the_same_tokens_train_the_same_in_every_form_of_batch(loader):
     summary = one.launch_training(loader)
     assert summary.steps == 4
     assert losses(one) == losses(reference)
+
+
+def test_a_shorter_last_batch_is_trained_on_too():
+    loader = DataLoader(TensorDataset(tokens()[:10]), batch_size=4)
+    summary = orchestrator(epochs=1.0, microbatch_size=1).launch_training([rows for (rows,) in loader])
+    assert (summary.steps, summary.tokens) == (3, 10 * (tokens().shape[1] - 1))
+
+
+def test_a_loader_for_several_devices_is_refused():
+    with pytest.raises(ConfigError, match=r"parallel.gpus=2: a dataloader feeds the one process"):
+        orchestrator(gpus=2).launch_training(batches())
 
 
 def test_targets_that_are_masked_are_not_trained_on():
