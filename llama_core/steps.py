@@ -5,7 +5,7 @@ them in order; the Prefect flow calls the same functions as tasks. Each can be c
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.errors import (
     ConfigError,
     EnvironmentMismatchError,
+    PlanError,
     RequestError,
     RunDirectoryError,
     StoppedError,
@@ -39,7 +40,7 @@ from llama_core.launch.environment import (
     validate_environment,
 )
 from llama_core.launch.launchers import JobHandle, Part, launcher_for
-from llama_core.launch.outcome import read_outcome
+from llama_core.launch.outcome import read_outcome, record_outcome
 from llama_core.launch.watch import say
 from llama_core.planning.auto import choose_plan
 from llama_core.planning.memory import estimate_memory
@@ -139,7 +140,8 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
 
     Raises:
         RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
-        ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met; nothing is written.
+        ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is estimated not
+            to fit the device and ``launch.force`` is not set; nothing is written.
     """
     planned = plan_run(_with_absolute_paths(config))
     _check_data(config)
@@ -154,12 +156,18 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         run = _new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
         plan = load_plan(run)
+    _refuse_unfit(_planned(planned.config, detect_machine(), (), plan).estimate, planned.config, "estimated")
     run.create()
     sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
     with atomic_write(run.config) as temporary:
         temporary.write_text(_with(planned.config, training=sizes).to_yaml())
     write_json(run.plan, plan.as_dict())
     return run
+
+
+def _refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
+    if not estimate.fits and not config.launch.force:
+        raise PlanError(f"{'; '.join(estimate.notes)} ({how}); or go on all the same with --force (launch.force=true)")
 
 
 def _check_data(config: RunConfig) -> None:
@@ -307,12 +315,23 @@ def rehearse(run: RunDirectory) -> "DryRunResult | None":
     """Take two real steps on fake tensors, counting every byte, and record the counts.
 
     None where DeepSpeed divides the model: it works with real ranks only.
+
+    Raises:
+        PlanError: if what was counted does not fit the device and ``launch.force`` is not set. The directory may then
+            be used for another run.
     """
-    plan = load_plan(run)
+    config, plan = load_config(run), load_plan(run)
+    run.dry_run.unlink(missing_ok=True)
     if plan.zero_backend == "deepspeed":
         return None
-    result = rehearse_plan(load_config(run), plan)
+    result = rehearse_plan(config, plan)
     write_json(run.dry_run, result.as_dict())
+    estimate = _planned(config, detect_machine(), (), plan).estimate
+    try:
+        _refuse_unfit(replace(estimate, profile=result.profile), config, "rehearsed")
+    except PlanError as error:
+        record_outcome(run, "bad-config", reason=str(error), next_action="change the plan, or add --force")
+        raise
     return result
 
 

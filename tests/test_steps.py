@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -103,6 +104,35 @@ def test_a_request_that_cannot_be_met_writes_nothing(tmp_path, mapping, error, m
     with pytest.raises(error, match=message):
         steps.prepare_run(RunConfig.from_mapping(mapping), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+BIG = {"model": "llama3_70b", "launch": {"device": "cpu"}, "training": {"seq_len": 32, "batch_size": 1}}
+
+
+def test_what_is_estimated_not_to_fit_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        PlanError, match=r"take 1128.9 GB per device, .*\(estimated\); or go on all the same with --force"
+    ):
+        steps.prepare_run(RunConfig.from_mapping(BIG))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_force_goes_on_all_the_same_and_is_on_record():
+    forced = RunConfig.from_mapping(BIG, ["launch.force=true"])
+    run = steps.prepare_run(forced)
+    assert steps.load_config(run).launch.force
+    assert not steps.estimate(run).fits
+
+
+def test_what_is_rehearsed_not_to_fit_is_refused_and_leaves_the_directory_to_another(tmp_path, monkeypatch):
+    run = steps.prepare_run(config(batch_size=1), tmp_path / "run")
+    small = dataclasses.replace(steps.detect_machine(), memory_bytes=100 * 2**20)
+    monkeypatch.setattr(steps, "detect_machine", lambda: small)
+    with pytest.raises(PlanError, match=r"this machine's memory.*\(rehearsed\)"):
+        steps.rehearse(run)
+    assert read_json(run.dry_run)["peak_bytes"] > small.memory_bytes
+    monkeypatch.undo()
+    assert steps.prepare_run(config(batch_size=2), run.path) == run
 
 
 @pytest.mark.root

@@ -71,6 +71,7 @@ _RUN_FLAGS = (
     Flag("--eval-every", "training.eval_every"),
     Flag("--checkpoint-every", "training.checkpoint_every"),
     Flag("--launcher", "launch.launcher", "local|slurm"),
+    Flag("--force", "launch.force", constant="true"),
     Flag("--wandb", "tracking.wandb", "off|offline|online"),
 )
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -205,6 +205,8 @@ class LaunchConfig(Section):
     """Machines the devices are spread over."""
     collective_timeout_s: int = Field(600, ge=1)
     """Seconds that ranks wait for each other before the run is given up as hung."""
+    force: bool = False
+    """Submit even what does not fit the memory of the device."""
     slurm: SlurmConfig = SlurmConfig()
     """What a Slurm job asks for."""
 

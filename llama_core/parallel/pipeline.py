@@ -62,7 +62,8 @@ class Pipeline:
         Raises:
             DataError: if a pipeline of several ranks gets another number of microbatches than it is scheduled for.
         """
-        parts, scheduled = self.schedule.parts_per_microbatch, self.schedule.num_microbatches
+        parts = self.schedule.parts_per_microbatch
+        scheduled = self.schedule.num_microbatches // parts
         if len(microbatches) == scheduled:
             pieces = [piece for batch in microbatches for piece in batch.split(len(batch.tokens_BS) // parts)]
             return _Execution(self, pieces, scale, on_phase).run(self.actions)

@@ -100,6 +100,11 @@ class ParallelPlan:
                 f"schedule={self.schedule} cuts every microbatch in {schedule.parts_per_microbatch}, which "
                 f"microbatch_size={self.microbatch_size} does not allow; use an even one"
             )
+        if self.pp > 1 and self.schedule == "chimera_doubling" and self.num_microbatches < 3:
+            yield (
+                f"schedule=chimera_doubling runs num_microbatches={self.num_microbatches} in one direction alone; "
+                "use schedule=chimera"
+            )
         if self.recomputed_layers is not None and len(self.recomputed_layers) != self.num_stages:
             yield f"recomputed_layers={self.recomputed_layers} is not one number for each of {self.num_stages} stages"
         if self.dp_shard > 1 and self.zero_stage == 0:

@@ -196,4 +196,5 @@ class ShardedWeights(StageWeights):
         result = FP32_BYTES * group // (self.num_shards if reduces else 1)
         if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to what was there
             made, result = (0 if reduces else made), 0
-        return max(made, result + (self.itemsize * largest if self.num_shards > 1 else 0))
+        holds_on = self.num_shards > 1 or not reduces
+        return max(made, result + (self.itemsize * largest if holds_on else 0))
