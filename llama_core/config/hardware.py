@@ -70,7 +70,7 @@ def _device(
     link: float,
     shares: tuple[float, float],
     *reported: str,
-    gpus_per_node: int = GPUS_PER_NODE,
+    in_node: int = GPUS_PER_NODE,
 ) -> DeviceSpec:
     return DeviceSpec(
         name,
@@ -83,7 +83,7 @@ def _device(
         fp32_flops=tflops[1] * TFLOP,
         matmul_share=shares[0],
         attention_share=shares[1],
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=in_node,
     )
 
 
@@ -94,11 +94,11 @@ _DEVICES = (
     _device("a100",       "A100 SXM 80 GB",   ( 312,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB", "A100"),
     _device("h100",       "H100 SXM 80 GB",   ( 989,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
     # capped at 500 W: its products lie as far between the PCIe card's, at 350 W, and the others', at 700 W
-    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989,  67.0), ( 96, 2.4),  450,  (0.63, 0.31), "H100 96GB HBM2e"),
+    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
     _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
     _device("h200",       "H200 141 GB",      ( 989,  67.0), (141, 4.8),  450,  (0.80, 0.31), "H200"),
     _device("b200",       "B200 180 GB",      (2250,  75.0), (180, 8.0),  900,  (0.78, 0.31), "B200"),
-    _device("gb200",      "GB200 186 GB",     (2500,  80.0), (186, 8.0),  900,  (0.73, 0.31), "GB200", gpus_per_node=72),
+    _device("gb200",      "GB200 186 GB",     (2500,  80.0), (186, 8.0),  900,  (0.73, 0.31), "GB200", in_node=72),
     _device("mi300x",     "MI300X 192 GB",    (1307, 163.4), (192, 5.3),  448,  (0.51, 0.31), "MI300X"),
     _device("mi325x",     "MI325X 256 GB",    (1307, 163.4), (256, 6.0),  448,  (0.60, 0.31), "MI325X"),
     _device("mi355x",     "MI355X 288 GB",    (2500, 157.3), (288, 8.0),  535,  (0.63, 0.31), "MI355X"),

@@ -1,13 +1,26 @@
-"""What training costs: FLOPs per token and the share of a device's peak that a run reaches.
+"""What training costs: FLOPs, the time of an optimizer step, and what follows from it: tokens per second and money.
 
 FLOPs are those of matrix products, two per multiply-add; norms, rotary embedding, softmax and optimizer are left out.
 The convention of everything printed is full attention: a causal mask is not credited with the half that it spares, as
 in the figures of Megatron-LM and torchtitan.
+
+The time of a step is arithmetic from data sheets and published measurements; ``docs/cost.md`` has every constant with
+its source, and how far published throughputs are from the estimate.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import RecomputeMode
+from llama_core.config.run import Precision, RecomputeMode
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.step import Part, StepParts
+from llama_core.units import format_count, format_duration
+
+_SHOWN_SHARE = 0.005
+"""Share of a step below which a part is not worth a word."""
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> float:
@@ -48,3 +61,101 @@ def model_flops_utilisation(
     if device is None:
         return None
     return tokens_per_second * flops_per_token(spec, seq_len) / (num_devices * device.bf16_flops)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long one optimizer step takes, in seconds, and what follows from it."""
+
+    parts: Mapping[Part, float]
+    """What the step goes to on the pipeline rank that computes most; together they are the whole of it.
+
+    ``compute``: forwards, backwards and what is recomputed. ``bubble``: waiting while other pipeline ranks compute.
+    ``tp``, ``cp``, ``dp``, ``pp``: what communication over these axes adds; dp is that of weights and gradients over
+    all ranks that hold the same ones. ``optimizer``: clipping, updating, and moving states to the host and back.
+    """
+    tokens: int
+    """Tokens of a step, over all devices."""
+    num_devices: int
+    flops: float
+    """Model FLOPs of a step: attention in full, recomputation not counted."""
+    peak_flops: float
+    """Peak bf16 rate of all devices."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices."""
+        return self.tokens / self.total
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Tokens per second of one device."""
+        return self.tokens_per_second / self.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak, from 0 to 1."""
+        return self.flops / self.total / self.peak_flops
+
+    def training_time(self, tokens: float) -> float:
+        """Return the seconds to train on so many tokens, without checkpoints, evaluations and failures."""
+        return tokens / self.tokens_per_second
+
+    def price(self, tokens: float, dollars_per_gpu_hour: float) -> float:
+        """Return the dollars to train on so many tokens."""
+        return self.training_time(tokens) / 3600 * self.num_devices * dollars_per_gpu_hour
+
+    def summary(self) -> str:
+        """Return the estimate in one line."""
+        duration = f"{self.total:.3g} s" if self.total < 60 else format_duration(self.total)
+        shares = {name: seconds / self.total for name, seconds in self.parts.items()}
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _SHOWN_SHARE)
+        return (
+            f"about {duration} per step, {format_count(self.tokens_per_second)} tokens/s "
+            f"({format_count(self.tokens_per_second_per_device)} per GPU), MFU {self.mfu:.1%}; {shown}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the estimate as a flat record."""
+        return {
+            "step_seconds": self.total,
+            **{f"{name}_seconds": seconds for name, seconds in self.parts.items()},
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "mfu": self.mfu,
+        }
+
+
+def step_time(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    device: DeviceSpec,
+    *,
+    seq_len: int,
+    precision: Precision = "auto",
+    document_mask: bool = False,
+) -> StepTime:
+    """Return how long one optimizer step of ``plan`` takes on ``device``.
+
+    Args:
+        spec: the architecture.
+        plan: how a batch is divided and what is recomputed; one that ``plan.check`` accepts.
+        device: the devices, all of one kind.
+        seq_len: tokens per sequence.
+        precision: the dtype of activations and products; ``auto`` counts as bf16.
+        document_mask: whether attention is kept inside packed documents by a mask, for which no score is skipped.
+    """
+    parts = StepParts(spec, plan, device, seq_len=seq_len, precision=precision, document_mask=document_mask)
+    tokens = plan.batch_size * seq_len
+    return StepTime(
+        parts=parts.seconds(),
+        tokens=tokens,
+        num_devices=plan.world_size,
+        flops=tokens * flops_per_token(spec, seq_len),
+        peak_flops=plan.world_size * device.bf16_flops,
+    )

@@ -1,6 +1,6 @@
 import pytest
 
-from llama_core.config.hardware import gpu_names, gpu_spec, recognise_gpu
+from llama_core.config.hardware import PCIE_BANDWIDTH, gpu_names, gpu_spec, recognise_gpu
 from llama_core.errors import ConfigError
 
 
@@ -33,3 +33,15 @@ def test_a_program_gets_less_than_the_data_sheet_says(name):
 def test_a_misspelt_gpu_type_is_answered_with_the_nearest_name():
     with pytest.raises(ConfigError, match="unknown gpu type 'h10'; did you mean 'h100'"):
         gpu_spec("h10")
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_programs_reach_a_part_of_a_peak(name):
+    device = gpu_spec(name)
+    assert 0 < device.attention_share < device.matmul_share <= 1
+    assert 0 < device.fp32_flops < device.bf16_flops
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_neighbours_in_a_node_are_connected_at_least_by_pcie(name):
+    assert gpu_spec(name).neighbour_bandwidth >= PCIE_BANDWIDTH

@@ -1,0 +1,90 @@
+"""Transfers between the ranks of a plan, and how long the links between them take for one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llama_core.config.hardware import DeviceSpec
+from llama_core.planning.plan import ParallelPlan
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+Axis = Literal["tp", "cp", "pp", "shard", "replicate"]
+
+COLLECTIVE_SHARE = 0.8
+"""Share of a link's rate that a collective reaches: 370 of 450 GB/s, say NCCL's authors (nccl-tests, issue 212)."""
+START_SECONDS = 8.4e-6
+"""Time to start a collective."""
+LINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 3.4e-6, 5.7e-6, 9.6e-6
+"""Latency of one hop of a ring, over NVLink or its like, over PCIe and between nodes.
+
+All of these are what NCCL reckons with itself (``src/graph/tuning.cc``, ring and protocol Simple).
+"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Transfers of one kind over one axis, as one rank takes part in them."""
+
+    collective: Collective
+    axis: Axis
+    num_ranks: int
+    """Ranks of the group; 2 for a send."""
+    count: int
+    """Transfers."""
+    num_bytes: float
+    """Bytes of the whole tensors: what a gather yields, what a reduction is made from, what is sent."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each rank sends when the ranks form a ring."""
+        if self.collective == "send":
+            return self.num_bytes
+        passes = 2 if self.collective == "all_reduce" else 1
+        return passes * (self.num_ranks - 1) / self.num_ranks * self.num_bytes
+
+    def times(self, count: int) -> "Traffic":
+        """Return ``count`` times these transfers."""
+        return replace(self, count=self.count * count, num_bytes=self.num_bytes * count)
+
+
+class Links:
+    """What connects the ranks of a plan, which are numbered as ``plan.AXES`` has them, node by node.
+
+    Args:
+        plan: the plan.
+        device: the devices, how many there are in a node, and their links.
+    """
+
+    def __init__(self, plan: ParallelPlan, device: DeviceSpec) -> None:
+        self.plan, self.device = plan, device
+
+    def seconds(self, traffic: Iterable[Traffic]) -> float:
+        """Return how long transfers take, one after the other."""
+        return sum(self._seconds(part) for part in traffic if part.num_ranks > 1)
+
+    def _seconds(self, traffic: Traffic) -> float:
+        device = self.device
+        stride, size = self._extent(traffic.axis)
+        in_a_node = min(size, max(1, device.gpus_per_node // stride))
+        hops = traffic.num_ranks - 1
+        hops_between_nodes = 0 if size <= in_a_node else max(1, traffic.num_ranks // in_a_node - 1)
+        bandwidth, latency = device.neighbour_bandwidth, LINK_SECONDS if device.link_bandwidth else PCIE_SECONDS
+        if hops_between_nodes:
+            # a ring through a node enters and leaves it by as many NICs as it has devices there
+            nics = 1 if traffic.collective == "send" else in_a_node
+            bandwidth = min(bandwidth, nics * device.network_bandwidth)
+        passes = 2 if traffic.collective == "all_reduce" else 1
+        waiting = passes * ((hops - hops_between_nodes) * latency + hops_between_nodes * NETWORK_SECONDS)
+        return traffic.count * (START_SECONDS + waiting) + traffic.sent_bytes / (bandwidth * COLLECTIVE_SHARE)
+
+    def _extent(self, axis: Axis) -> tuple[int, int]:
+        """Return how far neighbours on an axis are apart in rank, and how many ranks it has."""
+        plan = self.plan
+        shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        return {
+            "tp": (1, plan.tp),
+            "cp": (plan.tp, plan.cp),
+            "shard": (plan.tp, shards),
+            "replicate": (plan.tp * shards, plan.dp * plan.cp // shards),
+            "pp": (plan.world_size // plan.pp, plan.pp),
+        }[axis]

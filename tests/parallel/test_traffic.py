@@ -1,0 +1,83 @@
+"""What the engine sends in a step is what ``planning.communication`` counts, transfer by transfer, byte by byte."""
+
+from collections import Counter
+
+import pytest
+import torch
+from distributed import run_ranks
+from parity import SEQ_LEN, TIED, UNTIED
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llama_core.models.batch import Batch
+from llama_core.parallel.apply import ParallelModel
+from llama_core.planning.communication import communication
+from llama_core.planning.plan import ParallelPlan
+
+# where the whole tensor is among an operator's arguments; None: it is what the operator returns
+TRANSFERS = {
+    "c10d::_allgather_base_": ("all_gather", lambda args, _: args[0]),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda args, _: args[1]),
+    "c10d::allreduce_": ("all_reduce", lambda args, _: args[0][0]),
+    "c10d::send": ("send", lambda args, _: args[0][0]),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", lambda _, out: out),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", lambda args, _: args[0]),
+    "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: args[0]),
+}
+PLANS = [
+    ParallelPlan(dp_replicate=2, num_microbatches=2),
+    ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=3),
+    ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=3),
+    ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
+    ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2),
+    ParallelPlan(tp=2, recompute="full", dp_shard=2, zero_stage=3, num_microbatches=2),
+    ParallelPlan(tp=2, recompute="full", sequence_parallel=False),
+    ParallelPlan(cp=2, zero_stage=3, recompute="full"),
+    ParallelPlan(pp=2, schedule="chimera", num_microbatches=4),
+    ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4, dp_shard=2, zero_stage=3),
+]
+
+
+class Transfers(TorchDispatchMode):
+    """Counts transfers and bytes by collective, but for those of a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        collective, whole = TRANSFERS.get(func._schema.name, (None, lambda args, out: torch.empty(())))
+        tensor = whole(args, out)
+        self.counted[collective, "count"] += tensor.dim() > 0
+        self.counted[collective, "bytes"] += tensor.nbytes * (tensor.dim() > 0)
+        return out
+
+
+def transfers_of_a_step(plan, spec):
+    model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16).materialize()
+    model.initialize_weights(0)
+    tokens_BS = torch.zeros(plan.microbatch_size, SEQ_LEN, dtype=torch.int64)
+    with Transfers() as transfers:
+        batch = Batch(tokens_BS, tokens_BS, None)
+        model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
+    return {key: number for key, number in transfers.counted.items() if key[0] and number}
+
+
+def counted(plan, spec, pp_rank):
+    sums = Counter()
+    for record in communication(spec, plan, seq_len=SEQ_LEN, precision="bf16", pp_rank=pp_rank):
+        sums[record.collective, "count"] += record.count
+        sums[record.collective, "bytes"] += record.num_bytes
+    return dict(sums)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary())
+def test_every_rank_sends_what_is_counted(plan):
+    ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, UNTIED)
+    assert ranks == [counted(plan, UNTIED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
+
+
+def test_the_ends_of_a_pipeline_with_a_tied_embedding_send_what_is_counted():
+    plan = ParallelPlan(pp=2, dp_shard=2, zero_stage=3, num_microbatches=2)
+    ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, TIED)
+    assert ranks == [counted(plan, TIED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]

@@ -1,0 +1,92 @@
+from dataclasses import replace
+
+import pytest
+
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.models import model_spec
+from llama_core.planning.compute import HALF_RATE_DIM, MEMORY_SHARE, MODEL_SHAPES, StageCompute
+from llama_core.planning.plan import ParallelPlan
+
+SPEC = model_spec("llama2_7b")  # all sides of its matrices are at least 4096, and so are its tokens here
+SEQ_LEN = 4096
+H100 = gpu_spec("h100")
+ENDLESS_MEMORY = replace(H100, memory_bandwidth=1e30)
+ENDLESS_FLOPS = replace(H100, bf16_flops=1e30)
+PRODUCT_RATE = H100.bf16_flops * H100.matmul_share * MODEL_SHAPES * 4096 / (4096 + HALF_RATE_DIM)
+
+
+def compute(device, plan=ParallelPlan(), spec=SPEC, document_mask=False):  # noqa: B008 - plans are frozen
+    return StageCompute(spec, plan, device, seq_len=SEQ_LEN, precision="bf16", document_mask=document_mask)
+
+
+def products(*names):
+    hidden, ffn = SPEC.hidden_size, SPEC.ffn_size
+    sizes = dict.fromkeys(("wq", "wk", "wv", "wo"), hidden * hidden) | dict.fromkeys(("w1", "w2", "w3"), hidden * ffn)
+    return sum(2 * SEQ_LEN * sizes[name] / PRODUCT_RATE for name in names or sizes)
+
+
+def test_without_waiting_for_memory_a_layer_takes_its_products_and_half_of_its_scores():
+    scores = 4 * SEQ_LEN * SEQ_LEN * SPEC.q_size / 2 / (H100.bf16_flops * H100.attention_share)
+    forward, backward = compute(ENDLESS_MEMORY).layer("none")
+    assert forward == pytest.approx(products() + scores)
+    assert backward == pytest.approx(2 * products() + 2.5 * scores)
+
+
+def test_full_recomputation_runs_the_forward_again_but_for_its_last_product():
+    layer = compute(ENDLESS_MEMORY).layer
+    again = layer("full").backward - layer("none").backward
+    assert again == pytest.approx(layer("none").forward - products("w2"))
+
+
+def test_selective_recomputation_computes_two_products_again():
+    layer = compute(ENDLESS_MEMORY).layer
+    assert layer("selective").backward - layer("none").backward == pytest.approx(products("wk", "w3"))
+
+
+def test_a_mask_of_documents_spares_no_score():
+    causal, masked = (compute(H100, document_mask=flag).attention() for flag in (False, True))
+    assert masked == pytest.approx(causal.plus(causal))
+
+
+def test_tensor_parallel_ranks_divide_products_and_scores():
+    alone, divided = (compute(ENDLESS_MEMORY, ParallelPlan(tp=tp)).attention() for tp in (1, 4))
+    assert divided.forward == pytest.approx(alone.forward / 4)
+    narrow = compute(ENDLESS_MEMORY, ParallelPlan(tp=32)).layer("none").forward  # sides of 128 run at half rate
+    assert narrow > compute(ENDLESS_MEMORY).layer("none").forward / 32 * 1.3
+
+
+def test_weights_of_one_rank_alone_are_cast_at_every_use_and_their_gradients_widened_and_added():
+    alone, gathered = (
+        compute(ENDLESS_FLOPS, plan).layer("none") for plan in (ParallelPlan(), ParallelPlan(dp_shard=2, zero_stage=3))
+    )
+    speed = H100.memory_bandwidth * MEMORY_SHARE
+    assert alone.forward - gathered.forward == pytest.approx((4 + 2) * SPEC.layer_matmul_parameters / speed)
+    assert alone.backward - gathered.backward == pytest.approx((2 + 4 * 4) * SPEC.layer_matmul_parameters / speed)
+
+
+def test_compiled_kernels_touch_less_than_a_third_of_the_bytes():
+    eager, compiled = (compute(ENDLESS_FLOPS, sharded).layer("none") for sharded in shards(False, True))
+    assert sum(compiled) < sum(eager) / 3
+
+
+def shards(*compiled):
+    return [ParallelPlan(dp_shard=2, zero_stage=3, compile=flag) for flag in compiled]
+
+
+def test_the_loss_reads_and_writes_every_logit_a_dozen_times():
+    head = compute(ENDLESS_FLOPS, spec=model_spec("llama3_8b")).head()
+    logits = SEQ_LEN * 128_256 * 4
+    assert head.forward > 11 * logits / (H100.memory_bandwidth * MEMORY_SHARE)
+    assert head.backward < head.forward / 4  # the gradients are there already
+
+
+def test_the_ends_of_a_pipeline_have_the_embedding_and_the_head_besides_their_layers():
+    stages = compute(H100)
+    inner = stages.stage(("none", "full"), is_first=False, is_last=False)
+    ends = stages.stage(("none", "full"), is_first=True, is_last=True)
+    assert inner == pytest.approx(stages.layer("none").plus(stages.layer("full")))
+    assert ends == pytest.approx(inner.plus(stages.embedding()).plus(stages.head()))
+
+
+def test_an_update_reads_and_writes_forty_bytes_per_parameter():
+    assert compute(H100).optimizer(1e9) == pytest.approx(40e9 / (H100.memory_bandwidth * MEMORY_SHARE))

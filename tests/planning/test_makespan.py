@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_core.planning.compute import Pass
+from llama_core.planning.makespan import EXACT_UNITS, span
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.schedules import schedule_names
+from llama_core.planning.simulate import simulate
+
+times = st.floats(0.5, 2.0)
+
+
+@given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(2, EXACT_UNITS), times, times)
+@settings(max_examples=60, deadline=None)
+def test_even_stages_take_what_the_clock_of_the_schedule_says(name, pp, units, forward, backward):
+    chunks = 2 if name == "interleaved" else 1
+    plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
+    timeline = simulate(plan.build_schedule(), forward=forward, backward=backward)
+    parts = plan.num_stages / pp * plan.build_schedule().parts_per_microbatch
+    span_ = span(plan, [Pass(forward / parts, backward / parts)] * plan.num_stages)
+    assert span_.makespan == pytest.approx(timeline.makespan)
+    assert span_.bubble == pytest.approx(min(map(timeline.idle, range(pp))))
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 31, 1000])
+def test_the_bubble_of_even_stages_is_the_filling_and_draining_of_the_pipeline(num_microbatches):
+    plan = ParallelPlan(pp=8, num_microbatches=num_microbatches)
+    assert span(plan, [Pass(1.0, 2.0)] * 8) == pytest.approx((3 * (num_microbatches + 7), 3 * num_microbatches))
+
+
+@given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(7, 12), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_long_pipeline_of_uneven_stages_is_clocked_in_part_to_within_a_hundredth(name, pp, units, data):
+    chunks = 2 if name == "interleaved" else 1
+    plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
+    uneven = st.floats(0.8, 1.25)
+    passes = [Pass(data.draw(uneven), 2 * data.draw(uneven)) for _ in range(plan.num_stages)]
+    assert span(plan, passes) == pytest.approx(span(plan, passes, exact_units=units), rel=0.01)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    plans = [ParallelPlan(pp=4, num_microbatches=count) for count in (100, 300)]
+    passes = [Pass(1.0, 2.0), Pass(1.5, 3.5), Pass(1.0, 2.0), Pass(1.0, 2.0)]
+    short, long = (span(plan, passes).makespan for plan in plans)
+    assert long - short == pytest.approx(200 * 5.0)
+
+
+def test_a_hop_delays_only_those_who_need_what_it_brings():
+    plan, passes = ParallelPlan(pp=4, schedule="gpipe", num_microbatches=64), [Pass(1.0, 2.0)] * 4
+    late = span(plan, passes, hop=0.1).makespan - span(plan, passes).makespan
+    assert late == pytest.approx(2 * 3 * 0.1)  # the first forward and the last backward pass every boundary
+
+
+def test_a_hop_costs_nothing_between_stages_of_one_rank():
+    plan, passes = ParallelPlan(pp=2, schedule="zbv", num_microbatches=1), [Pass(1.0, 2.0)] * 4
+    late = span(plan, passes, hop=0.1).makespan - span(plan, passes).makespan
+    assert late == pytest.approx(4 * 0.1)  # of three boundaries one is within the last rank
