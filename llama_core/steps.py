@@ -43,7 +43,7 @@ from llama_core.launch.launchers import JobHandle, Part, launcher_for
 from llama_core.launch.outcome import read_outcome, record_outcome
 from llama_core.launch.watch import say
 from llama_core.planning.auto import choose_plan
-from llama_core.planning.memory import estimate_memory
+from llama_core.planning.memory import estimate_ranks
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.profile import MemoryEstimate
 from llama_core.training.corpus import find_files
@@ -109,14 +109,15 @@ def _planned(
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label, usable = gpu.label, gpu.usable_bytes
     plan = plan or choose_plan(config, usable)
-    profile = estimate_memory(
+    ranks = estimate_ranks(
         config.spec,
         plan,
         seq_len=config.seq_len,
         precision=config.training.precision,
         document_mask=config.data.document_mask,
     )
-    return PlannedRun(config, plan, MemoryEstimate(profile, label, usable), choices)
+    fullest = max(ranks, key=lambda profile: profile.peak_bytes)
+    return PlannedRun(config, plan, MemoryEstimate(fullest, label, usable, ranks), choices)
 
 
 def _with(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

@@ -12,17 +12,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import DATALOADER, RunConfig, config_keys
 from llama_core.errors import ConfigError, EnvironmentMismatchError, StoppedError, TrainingInfraError, did_you_mean
-from llama_core.planning.profile import Category, MemoryProfile
-from llama_core.units import format_bytes, format_count
+from training_infra.tables import print_plan, print_profile, print_ranks
 
 if TYPE_CHECKING:
     from llama_core.planning.plan import ParallelPlan
-    from llama_core.steps import PlannedRun
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,12 @@ def _parser() -> _Parser:
 
     report = command("report", _report, "write report.html of a run directory, finished or not")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    published = command("memory-ledger", _memory_ledger, "predict published memory measurements, row by row")
+    published.add_argument("--csv", type=Path, required=True, metavar="FILE", help="measurements, a row each")
+    published.add_argument(
+        "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="where predictions go, a row each"
+    )
 
     models = command("models", _models, "list the model variants")
     models.add_argument("--json", action="store_true", help="print JSON")
@@ -306,8 +310,9 @@ def _estimate_memory(options: argparse.Namespace) -> None:
     if options.json:
         _print_json(planned.estimate.as_dict() | {"plan": planned.plan.as_dict()})
         return
-    _print_plan(planned)
-    _print_profile(planned.estimate.profile)
+    print_plan(planned)
+    print_profile(planned.estimate.profile)
+    print_ranks(planned)
     print(planned.estimate.summary())
     for note in planned.estimate.notes:
         print(f"note: {note}")
@@ -321,30 +326,10 @@ def _dry_run(options: argparse.Namespace) -> None:
     if options.json:
         _print_json(rehearsed.as_dict() | {"plan": planned.plan.as_dict()})
         return
-    _print_plan(planned)
-    _print_profile(rehearsed.profile)
+    print_plan(planned)
+    print_profile(rehearsed.profile)
     print(f"estimate: {planned.estimate.summary()}")
     print(f"dry run:  {rehearsed.summary()}")
-
-
-def _print_plan(planned: "PlannedRun") -> None:
-    config, plan = planned.config, planned.plan
-    print(f"{config.model}: {format_count(config.spec.num_parameters)} parameters, sequence length {config.seq_len}")
-    for choice in planned.choices:
-        print(f"default: {choice}")
-    print(f"plan: {plan.summary()}")
-    for note in plan.notes:
-        print(f"note: {note}")
-
-
-def _print_profile(profile: MemoryProfile) -> None:
-    """Print bytes by category (rows) and phase (columns), for one rank."""
-    phases = list(profile.phases)
-    print(f"\n{'bytes per rank':<16}" + "".join(f"{phase:>14}" for phase in phases))
-    for category in get_args(Category):
-        print(f"{category:<16}" + "".join(f"{format_bytes(profile.phases[p].get(category, 0)):>14}" for p in phases))
-    totals = [format_bytes(sum(profile.phases[phase].values())) for phase in phases]
-    print(f"{'total':<16}" + "".join(f"{total:>14}" for total in totals) + "\n")
 
 
 def _benchmark(options: argparse.Namespace) -> None:
@@ -386,6 +371,15 @@ def _report(options: argparse.Namespace) -> None:
     run = RunDirectory(options.run_dir)
     steps.load_config(run)
     print(write_report(run))
+
+
+def _memory_ledger(options: argparse.Namespace) -> None:
+    from llama_core.planning.published import ledger, read_rows, write_predictions
+    from llama_core.planning.published.tables import remarks, rows_table, summary_table
+
+    result = ledger(read_rows(options.csv))
+    write_predictions(result, options.out)
+    print(rows_table(result), summary_table(result), *remarks(result), f"predictions: {options.out}", sep="\n")
 
 
 def _models(options: argparse.Namespace) -> None:

@@ -157,19 +157,24 @@ def estimate_requirements(
         **settings: as ``LlamaTrainingOrchestrator.configure``.
 
     Returns:
-        ``memory_per_gpu_gb`` (GB of 1e9 bytes at the peak), ``fits``, ``device``, ``recommendations`` (sentences),
-        and ``categories`` (bytes at the peak by category).
+        ``memory_per_gpu_gb`` (GB of 1e9 bytes at the peak of the GPU that holds most), ``min_memory_per_gpu_gb`` (of
+        the one that holds least), ``fits``, ``device``, ``plan`` (a sentence), ``recommendations`` (sentences),
+        ``categories`` (bytes at the peak by category) and ``ranks`` (the same of every rank of a pipeline).
     """
     orchestrator = LlamaTrainingOrchestrator(
         model_variant, "standard", num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
     )
-    estimate = steps.plan_for_gpu(orchestrator.config).estimate
+    planned = steps.plan_for_gpu(orchestrator.config)
+    estimate = planned.estimate
     return {
         "memory_per_gpu_gb": estimate.profile.peak_bytes / GB,
+        "min_memory_per_gpu_gb": min(rank.peak_bytes for rank in estimate.ranks) / GB,
+        "plan": planned.plan.summary(),
         "fits": estimate.fits,
         "device": estimate.device,
         "recommendations": list(estimate.notes),
         "categories": dict(estimate.profile.peak),
+        "ranks": [dict(rank.peak) for rank in estimate.ranks],
     }
 
 

@@ -16,7 +16,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054, for what each ZeRO stage divi
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
@@ -50,12 +50,32 @@ def estimate_memory(
         document_mask: whether attention is kept inside packed documents, which takes a mask of ``seq_len`` squared.
         pp_rank: the rank's place in its pipeline; by default the one that holds most.
     """
+    ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
+    profiles = _profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, document_mask=document_mask)
+    return max(profiles, key=lambda profile: profile.peak_bytes)
+
+
+def estimate_ranks(
+    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, document_mask: bool
+) -> tuple[MemoryProfile, ...]:
+    """Return ``estimate_memory`` of every rank of a pipeline, in their order."""
+    ranks = range(plan.pp)
+    return tuple(_profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, document_mask=document_mask))
+
+
+def _profiles(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    ranks: Iterable[int],
+    *,
+    seq_len: int,
+    precision: Precision,
+    document_mask: bool,
+) -> Iterator[MemoryProfile]:
     itemsize = 4 if precision == "fp32" else 2
     tensors = Tensors(spec, plan, seq_len=seq_len, itemsize=itemsize, document_mask=document_mask)
     stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan)]
-    ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
-    profiles = [_Rank(plan, rank, stages, tensors).profile() for rank in ranks]
-    return max(profiles, key=lambda profile: profile.peak_bytes)
+    return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
 
 
 def _stages(spec: ModelSpec, plan: ParallelPlan) -> Iterator[Stage]:

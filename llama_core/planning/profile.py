@@ -68,6 +68,8 @@ class MemoryEstimate:
     """The device as people call it."""
     usable_bytes: int
     """Bytes a training process may use there."""
+    ranks: tuple[MemoryProfile, ...] = ()
+    """The profiles of all ranks of a pipeline, of which ``profile`` is the one that holds most."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -124,4 +126,5 @@ class MemoryEstimate:
             "fits": self.fits,
             "headroom_bytes": self.headroom_bytes,
             "notes": list(self.notes),
+            "ranks": [rank.as_dict() for rank in self.ranks],
         }

@@ -1,11 +1,13 @@
 """The command line as a user meets it: real processes, their output and exit codes."""
 
+import csv
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,15 @@ def test_a_memory_estimate_is_a_table_by_category_without_torch(shell):
     assert re.search(r"^moments .* 7\.48 GiB$", told, re.MULTILINE)  # 8 bytes x 8.03e9 parameters / 8 ranks
 
 
+def test_an_estimate_of_a_pipeline_has_a_row_for_each_rank(shell):
+    flags = ("--gpus=64", "--tensor-parallel=8", "--pipeline-parallel=8", "--gpu-type=h200", "--batch-size=64")
+    ended = shell("estimate-memory", "--model=llama3_405b", *flags, "--activation-checkpointing")
+    rows = ended.stdout[ended.stdout.index("pipeline rank") :].splitlines()[1:9]
+    assert [row.split()[:2] for row in rows][::7] == [["0", "0-14"], ["7", "111-125"]]
+    assert sum("most" in row for row in rows) == sum("least" in row for row in rows) == 1
+    assert "the effective stage is 0" in ended.stdout
+
+
 def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
     told = shell("estimate-memory", "--model", "llama3_405b", "--gpus", "64", "--gpu-type", "h100").stdout
     assert "does not fit" in told
@@ -130,6 +141,11 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
             ["error: tokenizer 'bytes' has 258 tokens, more than the model's vocabulary of 100; choose a model"],
         ),
         (["report", "nowhere"], ["error: nowhere holds no run"]),
+        (["memory-ledger", "--csv", "no.csv"], ["error: cannot read no.csv: "]),
+        (
+            ["train", "--model", "llama3_70b", "--device", "cpu"],
+            ["error: weights, gradients and moments alone take 1128.9"],
+        ),
         (
             ["dry-run", "--gpus", "4", "--set", "parallel.zero_backend=deepspeed"],
             ["error: the dry run rehearses torch's own ZeRO, not DeepSpeed's"],
@@ -262,6 +278,19 @@ def test_benchmark_times_steps_without_training(shell):
     record = json.loads(ended.stdout)
     assert len(record["step_seconds"]) == 5
     assert record["tokens_per_second"] == pytest.approx(64 / record["median_seconds"])
+
+
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "data" / "published_memory.csv"
+
+
+def test_the_memory_ledger_predicts_every_row_and_says_why_not(shell):
+    ended = shell("memory-ledger", "--csv", str(PUBLISHED), "--out", "predicted.csv")
+    assert ended.returncode == 0, ended.stderr
+    with PUBLISHED.open() as measured, (shell.path / "predicted.csv").open() as predicted:
+        ids, rows = [row["id"] for row in csv.DictReader(measured)], list(csv.DictReader(predicted))
+    assert [row["id"] for row in rows] == ids
+    assert all(bool(row["predicted_gib"]) != bool(row["reason"]) for row in rows)
+    assert "mean absolute error" in ended.stdout
 
 
 def test_a_dry_run_prints_what_was_counted_beside_the_estimate(shell):

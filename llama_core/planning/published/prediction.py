@@ -43,7 +43,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             header = list(reader.fieldnames or ())
             rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     missing = [column for column in _NEEDED if column not in header]
     if missing:
         raise DataError(f"{path} has no column {', '.join(missing)}; its header is {', '.join(header) or 'empty'}")

@@ -1,0 +1,49 @@
+"""What the command line prints of a plan: tables of bytes, for people."""
+
+from typing import TYPE_CHECKING, get_args
+
+from llama_core.planning.profile import STATES, Category, MemoryProfile
+from llama_core.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from llama_core.steps import PlannedRun
+
+
+def print_plan(planned: "PlannedRun") -> None:
+    """Print the model, the defaults that were filled in, and the plan with its notes."""
+    config, plan = planned.config, planned.plan
+    print(f"{config.model}: {format_count(config.spec.num_parameters)} parameters, sequence length {config.seq_len}")
+    for choice in planned.choices:
+        print(f"default: {choice}")
+    print(f"plan: {plan.summary()}")
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def print_profile(profile: MemoryProfile) -> None:
+    """Print bytes by category (rows) and phase (columns), for one rank."""
+    phases = list(profile.phases)
+    print(f"\n{'bytes per rank':<16}" + "".join(f"{phase:>14}" for phase in phases))
+    for category in get_args(Category):
+        print(f"{category:<16}" + "".join(f"{format_bytes(profile.phases[p].get(category, 0)):>14}" for p in phases))
+    totals = [format_bytes(sum(profile.phases[phase].values())) for phase in phases]
+    print(f"{'total':<16}" + "".join(f"{total:>14}" for total in totals) + "\n")
+
+
+def print_ranks(planned: "PlannedRun") -> None:
+    """Print a row for each rank of a pipeline: its layers, and its bytes at the peak. Without a pipeline, nothing."""
+    plan, ranks = planned.plan, planned.estimate.ranks
+    if plan.pp == 1:
+        return
+    schedule, stages = plan.build_schedule(), plan.stage_layers(planned.config.spec)
+    peaks = [profile.peak_bytes for profile in ranks]
+    marks = {min(peaks): "least", max(peaks): "most"}
+    print(f"{'pipeline rank':<16}{'layers':<20}{'states':>14}{'activations':>14}{'rest':>14}{'peak':>14}")
+    for rank, profile in enumerate(ranks):
+        layers = " ".join(f"{stages[s].start}-{stages[s].stop - 1}" for s in schedule.stages_of(rank))
+        states = sum(profile.peak.get(category, 0) for category in STATES)
+        activations = profile.peak.get("activations", 0)
+        columns = (states, activations, profile.peak_bytes - states - activations, profile.peak_bytes)
+        sizes = "".join(f"{format_bytes(size):>14}" for size in columns)
+        print(f"{rank:<16}{layers:<20}{sizes}  {marks.get(profile.peak_bytes, '')}".rstrip())
+    print()
