@@ -1,4 +1,4 @@
-"""Follows the bytes and FLOPs of a computation while it runs, on real and on fake tensors alike.
+"""Follows the bytes, FLOPs and transfers of a computation while it runs, on real and on fake tensors alike.
 
 The bytes are those of tensors, each rounded up as the CUDA caching allocator rounds it; what the allocator keeps in
 reserve and what libraries take for themselves is not seen. Of a tensor divided over ranks this rank's part counts.
@@ -8,7 +8,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from llama_core.planning.profile import STATES, Category, Phase
+from llama_core.training.transfers import Transfer, transfer_of
 
 CUDA_BLOCK_BYTES = 512
 """What the CUDA caching allocator rounds every request up to."""
@@ -68,23 +70,36 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most bytes that were alive at once during a phase."""
+class Snapshot:
+    """The bytes that were alive at one moment."""
 
     num_bytes: int
     categories: Counter[Category]
     """What they were, by category."""
     where: str
-    """The operator that reached it, and the last landmark before it."""
+    """The operator that ran last, and the last landmark before it."""
     num_born: int
     """How many blocks there had been by then."""
 
 
+@dataclass
+class Span:
+    """A part of a computation, from one call of ``begin_span`` to the next."""
+
+    start: Snapshot
+    """What was alive as it began."""
+    peaks: dict[Phase, Snapshot] = field(default_factory=dict)
+    """The most that was alive at once in every phase that it was part of."""
+    flops: int = 0
+    transfers: Counter[Transfer] = field(default_factory=Counter)
+    """Calls of every transfer between ranks."""
+
+
 class ByteCounter(TorchDispatchMode):
-    """Counts bytes by category, their peak in every phase, and FLOPs, of what runs inside it.
+    """Counts bytes by category, their peak in every phase, FLOPs and transfers, of what runs inside it.
 
     A new tensor belongs to the current ``category``. Whoever learns later what it has become says so with
-    ``relabel``; peaks that it was part of are then corrected too, so that they say what the bytes turned out to be.
+    ``relabel``; snapshots that it was part of are then corrected too, so that they say what the bytes turned out to be.
 
     Args:
         block_bytes: the allocator's unit; every storage is rounded up to a multiple of it.
@@ -96,19 +111,19 @@ class ByteCounter(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.landmark = "the start"
         """The last place in the program that was passed, for people who look for the peak."""
-        self.flops = 0
-        self.peaks: dict[Phase, Peak] = {}
         self._block_bytes = block_bytes
         self._blocks: dict[int, _Block] = {}
         self._alive: Counter[Category] = Counter()
         self._num_born = 0
+        self.spans: list[Span] = []
+        self.begin_span()
         self._is_paused = False
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
         """Begin to count, and to follow what no operator shows."""
         self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing()))
-        name = "_propagate_tensor_meta"
+        name = "_propagate_tensor_meta_non_cached"
         self._patches.enter_context(replaced(ShardingPropagator, name, self._paused(getattr(ShardingPropagator, name))))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -151,10 +166,31 @@ class ByteCounter(TorchDispatchMode):
         """Bytes alive now."""
         return self._alive.total()
 
-    def forget_peaks(self) -> None:
-        """Begin anew to look for peaks and to count FLOPs; what is alive stays counted."""
-        self.peaks.clear()
-        self.flops = 0
+    @property
+    def flops(self) -> int:
+        """FLOPs of all spans."""
+        return sum(span.flops for span in self.spans)
+
+    @property
+    def peaks(self) -> dict[Phase, Snapshot]:
+        """The most that was alive at once in every phase, over all spans."""
+        most: dict[Phase, Snapshot] = {}
+        for phase, peak in chain.from_iterable(span.peaks.items() for span in self.spans):
+            if phase not in most or peak.num_bytes > most[phase].num_bytes:
+                most[phase] = peak
+        return most
+
+    def begin_span(self) -> None:
+        """End the current span and begin another one."""
+        self.spans.append(Span(self._snapshot(self.landmark)))
+
+    def forget_spans(self) -> None:
+        """Begin anew to count, with a first span; what is alive stays counted."""
+        self.spans.clear()
+        self.begin_span()
+
+    def _snapshot(self, where: str) -> Snapshot:
+        return Snapshot(self.total_bytes, self._alive.copy(), where, self._num_born)
 
     def relabel(self, tensors: Iterable[Tensor], category: Category, *, unless: Collection[Category] = ()) -> None:
         """Count the memory of ``tensors`` under ``category``, whether it was known before or not.
@@ -180,7 +216,12 @@ class ByteCounter(TorchDispatchMode):
     def _move(self, block: _Block, category: Category) -> None:
         if block.category == category:
             return
-        for tally in (self._alive, *(p.categories for p in self.peaks.values() if block.born < p.num_born)):
+        tallies = [self._alive]
+        for span in reversed(self.spans):
+            tallies += [s.categories for s in (span.start, *span.peaks.values()) if block.born < s.num_born]
+            if span.start.num_born <= block.born:
+                break
+        for tally in tallies:
             tally[block.category] -= block.num_bytes
             tally[category] += block.num_bytes
         block.category = category
@@ -214,19 +255,20 @@ class ByteCounter(TorchDispatchMode):
             return args[0]  # it would make a copy
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._is_paused:
+        if self._is_paused or func.namespace == "prim":  # which asks for a fake tensor's device, and makes nothing
             return out
+        span = self.spans[-1]
         formula = _FLOP_FORMULAS.get(func.overloadpacket)
         if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
+            span.flops += formula(*args, **kwargs, out_val=out)
         for tensor in _tensors(out):
             self._block_of(tensor.untyped_storage())
         self._label_buffers(func, args, kwargs)
-        total = self.total_bytes
-        peak = self.peaks.get(self.phase)
-        if peak is None or total > peak.num_bytes:
-            where = f"{func} after {self.landmark}"
-            self.peaks[self.phase] = Peak(total, self._alive.copy(), where, self._num_born)
+        if (transfer := transfer_of(func, args, out)) is not None:
+            span.transfers[transfer] += 1
+        peak = span.peaks.get(self.phase)
+        if peak is None or self.total_bytes > peak.num_bytes:
+            span.peaks[self.phase] = self._snapshot(f"{func} after {self.landmark}")
         return out
 
     def _label_buffers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,83 +1,144 @@
 """The dry run: real steps of the real model on fake tensors, which have shapes and lifetimes but no memory."""
 
-import logging
-import sys
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
-from llama_core.models.batch import Batch
-from llama_core.models.llama import Llama
-from llama_core.parallel.apply import ParallelModel
-from llama_core.planning.memory import estimate_memory
+from llama_core.planning.actions import Kind
+from llama_core.planning.compute import Pass
+from llama_core.planning.makespan import span
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.profile import MemoryProfile, Phase
-from llama_core.training.byte_counter import ByteCounter, replaced
-from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
-from llama_core.training.optim import build_optimizer
+from llama_core.planning.profile import MemoryProfile
+from llama_core.training.compose import ComposedStep, Hosting, Recording, compose, renamed_layers, situations
+from llama_core.training.device_overhead import DeviceOverhead, device_overhead
+from llama_core.training.trace import trace_rank
+from llama_core.training.transfers import CountedTraffic, summed
 from llama_core.units import TFLOP, format_bytes, format_duration
 
-NUM_STEPS = 2
-"""The first step makes the optimizer's moments; only the second one, which is counted, finds them there."""
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank held, computed and sent in an optimizer step."""
+
+    rank: int
+    """The first of the ranks with this place in their pipeline."""
+    pp_rank: int
+    """That place."""
+    layers: tuple[range, ...]
+    """Layers of every stage that it hosts."""
+    profile: MemoryProfile
+    peak_at: str
+    """The operator that reached the peak, and the module or gradient before it."""
+    flops: int
+    """FLOPs of one step as executed: attention in full, recomputation included."""
+    traffic: tuple[CountedTraffic, ...]
+    """What it sent to and received from other ranks, except for what it received from another rank of its pipeline."""
+    idle_share: float | None
+    """Share of the step in which it waits for other pipeline ranks, if time goes as FLOPs do and transfers take none;
+    None where the other ranks were not rehearsed."""
+    device_overhead: DeviceOverhead | None
+    """What CUDA takes beside these bytes; None on the CPU."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as a record."""
+        return self.profile.as_dict() | {
+            "rank": self.rank,
+            "pp_rank": self.pp_rank,
+            "layers": [[layers.start, layers.stop] for layers in self.layers],
+            "peak_at": self.peak_at,
+            "flops": self.flops,
+            "traffic": [traffic.as_dict() for traffic in self.traffic],
+            "idle_share": self.idle_share,
+            "device_overhead": None if self.device_overhead is None else self.device_overhead.as_dict(),
+        }
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a rehearsed optimizer step held and computed on one rank."""
+    """What a rehearsed optimizer step held and computed on every distinct rank."""
 
-    profile: MemoryProfile
-    rank: int
-    """The rank that was rehearsed."""
-    peak_at: str
-    """The operator that reached the peak, and the module or gradient before it."""
-    flops: int
-    """FLOPs of one step as executed by this rank: attention in full, recomputation included."""
+    ranks: tuple[RankResult, ...]
+    """The first rank of every pipeline rank, in order."""
     seconds: float
     """Wall time of the rehearsal."""
     device: str
     """What the bytes stand for."""
 
+    @property
+    def fullest(self) -> RankResult:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda result: result.profile.peak_bytes)
+
+    @property
+    def leanest(self) -> RankResult:
+        """The rank with the lowest peak."""
+        return min(self.ranks, key=lambda result: result.profile.peak_bytes)
+
+    @property
+    def profile(self) -> MemoryProfile:
+        """The bytes of the fullest rank."""
+        return self.fullest.profile
+
+    @property
+    def rank(self) -> int:
+        """The fullest rank."""
+        return self.fullest.rank
+
+    @property
+    def peak_at(self) -> str:
+        """Where the fullest rank reached its peak."""
+        return self.fullest.peak_at
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one step of the fullest rank."""
+        return self.fullest.flops
+
+    @property
+    def device_overhead(self) -> DeviceOverhead | None:
+        """What CUDA takes on the fullest rank beside the counted bytes; None on the CPU."""
+        return self.fullest.device_overhead
+
     def summary(self) -> str:
         """Return the result in one line."""
+        where = f" on rank {self.rank}" if len(self.ranks) > 1 else ""
+        least = f" (the least {format_bytes(self.leanest.profile.peak_bytes)})" if len(self.ranks) > 1 else ""
         return (
-            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}, "
+            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}{where}{least}, "
             f"{self.flops / TFLOP:.2f} TFLOP per step; counted in {format_duration(self.seconds)}"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as a flat record."""
-        return self.profile.as_dict() | {
-            "rank": self.rank,
-            "peak_at": self.peak_at,
-            "flops": self.flops,
+        """Return the fullest rank as a flat record, with those of all ranks."""
+        return self.fullest.as_dict() | {
             "seconds": self.seconds,
             "device": self.device,
+            "fullest_rank": self.rank,
+            "leanest_rank": self.leanest.rank,
+            "ranks": [result.as_dict() for result in self.ranks],
         }
 
 
 def rehearse(config: RunConfig, plan: ParallelPlan, rank: int | None = None) -> DryRunResult:
-    """Run two optimizer steps of one rank of ``plan``, without allocating, and count bytes and FLOPs.
+    """Take an optimizer step of every distinct rank of ``plan``, without allocating, and count what it takes.
 
-    The other ranks are not there: a process group is made for the time of the rehearsal in which every transfer is
-    over at once and brings nothing.
+    Ranks are distinct by their place in the pipeline. Those that differ in another axis run the same operators on
+    tensors of the same shapes, up to what does not divide evenly: ``fully_shard`` gives the first ranks the larger
+    shards, and in a ring of context-parallel ranks the first one computes the blocks of the others by halves of its
+    queries where the last one takes halves of their keys. So the first rank of each place stands for all.
+
+    A few microbatches are traced, and the step is composed of them as ``training.compose`` says; ranks whose stages
+    have the same contents share what was traced.
 
     Args:
         config: the resolved configuration (no ``auto`` left).
         plan: how the work is divided over ranks and microbatches, and what is recomputed.
-        rank: which rank; by default the one that is estimated to hold most.
+        rank: the only rank to rehearse; by default the first one of every pipeline rank.
 
     Raises:
         PlanError: if the plan leaves its sharding to DeepSpeed, has no such rank, or ranks are connected already.
@@ -86,205 +147,90 @@ def rehearse(config: RunConfig, plan: ParallelPlan, rank: int | None = None) -> 
         raise PlanError(
             "the dry run rehearses torch's own ZeRO, not DeepSpeed's; use parallel.zero_backend=native to rehearse"
         )
-    rank = _fullest_rank(config, plan) if rank is None else rank
     started = time.perf_counter()
-    with _alone_among(plan.world_size, rank):
-        model = _on_meta_device(config, plan)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            counter = count_steps(model, config)
-    phases = {phase: dict(peak.categories) for phase, peak in counter.peaks.items()}
-    profile = MemoryProfile(phases)
-    which = f"rank {rank} of {plan.world_size}" if plan.world_size > 1 else "one device"
-    return DryRunResult(
-        profile=profile,
-        rank=rank,
-        peak_at=counter.peaks[profile.peak_phase].where,
-        flops=counter.flops,
-        seconds=time.perf_counter() - started,
-        device=f"{which}, counted on fake tensors; a CUDA context and allocator fragmentation come on top",
-    )
+    ranks_per_stage = plan.world_size // plan.pp
+    ranks = range(0, plan.world_size, ranks_per_stage) if rank is None else (rank,)
+    rehearsal = _Rehearsal(config, plan)
+    steps = [rehearsal.step(one) for one in ranks]
+    idle = _idle_shares(plan, steps) if rank is None else [None]
+    results = tuple(map(rehearsal.result, ranks, steps, idle))
+    return DryRunResult(results, time.perf_counter() - started, rehearsal.device(ranks))
 
 
-def _on_meta_device(config: RunConfig, plan: ParallelPlan) -> ParallelModel:
-    dtype = COMPUTE_DTYPES[config.training.precision]
-    return ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
+class _Rehearsal:
+    """The ranks of a plan, of which those with equal contents share what was traced."""
 
+    def __init__(self, config: RunConfig, plan: ParallelPlan) -> None:
+        self.config, self.plan = config, plan
+        self.schedule = plan.build_schedule()
+        self.lists = self.schedule.with_communication()
+        self.layers = plan.stage_layers(config.spec)
+        self._known: dict[tuple[_Contents, ...], tuple[Recording, int]] = {}  # and the pipeline rank it was made on
 
-def count_steps(model: ParallelModel, config: RunConfig) -> ByteCounter:
-    """Return a counter that has seen the last of ``NUM_STEPS`` steps of a model without memory yet.
+    def step(self, rank: int) -> ComposedStep:
+        """Return the step of a rank, in which places are named after its own layers."""
+        pp_rank = self.plan.coordinate(rank, "pp")
+        stages = self.schedule.stages_of(pp_rank)
+        wanted = situations(self.lists[pp_rank], Hosting.of(self.plan, self.config.spec, pp_rank))
+        contents = tuple(_contents(self.plan, self.config.spec, stage) for stage in stages)
+        if contents not in self._known or not self._known[contents][0].knows(wanted):
+            self._known[contents] = (trace_rank(self.config, self.plan, rank).recording(), pp_rank)
+        recording, traced = self._known[contents]
+        step = compose(recording, wanted)
+        named = dict(zip(self._layers_of(traced), self._layers_of(pp_rank), strict=True))
+        step.places = {phase: renamed_layers(where, named) for phase, where in step.places.items()}
+        return step
 
-    It does not matter whether the tensors are fake.
-    """
-    plan, counter = model.plan, ByteCounter()
-    with counter:
-        model.materialize()
-        optimizer = build_optimizer(model.model, config.training)
-        engine = NativeEngine(model, optimizer, check_finite=False)
-        labels = _Labels(counter, model.model)
-        buckets = _Buckets(model.model, plan)
-        counter.relabel(buckets.gradients.values(), "gradients")
+    def _layers_of(self, pp_rank: int) -> list[int]:
+        return [layer for stage in self.schedule.stages_of(pp_rank) for layer in self.layers[stage]]
 
-        def enter(phase: Phase) -> None:
-            labels.enter(phase)
-            buckets.enter(phase)
-
-        for _ in range(NUM_STEPS):
-            counter.relabel(model.model.parameters(), "weights")  # fully_shard pads uneven shards in its first forward
-            counter.forget_peaks()
-            buckets.num_backwards = 0
-            microbatches = [_fake_batch(config, plan) for _ in range(plan.num_microbatches)]
-            for batch in microbatches:
-                counter.relabel(_tensors(batch), "activations")
-            train_step(
-                engine,
-                microbatches,
-                learning_rate=config.training.learning_rate,
-                max_grad_norm=config.training.max_grad_norm,
-                on_phase=enter,
-            )
-            counter.relabel((s for state in optimizer.state.values() for s in state.values()), "moments")
-            del microbatches
-    return counter
-
-
-class _Labels:
-    """Tells a counter where in ``train_step`` the computation is, and what its tensors have become.
-
-    What a forward leaves behind are activations, what is made after the final norm is the loss's, and a gradient is
-    one from when it is accumulated; everything else is temporary or, as the counter sees itself, communication.
-    """
-
-    def __init__(self, counter: ByteCounter, model: Llama) -> None:
-        self.counter, self.model = counter, model
-        self._forward_since = 0
-        self._watched: set[int] = set()
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda module, args, name=name: self._at(module, name))
-        model.register_forward_pre_hook(lambda module, args: self._begin_forward(args[0]))
-        model.register_forward_hook(lambda module, args, out: self._end_forward())
-        if model.norm is not None:
-            model.norm.register_forward_hook(lambda module, args, out: self._begin_loss())
-        self._watch(model)
-
-    def enter(self, phase: Phase) -> None:
-        """Begin a phase of ``train_step``."""
-        counter = self.counter
-        counter.phase, counter.category, counter.landmark = phase, "temporaries", f"the {phase} began"
-        counter.relabel((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
-
-    def _watch(self, module: nn.Module) -> None:
-        """Recognise gradients of ``module`` from now on; gathered weights have some of their own."""
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in self._watched:
-                self._watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda parameter, name=name: self._accumulated(parameter, name)
-                )
-
-    def _at(self, module: nn.Module, name: str) -> None:
-        self.counter.landmark = name or "the model"
-        self._watch(module)
-
-    def _begin_forward(self, inputs: Tensor) -> None:
-        self._forward_since = self.counter.num_born
-        self.counter.relabel([inputs], "activations")
-
-    def _end_forward(self) -> None:
-        # a ring of ranks sends what it keeps
-        self.counter.relabel_since(self._forward_since, ("temporaries", "communication"), "activations")
-        self.counter.category = "temporaries"
-
-    def _begin_loss(self) -> None:
-        self.counter.landmark, self.counter.category = "the loss began", "loss"
-
-    def _accumulated(self, parameter: nn.Parameter, name: str) -> None:
-        self.counter.landmark = f"the gradient of {name}"
-        if parameter.grad is not None:
-            self.counter.relabel([parameter.grad], "gradients")
-
-
-class _Buckets:
-    """The memory in which copies of a whole model average their gradients: there at all times, for all of them.
-
-    What ``DistributedDataParallel`` does to bytes; its own reducer needs real ranks. A gradient lies outside until the
-    last backward of a step moves it in.
-    """
-
-    def __init__(self, model: Llama, plan: ParallelPlan) -> None:
-        copies = plan.dp * plan.cp > 1 and not plan.uses_fully_shard and dist.get_backend() == "fake"
-        self.num_backwards, self._last = 0, plan.num_microbatches
-        self.gradients = {p: torch.empty_like(p, requires_grad=False) for p in model.parameters() if copies}
-        for parameter in self.gradients:
-            parameter.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
-
-    def enter(self, phase: Phase) -> None:
-        """Begin a phase of ``train_step``."""
-        self.num_backwards += phase == "backward"
-
-    def _move(self, parameter: nn.Parameter) -> None:
-        if self.num_backwards == self._last:
-            parameter.grad = self.gradients[parameter]
-
-
-def _fullest_rank(config: RunConfig, plan: ParallelPlan) -> int:
-    """Return the first rank of the pipeline rank that is estimated to hold most."""
-
-    def peak_bytes(pp_rank: int) -> int:
-        return estimate_memory(
-            config.spec,
-            plan,
-            seq_len=config.seq_len,
-            precision=config.training.precision,
-            document_mask=config.data.document_mask,
+    def result(self, rank: int, step: ComposedStep, idle_share: float | None) -> RankResult:
+        """Return what is told of a rank."""
+        pp_rank = self.plan.coordinate(rank, "pp")
+        profile = step.profile
+        return RankResult(
+            rank=rank,
             pp_rank=pp_rank,
-        ).peak_bytes
-
-    return max(range(plan.pp), key=peak_bytes) * (plan.world_size // plan.pp)
-
-
-@contextmanager
-def _alone_among(world_size: int, rank: int) -> Iterator[None]:
-    """Be one of several ranks of which the others do not exist.
-
-    Raises:
-        PlanError: if there is no such rank, or this process is connected to others already.
-    """
-    if not 0 <= rank < world_size:
-        raise PlanError(f"rank {rank} is not one of the plan's ranks 0 to {world_size - 1}")
-    if dist.is_initialized():
-        raise PlanError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, and a dry run is of one "
-            "process; rehearse before the process group is made"
+            layers=tuple(self.layers[stage] for stage in self.schedule.stages_of(pp_rank)),
+            profile=profile,
+            peak_at=step.places[profile.peak_phase],
+            flops=step.flops,
+            traffic=summed(step.transfers),
+            idle_share=idle_share,
+            device_overhead=device_overhead(self.config, self.plan, pp_rank, profile),
         )
-    if world_size == 1:
-        yield
-        return
-    with ExitStack() as stack:
-        stack.enter_context(_without_torchs_advice())
-        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group sets one of its own
-        # or else sent tensors would be kept to the end: a fake transfer never says that it is over
-        stack.enter_context(replaced(FakeWork, "is_completed", lambda work: True))
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        stack.callback(_clear_sharding_prop_cache)  # it remembers meshes, and equal ones have groups of their own
-        stack.callback(dist.destroy_process_group)
-        yield
+
+    def device(self, ranks: Sequence[int]) -> str:
+        """Return what the bytes of some ranks stand for."""
+        world_size = self.plan.world_size
+        which = "one device" if world_size == 1 else f"rank {', '.join(map(str, ranks))} of {world_size}"
+        return f"{which}, counted on fake tensors; a CUDA context and allocator fragmentation come on top"
 
 
-@contextmanager
-def _without_torchs_advice() -> Iterator[None]:
-    """Keep from the user what torch has to say on how collectives could be fewer."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-        logger = logging.getLogger("torch.distributed.tensor._redistribute")
-        with replaced(logger, "disabled", True):
-            yield
+class _Contents(NamedTuple):
+    """What a rank holds and does in a stage, whichever stage it is."""
+
+    recomputed: tuple[bool, ...]
+    """Whether ``recompute`` applies, layer by layer."""
+    is_first: bool
+    is_last: bool
 
 
-def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
-    shape = (plan.microbatch_size, config.seq_len)
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    return Batch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens) if config.data.document_mask else None)
+def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
+    stages, recomputed = plan.stage_layers(spec), plan.layers_to_recompute(spec)
+    modes = tuple(recomputed is None or layer in recomputed for layer in stages[stage])
+    return _Contents(modes, is_first=stage == 0, is_last=stage == len(stages) - 1)
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [t for t in (batch.tokens_BS, batch.targets_BS, batch.positions_BS) if t is not None]
+def _idle_shares(plan: ParallelPlan, steps: Sequence[ComposedStep]) -> list[float]:
+    """Return how much of a step every pipeline rank waits, if every action takes as long as it has FLOPs."""
+    schedule = plan.build_schedule()
+    of_stages: dict[int, Counter[Kind]] = {}
+    for stages, step in zip(schedule.placement, steps, strict=True):
+        for (slot, kind), flops in step.flops_of_one.items():
+            of_stages.setdefault(stages[slot], Counter())[kind] = flops
+    passes = [
+        Pass(flops[Kind.FORWARD], sum(flops.values()) - flops[Kind.FORWARD]) for _, flops in sorted(of_stages.items())
+    ]
+    makespan = span(plan, passes).makespan
+    return [1 - step.flops / makespan for step in steps]

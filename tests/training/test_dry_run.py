@@ -13,23 +13,26 @@ from llama_core.errors import PlanError
 from llama_core.models.loss import default_chunk_tokens
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.auto import choose_plan
+from llama_core.planning.communication import communication
 from llama_core.planning.cost import flops_per_token, hardware_flops_per_token
 from llama_core.planning.memory import estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.tensors import loss_chunk_tokens
-from llama_core.training.dry_run import count_steps, rehearse
+from llama_core.training.dry_run import rehearse
 from llama_core.training.engine import COMPUTE_DTYPES
+from llama_core.training.trace import trace_steps
 
 TIED = ModelSpec("tied", "llama3", 64, 4, 4, 2, 16, 192, 512, 1e4, 1e-5, 4096, 256, tied_embeddings=True)
 UNTIED = ModelSpec("untied", "llama3", 128, 6, 8, 8, 16, 344, 2048, 1e4, 1e-5, 4096, 512)
 MEDIUM = ModelSpec("medium", "llama3", 512, 4, 8, 4, 64, 1536, 8192, 1e4, 1e-5, 4096, 512)
 MEDIUM_TIED = replace(MEDIUM, name="medium_tied", vocab_size=24576, tied_embeddings=True)
+EVEN = replace(MEDIUM, name="even", vocab_size=64)
 WIDE_VOCABULARY = ModelSpec("wide_vocabulary", "llama3", 256, 3, 4, 1, 64, 512, 32000, 1e4, 1e-5, 4096, 128)
 
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch):
-    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, WIDE_VOCABULARY):
+    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, WIDE_VOCABULARY):
         monkeypatch.setitem(models._REGISTRY, spec.name, spec)
 
 
@@ -57,7 +60,7 @@ def rehearsed_and_estimated(config):
     return rehearse(config, plan).profile, estimate
 
 
-@pytest.mark.parametrize("shape", [shape(), shape(4), shape(2, 2), shape(2, 1, "full"), shape(2, 2, "full")], ids=str)
+@pytest.mark.parametrize("shape", [shape(4), shape(2, 2, "full")], ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("model", ["tied", "untied", "wide_vocabulary"])
 def test_the_estimate_is_within_one_percent_of_the_bytes_counted_on_the_real_step(model, precision, shape):
@@ -68,10 +71,8 @@ def test_the_estimate_is_within_one_percent_of_the_bytes_counted_on_the_real_ste
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [
-        ("tiny_llama3_50m", shape(4)),
         ("tiny_llama3_50m", shape(2, 2, "full")),
         ("tiny_llama3_150m", ("training.precision=fp32", "training.seq_len=1024", *shape(2))),
-        ("llama3_8b", ("data.document_mask=false", *shape())),
         ("llama3_8b", ("data.document_mask=false", *shape(recompute="full"))),
     ],
     ids=str,
@@ -152,29 +153,20 @@ PLANS = {
     "copies": ParallelPlan(dp_replicate=2, num_microbatches=2),
     "tp2": ParallelPlan(tp=2),
     "tp4 whole sequence": ParallelPlan(tp=4, sequence_parallel=False, num_microbatches=2),
-    "tp2 copies full": ParallelPlan(tp=2, dp_replicate=2, recompute="full", num_microbatches=2),
     "cp2": ParallelPlan(cp=2, num_microbatches=2),
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
-    "zero3 selective": zero(3, recompute="selective"),
     "zero3 full": zero(3, dp_shard=16, recompute="full", num_microbatches=1),
-    "hsdp": zero(3, dp_shard=2, dp_replicate=2),
-    "cp2 zero3": zero(3, dp_shard=2, cp=2),
     "tp2 zero2": zero(2, tp=2),
-    "gpipe": pipeline("gpipe"),
     "1f1b": pipeline("1f1b", pp=4),
     "interleaved": pipeline("interleaved", num_chunks=2),
-    "chimera": pipeline("chimera"),
-    "chimera doubling": pipeline("chimera_doubling"),
     "chimera halving": pipeline("chimera_halving", microbatch_size=2, num_microbatches=3),
-    "zb_h1": pipeline("zb_h1"),
     "zbv": pipeline("zbv"),
     "1f1b selective": pipeline("1f1b", recompute="selective", num_microbatches=2),
     "1f1b partly full": pipeline("1f1b", recompute="full", recomputed_layers=(2, 1), num_microbatches=2),
     "1f1b copies": pipeline("1f1b", dp_replicate=2, num_microbatches=2),
-    "1f1b zero1": pipeline("1f1b", zero_stage=1, dp_shard=2, num_microbatches=2),
-    "interleaved zero3": pipeline("interleaved", num_chunks=2, zero_stage=3, dp_shard=2),
+    "chimera": pipeline("chimera"),
     "chimera zero2": pipeline("chimera", zero_stage=2, dp_shard=2),
     "tp2 1f1b zero3": pipeline("1f1b", tp=2, zero_stage=3, dp_shard=2, num_microbatches=2),
 }
@@ -183,9 +175,9 @@ PRECISE = ("training.precision=fp32", "data.document_mask=true")
 HALF = ("training.precision=bf16", "data.document_mask=false")
 CASES = [
     *(("medium", HALF, name) for name in PLANS),
-    *(("medium", PRECISE, name) for name in ("copies", "tp2", "cp2", "zero1", "zero3", "gpipe")),
-    *(("medium_tied", HALF, name) for name in ("tp2", "zero3", "1f1b copies", "chimera", "tp2 1f1b zero3")),
-    *(("medium_tied", (*HALF, "training.seq_len=64"), name) for name in ("tp2", "zero3 full")),
+    *(("medium", PRECISE, name) for name in ("tp2", "cp2")),
+    *(("medium_tied", HALF, name) for name in ("zero3", "chimera")),
+    ("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
 ]
 
 
@@ -201,7 +193,7 @@ def estimated(config, plan, pp_rank=None):
 
 def rehearsed_ranks(config, plan):
     """Return the rehearsal of the first rank of every pipeline rank."""
-    return [rehearse(config, plan, pp_rank * plan.world_size // plan.pp) for pp_rank in range(plan.pp)]
+    return rehearse(config, plan).ranks
 
 
 @pytest.mark.parametrize(("model", "overrides", "name"), CASES, ids=str)
@@ -225,8 +217,10 @@ def test_estimate_and_rehearsal_of_many_ranks_agree_on_every_category_at_the_end
 
 def test_a_large_model_under_tensor_and_pipeline_parallelism_is_estimated_within_one_percent():
     config = RunConfig.from_mapping({"model": "llama3_8b"}, (*HALF, "training.seq_len=2048"))
-    plan = ParallelPlan(tp=2, pp=2, num_microbatches=2)
-    assert estimated(config, plan).peak_bytes == pytest.approx(rehearse(config, plan).profile.peak_bytes, rel=0.01)
+    plan = ParallelPlan(tp=2, pp=4, num_microbatches=4)
+    assert estimated(config, plan, 0).peak_bytes == pytest.approx(
+        rehearse(config, plan, 0).profile.peak_bytes, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,10 +237,9 @@ def test_the_rank_that_is_rehearsed_by_default_is_the_fullest(model, plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        ParallelPlan(tp=2, pp=2, num_microbatches=2),
+        ParallelPlan(tp=2, pp=2),
         pipeline("chimera", num_microbatches=2),
         pipeline("zb_h1", num_microbatches=2),
-        ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2),
     ],
     ids=ParallelPlan.summary,
 )
@@ -264,6 +257,97 @@ def test_a_ring_of_ranks_leaves_out_the_scores_of_blocks_that_nothing_sees():
     )
     scores = 14 * spec.num_layers * spec.q_size * tokens**2  # two products in the forward and five in the backward
     assert alone - ring == scores // 4  # of (2 * 2) blocks one is above the diagonal, and two halves are skipped
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        (ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=3, num_microbatches=2), 0),
+        (ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=2, num_microbatches=2), 0),
+        (ParallelPlan(cp=2, zero_stage=3), 0.02),  # first and last rank of a ring see halves of keys and of queries
+        (ParallelPlan(dp_shard=3, zero_stage=3), 0.01),  # three do not divide 512 rows: the last shard is smaller
+    ],
+    ids=str,
+)
+def test_ranks_differ_in_their_place_in_the_pipeline_alone(plan, tolerance):
+    config, ranks_per_stage = medium(), plan.world_size // plan.pp
+    for stand_in in rehearse(config, plan).ranks:
+        furthest = rehearse(config, plan, stand_in.rank + ranks_per_stage - 1).ranks[0]  # on every other axis
+        assert furthest.profile.peak_bytes == pytest.approx(stand_in.profile.peak_bytes, rel=tolerance, abs=0)
+        assert (furthest.pp_rank, furthest.flops) == (stand_in.pp_rank, stand_in.flops)
+
+
+def test_every_rank_is_told_of_with_the_fullest_and_the_leanest():
+    result = rehearse(medium(), pipeline("1f1b", pp=4, num_microbatches=8))
+    peaks = [rank.profile.peak_bytes for rank in result.ranks]
+    assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
+    assert (result.fullest.profile.peak_bytes, result.leanest.profile.peak_bytes) == (max(peaks), min(peaks))
+    record = result.as_dict()
+    assert [rank["peak_bytes"] for rank in record["ranks"]] == peaks
+    assert (record["peak_bytes"], record["rank"]) == (max(peaks), result.rank)
+
+
+def test_a_rank_that_shares_what_was_traced_of_another_is_told_of_as_if_it_were_alone():
+    config, plan = request("untied"), pipeline("1f1b", pp=4, num_microbatches=6)
+    for rank in rehearse(config, plan).ranks:
+        assert replace(rank, idle_share=None) == rehearse(config, plan, rank.rank).ranks[0]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
+        ParallelPlan(cp=2, zero_stage=3, recompute="full"),
+        ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6),
+        pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3),
+        pipeline("chimera", num_microbatches=8),
+    ],
+    ids=ParallelPlan.summary,
+)
+def test_what_is_sent_is_what_arithmetic_says(plan):
+    config = medium()
+    for rank in rehearse(config, plan).ranks:
+        expected = {
+            (traffic.collective, traffic.axis): (traffic.count, traffic.num_bytes)
+            for traffic in communication(
+                config.spec, plan, seq_len=config.seq_len, precision="bf16", pp_rank=rank.pp_rank
+            )
+        }
+        counted = {
+            (traffic.collective, "pp" if traffic.axis == "holders" else traffic.axis): (
+                traffic.count,
+                traffic.num_bytes,
+            )
+            for traffic in rank.traffic
+            if traffic.axis not in {"world", "vocabulary"}
+        }
+        assert counted == expected
+
+
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 4), (4, 8)])
+def test_equal_stages_wait_as_long_as_the_closed_form_of_1f1b_says(pp, num_microbatches):
+    config = request("even")
+    result = rehearse(config, pipeline("1f1b", pp=pp, num_microbatches=num_microbatches))
+    expected = (pp - 1) / (num_microbatches + pp - 1)
+    # the head, without which all stages were equal, is a hundredth of the FLOPs
+    assert [rank.idle_share for rank in result.ranks] == pytest.approx([expected] * pp, abs=0.02)
+
+
+def test_one_rank_waits_for_nobody():
+    assert rehearse(medium(), ParallelPlan()).ranks[0].idle_share == 0
+
+
+def test_what_cuda_adds_is_told_apart_and_not_counted():
+    plan = zero(3)
+    on_cuda, on_cpu = (
+        rehearse(medium(overrides=(*PRECISE, f"launch.device={name}")), plan) for name in ("cuda", "cpu")
+    )
+    assert on_cpu.device_overhead is None
+    assert on_cuda.profile == on_cpu.profile
+    parts = {part.name: part.num_bytes for part in on_cuda.device_overhead.parts}
+    assert set(parts) == {"context", "nccl", "streams", "fragmentation", "repeated key/value heads"}
+    # fp32 keys and values of 4 more heads of 64 elements, in all layers
+    assert parts["repeated key/value heads"] == 2 * 4 * 4 * 64 * MEDIUM.default_seq_len * MEDIUM.num_layers
 
 
 def test_a_rehearsal_leaves_no_process_group_and_no_hook_behind():
@@ -315,20 +399,19 @@ def bytes_of_a_real_step(precision, plan):
     config = RunConfig.from_mapping({}, (*SMALL, f"training.precision={precision}"))
     dtype = COMPUTE_DTYPES[precision]
     model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
-    peaks = count_steps(model, config).peaks
+    peaks = trace_steps(model, config, in_full=True).counter.peaks
     return [peaks[phase].num_bytes for phase in PHASES]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "precision"),
     [
-        ParallelPlan(tp=2, num_microbatches=2),
-        ParallelPlan(cp=2, num_microbatches=2),
-        ParallelPlan(dp_replicate=2, num_microbatches=2),
-        *(ParallelPlan(dp_shard=2, zero_stage=stage, num_microbatches=2) for stage in (1, 2, 3)),
+        (ParallelPlan(tp=2, num_microbatches=2), "bf16"),
+        (ParallelPlan(cp=2, num_microbatches=2), "bf16"),
+        (ParallelPlan(dp_replicate=2, num_microbatches=2), "fp32"),
+        (ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2), "bf16"),
     ],
-    ids=ParallelPlan.summary,
+    ids=str,
 )
 def test_a_rehearsal_counts_the_bytes_of_a_real_step_of_real_ranks(plan, precision):
     config = RunConfig.from_mapping({}, (*SMALL, f"training.precision={precision}"))

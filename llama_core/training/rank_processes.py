@@ -1,0 +1,100 @@
+"""Runs a function on several gloo ranks of this machine, and returns what each of them returned."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llama_core.errors import TrainingFailedError
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: int) -> list[Any]:
+    """Return ``function(*args)`` of every rank, in the order of the ranks.
+
+    Every rank has one thread, and a default process group with the others.
+
+    Args:
+        num_ranks: processes to start.
+        function: a function of a module; it, its arguments and its result can be pickled.
+        args: its arguments.
+        timeout_s: how long all ranks together may take.
+
+    Raises:
+        TrainingFailedError: if a rank raises, dies or does not answer in time. The others are ended then.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])  # torch is imported once for all ranks
+    processes: list[BaseProcess] = []
+    answers: list[Connection] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                place = (rank, num_ranks, str(Path(folder) / "store"), timeout_s)
+                process: BaseProcess = context.Process(target=_run, args=(sender, place, function, args), daemon=True)
+                process.start()
+                sender.close()
+                processes.append(process)
+                answers.append(receiver)
+            return _collect(answers, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(answers: Sequence[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(answers):
+        waiting = {answer: rank for rank, answer in enumerate(answers) if rank not in results}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(map(str, waiting.values()))
+            raise TrainingFailedError(f"rank {late} of {len(answers)} gave no answer in time")
+        for answer in answers:
+            if answer in ready:
+                results[waiting[answer]] = _received(answer, waiting[answer])
+    return [results[rank] for rank in range(len(answers))]
+
+
+def _received(answer: Connection, rank: int) -> Any:
+    try:
+        value, error = answer.recv()
+    except EOFError:
+        value, error = None, "it died without a word"
+    if error is not None:
+        raise TrainingFailedError(f"rank {rank} failed: {error}")
+    return value
+
+
+def _run(
+    sender: Connection, place: tuple[int, int, str, int], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    rank, num_ranks, store, timeout_s = place
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        value = function(*args)
+        dist.barrier()  # a rank that leaves earlier would cut the others off
+        sender.send((value, None))
+    except BaseException:
+        sender.send((None, traceback.format_exc().strip()))
+    finally:
+        os._exit(0)  # gloo's threads take their time to end
