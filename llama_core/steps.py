@@ -52,6 +52,7 @@ from llama_core.training.tokenizer import BYTES, check_fits, load_tokenizer
 
 if TYPE_CHECKING:
     from llama_core.training.dry_run import DryRunResult
+    from llama_core.training.twin import TwinResult
 
 RUNS = Path("runs")
 NOT_REHEARSED = "left out: DeepSpeed works with real ranks only"
@@ -313,7 +314,7 @@ def estimate(run: RunDirectory) -> MemoryEstimate:
 
 
 def rehearse(run: RunDirectory) -> "DryRunResult | None":
-    """Take two real steps on fake tensors, counting every byte, and record the counts.
+    """Take a real step of every distinct rank on fake tensors, counting every byte, and record the counts.
 
     None where DeepSpeed divides the model: it works with real ranks only.
 
@@ -337,7 +338,7 @@ def rehearse(run: RunDirectory) -> "DryRunResult | None":
 
 
 def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult":
-    """Take two real steps of a plan on fake tensors, counting every byte.
+    """Take a real step of every distinct rank of a plan on fake tensors, counting every byte.
 
     Raises:
         PlanError: if the plan cannot be rehearsed.
@@ -345,6 +346,17 @@ def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult":
     from llama_core.training.dry_run import rehearse as rehearse_steps
 
     return rehearse_steps(config, plan)
+
+
+def run_twin(config: RunConfig, plan: ParallelPlan) -> "TwinResult":
+    """Train a tiny model under ``plan`` on processes of this machine, and compare with one process.
+
+    Raises:
+        PlanError, TrainingFailedError: if the twin cannot be made, or fails.
+    """
+    from llama_core.training.twin import twin
+
+    return twin(config, plan)
 
 
 def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:

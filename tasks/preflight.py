@@ -43,7 +43,7 @@ def estimate_memory(run: RunDirectory) -> None:
 
 @task(name="dry-run", cache_policy=NO_CACHE)
 def dry_run(run: RunDirectory) -> None:
-    """Count the bytes of two real steps on fake tensors; they become a table."""
+    """Count the bytes of a real step on fake tensors; those of the fullest rank become a table."""
     rehearsed = steps.rehearse(run)
     if rehearsed is None:
         say("dry-run", steps.NOT_REHEARSED)

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -149,6 +149,9 @@ def _parser() -> _Parser:
 
     dry_run = command("dry-run", _dry_run, "take real steps on fake tensors, counting every byte; needs no GPU")
     _add_config_flags(dry_run, _MODEL_FLAGS + _RUN_FLAGS)
+    dry_run.add_argument(
+        "--twin", action="store_true", help="also train the plan's tiny twin on real processes against one process"
+    )
 
     bench = command("benchmark", _benchmark, "time optimizer steps on this machine, or on the cluster")
     _add_config_flags(bench, _MODEL_FLAGS + _RUN_FLAGS)
@@ -312,7 +315,7 @@ def _estimate_memory(options: argparse.Namespace) -> None:
         return
     print_plan(planned)
     print_profile(planned.estimate.profile)
-    print_ranks(planned)
+    print_ranks(planned, planned.estimate.ranks)
     print(planned.estimate.summary())
     for note in planned.estimate.notes:
         print(f"note: {note}")
@@ -323,13 +326,24 @@ def _dry_run(options: argparse.Namespace) -> None:
 
     planned = steps.plan_for_gpu(_config(options))
     rehearsed = steps.rehearse_plan(planned.config, planned.plan)
+    twin = steps.run_twin(planned.config, planned.plan) if options.twin else None
+    counted = replace(planned.estimate, profile=rehearsed.profile)
     if options.json:
-        _print_json(rehearsed.as_dict() | {"plan": planned.plan.as_dict()})
+        record = rehearsed.as_dict() | {"plan": planned.plan.as_dict(), "fits": counted.fits}
+        _print_json(record | ({"twin": twin.as_dict()} if twin else {}))
         return
     print_plan(planned)
     print_profile(rehearsed.profile)
+    print_ranks(planned, [rank.profile for rank in rehearsed.ranks])
     print(f"estimate: {planned.estimate.summary()}")
     print(f"dry run:  {rehearsed.summary()}")
+    if rehearsed.device_overhead is not None:
+        print(f"the device adds, beside what is counted: {rehearsed.device_overhead.summary()}")
+    if twin is not None:
+        print(f"twin:     {twin.summary()}")
+    print(f"verdict:  {counted.summary()}")
+    for note in counted.notes:
+        print(f"note: {note}")
 
 
 def _benchmark(options: argparse.Namespace) -> None:

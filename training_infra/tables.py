@@ -1,8 +1,9 @@
 """What the command line prints of a plan: tables of bytes, for people."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
-from llama_core.planning.profile import STATES, Category, MemoryProfile
+from llama_core.planning.profile import STATES, Category, MemoryProfile, Phase
 from llama_core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def print_plan(planned: "PlannedRun") -> None:
 
 def print_profile(profile: MemoryProfile) -> None:
     """Print bytes by category (rows) and phase (columns), for one rank."""
-    phases = list(profile.phases)
+    phases = [phase for phase in get_args(Phase) if phase in profile.phases]
     print(f"\n{'bytes per rank':<16}" + "".join(f"{phase:>14}" for phase in phases))
     for category in get_args(Category):
         print(f"{category:<16}" + "".join(f"{format_bytes(profile.phases[p].get(category, 0)):>14}" for p in phases))
@@ -30,9 +31,9 @@ def print_profile(profile: MemoryProfile) -> None:
     print(f"{'total':<16}" + "".join(f"{total:>14}" for total in totals) + "\n")
 
 
-def print_ranks(planned: "PlannedRun") -> None:
+def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
     """Print a row for each rank of a pipeline: its layers, and its bytes at the peak. Without a pipeline, nothing."""
-    plan, ranks = planned.plan, planned.estimate.ranks
+    plan = planned.plan
     if plan.pp == 1:
         return
     schedule, stages = plan.build_schedule(), plan.stage_layers(planned.config.spec)

@@ -300,6 +300,15 @@ def test_a_dry_run_prints_what_was_counted_beside_the_estimate(shell):
     assert rehearsed["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.05)
 
 
+def test_a_dry_run_of_a_pipeline_has_every_rank_a_verdict_and_a_twin(shell):
+    flags = ("--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2", "--batch-size=4")
+    told = shell("dry-run", *SMALL, *flags, "--twin").stdout
+    rows = told[told.index("pipeline rank") :].splitlines()[1:3]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert re.search(r"^twin: +agrees with one process over 3 steps of 4 ranks \(tp 2 x pp 2\)", told, re.MULTILINE)
+    assert re.search(r"^verdict: +peak .* fits the .* of this machine's memory$", told, re.MULTILINE)
+
+
 def test_a_gpu_that_is_not_here_can_be_rehearsed_for(shell):
     few = [*FEW_PARAMETERS, "--seq-len=32", "--batch-size=2"]
     ended = shell("dry-run", *few, "--gpu-type", "h200")
