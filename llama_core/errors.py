@@ -38,6 +38,12 @@ class PlanError(RequestError):
     """A configuration that does not go with the model or the machines: choose other sizes."""
 
 
+class DoesNotFitError(PlanError):
+    """A plan that needs more memory than its device has: take what the message lists, or more devices."""
+
+    exit_code = 3
+
+
 class DataError(RequestError):
     """Training data or a tokenizer that cannot be used: mend the files it names."""
 

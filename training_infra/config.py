@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_core.config.run import StrategyName, literal_values
-from llama_core.errors import ConfigError
+from llama_core.config.strategy import LoraConfig, MoeConfig
+from llama_core.errors import ConfigError, did_you_mean
+
+_PARAMETERS = {"standard": (), "lora": tuple(LoraConfig.model_fields), "moe": tuple(MoeConfig.model_fields)}
+"""The parameters of each strategy."""
 
 
 @dataclass(frozen=True)
@@ -17,14 +21,22 @@ class TrainingStrategy:
     """
 
     name: str = "standard"
-    """standard trains every weight."""
+    """standard trains every weight, lora adapters over a frozen model, moe layers of experts."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy's own parameters; standard has none."""
+    """The strategy's own: lora_rank, lora_alpha, target_modules; or num_experts, experts_per_token, moe_layers."""
 
     def __post_init__(self) -> None:
         if self.name not in literal_values(StrategyName):
             raise ConfigError(
                 f"unknown strategy {self.name!r}; choose one of {', '.join(literal_values(StrategyName))}"
             )
-        if self.parameters:
-            raise ConfigError(f"strategy {self.name!r} takes no parameters, not {', '.join(self.parameters)}")
+        known = _PARAMETERS[self.name]
+        unknown = [parameter for parameter in self.parameters if parameter not in known]
+        if unknown:
+            raise ConfigError(
+                *(
+                    f"strategy {self.name!r} takes {', '.join(known) or 'no parameters'}, not {parameter}"
+                    f"{did_you_mean(parameter, known)}"
+                    for parameter in unknown
+                )
+            )

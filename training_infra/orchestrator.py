@@ -41,8 +41,9 @@ class LlamaTrainingOrchestrator:
         **settings: Any,
     ) -> None:
         strategy = TrainingStrategy(training_strategy) if isinstance(training_strategy, str) else training_strategy
+        own = {strategy.name: dict(strategy.parameters)} if strategy.parameters else {}
         self.config = RunConfig.from_mapping(
-            {"model": model_variant, "strategy": strategy.name, "parallel": {"gpus": num_gpus}}
+            {"model": model_variant, "strategy": strategy.name, "parallel": {"gpus": num_gpus}} | own
         )
         self.run_dir: Path | None = None
         """Where the run was launched; None before that."""
@@ -145,6 +146,7 @@ def estimate_requirements(
     batch_size: int = 8,
     sequence_length: int | None = None,
     num_gpus: int = 1,
+    strategy: TrainingStrategy | str = "standard",
     **settings: Any,
 ) -> dict[str, Any]:
     """Return what training needs, by arithmetic.
@@ -154,6 +156,7 @@ def estimate_requirements(
         batch_size: sequences per optimizer step over all devices.
         sequence_length: tokens per sequence; by default what the model was made for.
         num_gpus: GPUs in all.
+        strategy: the strategy or its name.
         **settings: as ``LlamaTrainingOrchestrator.configure``.
 
     Returns:
@@ -162,7 +165,7 @@ def estimate_requirements(
         ``categories`` (bytes at the peak by category) and ``ranks`` (the same of every rank of a pipeline).
     """
     orchestrator = LlamaTrainingOrchestrator(
-        model_variant, "standard", num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
+        model_variant, strategy, num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
     )
     planned = steps.plan_for_gpu(orchestrator.config)
     estimate = planned.estimate

@@ -48,3 +48,9 @@ def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
         sizes = "".join(f"{format_bytes(size):>14}" for size in columns)
         print(f"{rank:<16}{layers:<20}{sizes}  {marks.get(profile.peak_bytes, '')}".rstrip())
     print()
+
+
+def print_choice(planned: "PlannedRun") -> None:
+    """Print why the plan is as it is, where it was searched for."""
+    if planned.choice is not None:
+        print("\n".join(planned.choice.lines()[1:]) + "\n")  # the plan itself stands above the tables

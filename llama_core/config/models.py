@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 
 Family = Literal["llama1", "llama2", "llama3", "code_llama"]
@@ -23,7 +24,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The architecture of one variant, enough to build it, count it and plan for it."""
+    """The architecture of one variant, enough to build it, count it and plan for it.
+
+    Raises:
+        ConfigError: if there are no such layers as are to have experts, or both adapters and experts.
+    """
 
     name: str
     family: Family
@@ -44,6 +49,19 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     instruct: bool = False
     """Whether the variant is trained on conversations: same weights, another template and loss mask."""
+    lora: LoRA | None = None
+    """The adapters that are trained in place of everything else; None where there are none."""
+    moe: MoE | None = None
+    """The experts that some layers have in place of their feed-forward; None where no layer has."""
+
+    def __post_init__(self) -> None:
+        outside = [layer for layer in (self.moe and self.moe.layers) or () if not 0 <= layer < self.num_layers]
+        if outside:
+            raise ConfigError(
+                f"moe_layers={outside} are not layers of {self.name}, which has 0 to {self.num_layers - 1}"
+            )
+        if self.lora and self.moe:
+            raise ConfigError("adapters over experts are not planned for; use either lora or moe")
 
     @property
     def q_size(self) -> int:
@@ -61,26 +79,85 @@ class ModelSpec:
         return self.vocab_size * self.hidden_size
 
     @property
+    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """Columns and rows of the matrices of one layer, or of one expert where it has experts."""
+        h, q, kv, ffn = self.hidden_size, self.q_size, self.kv_size, self.ffn_size
+        attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+        return attention | {"gate_proj": (h, ffn), "up_proj": (h, ffn), "down_proj": (ffn, h)}
+
+    @property
     def layer_matmul_parameters(self) -> int:
-        """Parameters of one layer that are multiplied with activations: attention and feed-forward matrices."""
+        """Parameters of one dense layer that are multiplied with activations: attention and feed-forward matrices."""
         h = self.hidden_size
         return h * self.q_size + 2 * h * self.kv_size + self.q_size * h + 3 * h * self.ffn_size
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer, its two norm vectors included."""
+        """All parameters of one dense layer, its two norm vectors included and adapters not."""
         return self.layer_matmul_parameters + 2 * self.hidden_size
 
     @property
+    def expert_parameters(self) -> int:
+        """Parameters of one feed-forward: that of a dense layer, or one expert."""
+        return 3 * self.hidden_size * self.ffn_size
+
+    @property
+    def layer_adapter_parameters(self) -> int:
+        """Parameters of the adapters of one layer."""
+        if self.lora is None:
+            return 0
+        return self.lora.rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.targets)
+
+    @property
+    def num_adapter_parameters(self) -> int:
+        """Parameters of all adapters."""
+        return self.num_layers * self.layer_adapter_parameters
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Layers that have experts."""
+        return sum(map(self.moe.is_sparse, range(self.num_layers))) if self.moe else 0
+
+    @property
     def num_parameters(self) -> int:
-        """All parameters of the model; a tied head counts once."""
+        """All parameters of the model, adapters and experts included; a tied head counts once."""
         tables = 1 if self.tied_embeddings else 2
-        return tables * self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
+        dense = tables * self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
+        return dense + self.num_adapter_parameters + self._beside_one_expert(self.moe.num_experts if self.moe else 1)
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Parameters that get gradients and moments: the adapters where there are any, else all."""
+        return self.num_adapter_parameters if self.lora else self.num_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: all but those of the experts it does not go through."""
+        idle = self.moe.num_experts - self.moe.experts_per_token if self.moe else 0
+        return self.num_parameters - self.num_sparse_layers * idle * self.expert_parameters
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters every token is multiplied with: all layers and the head, but not the embedding look-up."""
-        return self.num_layers * self.layer_matmul_parameters + self.embedding_parameters
+        """Parameters every token is multiplied with: all layers and the head, but not the embedding look-up.
+
+        Of the experts those that a token goes through count, with the router. Adapters do not: see
+        ``matmul_flops_per_token``.
+        """
+        dense = self.num_layers * self.layer_matmul_parameters + self.embedding_parameters
+        return dense + self._beside_one_expert(self.moe.experts_per_token if self.moe else 1)
+
+    @property
+    def matmul_flops_per_token(self) -> int:
+        """FLOPs of a token's products with parameters, forward and backward: 2 per parameter and product.
+
+        A trained parameter takes part in three products; a frozen one has no gradient, and takes part in two.
+        """
+        return (4 if self.lora else 6) * self.num_matmul_parameters + 6 * self.num_adapter_parameters
+
+    def _beside_one_expert(self, num_experts: int) -> int:
+        """Return what the layers with experts have beside a dense layer's feed-forward: routers and further experts."""
+        router = self.hidden_size * self.moe.num_experts if self.moe else 0
+        return self.num_sparse_layers * ((num_experts - 1) * self.expert_parameters + router)
 
 
 _LLAMA31_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)

@@ -6,18 +6,30 @@ error, and all problems are reported at once.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.models import ModelSpec, model_spec
+from llama_core.config.section import Section
+from llama_core.config.slurm import SlurmConfig
+from llama_core.config.strategy import LoraConfig, MoeConfig
 from llama_core.errors import ConfigError, did_you_mean
 
 SAMPLE = "sample"
@@ -32,19 +44,30 @@ GradientCompression = Literal["none", "bf16", "powersgd"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 RecomputeMode = Literal["none", "selective", "full"]
-RecomputeRequest = Literal["none", "selective", "full", "adaptive"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "chimera", "chimera_doubling", "chimera_halving", "zb_h1", "zbv"]
 ZeroBackend = Literal["native", "deepspeed"]
-StrategyName = Literal["standard"]
+ZeroStage = Literal[0, 1, 2, 3]
+StrategyName = Literal["standard", "lora", "moe"]
 WandbMode = Literal["off", "offline", "online"]
 
+Auto = Literal["auto"]
+"""What a request leaves to the planner."""
+OffloadRequest = Literal["auto", Offload]
+RecomputeRequest = Literal["auto", "adaptive", RecomputeMode]
+ScheduleRequest = Literal["auto", ScheduleName]
+ZeroStageRequest = Literal["auto", ZeroStage]
 
-class Section(BaseModel):
-    """One section of a run configuration: immutable, and closed to keys it does not know."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+def _count_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check a number that may be left to the planner, and report what is wrong with it in one line."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("count", "input should be 'auto' or an integer of at least 1") from None
+
+
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_auto)]
+"""A number of at least 1, or ``auto``."""
 
 
 class ArchitectureConfig(Section):
@@ -137,59 +160,60 @@ class TrainingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the work is divided; the planner turns this request into a plan."""
+    """How the work is divided: a request, whose ``auto`` (or null) the planner turns into what is fastest and fits."""
 
     gpus: int = Field(1, ge=1)
     """Devices in all: GPUs, or processes with --device cpu."""
-    tp: int = Field(1, ge=1)
+    tp: Count = "auto"
     """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
-    pp: int = Field(1, ge=1)
+    pp: Count = "auto"
     """Pipeline-parallel ranks, which divide the layers."""
-    cp: int = Field(1, ge=1)
+    cp: Count = "auto"
     """Context-parallel ranks, which divide every sequence."""
     ep: int = Field(1, ge=1)
     """Expert-parallel ranks, which divide the experts of a mixture."""
-    dp_replicate: int = Field(1, ge=1)
+    dp_replicate: Count = "auto"
     """Copies of the group that shards (hybrid sharding); with zero_stage=0 all data-parallel ranks are copies."""
     sequence_parallel: bool = True
     """Divide the sequence between tensor-parallel ranks outside the matrices; no effect with tp=1."""
-    zero_stage: Literal[0, 1, 2, 3] = 3
+    zero_stage: ZeroStageRequest = "auto"
     """What data-parallel ranks shard: 1 optimizer states, 2 also gradients, 3 also weights; no effect on one device."""
     zero_backend: ZeroBackend = "native"
     """Who shards: native (torch's fully_shard) or deepspeed."""
-    offload: Offload = "none"
+    offload: OffloadRequest = "auto"
     """What DeepSpeed keeps in host memory: none, the optimizer, or the optimizer and the parameters."""
-    schedule: ScheduleName = "1f1b"
+    schedule: ScheduleRequest = "auto"
     """Pipeline schedule; chimera becomes doubling or halving where memory allows. No effect with pp=1."""
-    num_chunks: int | None = Field(None, ge=1)
-    """Stages per pipeline rank under the interleaved schedule; default: 2 there."""
+    num_chunks: Count = "auto"
+    """Stages per pipeline rank under the interleaved schedule."""
     microbatch_size: int | None = Field(None, ge=1)
     """Sequences per forward pass and rank; default: what fits the memory, and keeps a pipeline busy."""
     num_microbatches: int | None = Field(None, ge=1)
     """Forward passes per rank and optimizer step, in place of their size."""
-    recompute: RecomputeRequest = "none"
-    """Activation checkpointing: none, selective, full, or adaptive: the least of them that fits."""
+    recompute: RecomputeRequest = "auto"
+    """Activation checkpointing: none, selective, full, or adaptive: the least of them that fits, as auto has it."""
     gradient_compression: GradientCompression = "none"
     """Gradients between data-parallel ranks: as they are, in bf16, or as low-rank factors (powersgd)."""
     compile: bool = False
     """Compile every block with torch.compile."""
 
+    @field_validator(
+        "tp", "pp", "cp", "dp_replicate", "zero_stage", "offload", "schedule", "num_chunks", "recompute", mode="before"
+    )
+    @classmethod
+    def _null_is_auto(cls, value: Any) -> Any:
+        return "auto" if value is None else value
 
-class SlurmConfig(Section):
-    """What a Slurm job asks for."""
+    @property
+    def inner(self) -> dict[str, int]:
+        """The degrees asked for of those that keep devices from being data-parallel."""
+        degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        return {name: size for name, size in degrees.items() if isinstance(size, int)}
 
-    partition: str | None = None
-    """Partition; default: the cluster's."""
-    account: str | None = None
-    """Account to charge; default: the user's."""
-    time_limit_min: int = Field(24 * 60, ge=1)
-    """Time limit in minutes."""
-    cpus_per_rank: int = Field(4, ge=1)
-    """CPU cores of each rank."""
-    memory_gb_per_node: int | None = Field(None, ge=1)
-    """Host memory per node in GB; default: the partition's."""
-    setup: list[str] = []
-    """Shell lines to run on the node before the job, such as 'module load cuda'."""
+    @property
+    def most_data_parallel(self) -> int:
+        """Devices that the degrees asked for leave."""
+        return max(1, self.gpus // math.prod(self.inner.values()))
 
 
 class LaunchConfig(Section):
@@ -205,6 +229,8 @@ class LaunchConfig(Section):
     """Machines the devices are spread over."""
     collective_timeout_s: int = Field(600, ge=1)
     """Seconds that ranks wait for each other before the run is given up as hung."""
+    hang_timeout_s: int = Field(1800, ge=1)
+    """Seconds without a step, after the first, before the run is given up as hung."""
     force: bool = False
     """Submit even what does not fit the memory of the device."""
     slurm: SlurmConfig = SlurmConfig()
@@ -237,7 +263,11 @@ class RunConfig(Section):
     model: str = "tiny_llama3_50m"
     """Model variant, as `training-infra models` lists them."""
     strategy: StrategyName = "standard"
-    """What is trained: standard trains every weight."""
+    """What is trained: every weight (standard), adapters over a frozen model (lora), or layers of experts (moe)."""
+    lora: LoraConfig = LoraConfig()
+    """The adapters that strategy=lora trains."""
+    moe: MoeConfig = MoeConfig()
+    """The experts that strategy=moe trains."""
     architecture: ArchitectureConfig = ArchitectureConfig()
     """Sizes that differ from the variant's."""
     data: DataConfig = DataConfig()
@@ -272,6 +302,9 @@ class RunConfig(Section):
         except ConfigError as error:
             yield from error.problems
         yield from self._misdivisions()
+        for name in {"lora", "moe"} - {self.strategy}:
+            for key, value in getattr(self, name).model_dump(exclude_defaults=True).items():
+                yield f"{name}.{key}={value} needs strategy={name}, not {self.strategy}"
         gpus = self.parallel.gpus
         if gpus % self.launch.nodes:
             yield f"parallel.gpus={gpus} cannot be spread evenly over launch.nodes={self.launch.nodes}"
@@ -280,25 +313,35 @@ class RunConfig(Section):
             yield f"training.warmup_steps={warmup} is above training.steps={steps}"
 
     def _misdivisions(self) -> Iterator[str]:
-        parallel, batch = self.parallel, self.batch_size
-        inner = parallel.tp * parallel.pp * parallel.cp
+        parallel, asked = self.parallel, self.parallel.inner
+        inner = math.prod(asked.values())
         if parallel.gpus % inner:
+            degrees = " x ".join(f"{name} {size}" for name, size in asked.items())
             yield (
-                f"parallel.gpus={parallel.gpus} is not a multiple of {inner} (tp {parallel.tp} x pp {parallel.pp} x "
-                f"cp {parallel.cp}); use {-(-parallel.gpus // inner) * inner}"
+                f"parallel.gpus={parallel.gpus} is not a multiple of {inner} ({degrees}); "
+                f"use {-(-parallel.gpus // inner) * inner}"
             )
             return
-        dp = parallel.gpus // inner
-        if dp % parallel.dp_replicate:
-            yield f"parallel.dp_replicate={parallel.dp_replicate} does not divide the {dp} data-parallel ranks"
-        micro, count = parallel.microbatch_size or 1, parallel.num_microbatches or 1
-        asked = {"microbatch_size": parallel.microbatch_size, "num_microbatches": parallel.num_microbatches}
-        factors = [f"{name} {size}" for name, size in asked.items() if size] + [f"{dp} data-parallel ranks"]
-        one_pass, product = micro * count * dp, " x ".join(factors)
+        copies = parallel.dp_replicate if isinstance(parallel.dp_replicate, int) else 1
+        if parallel.most_data_parallel % copies:
+            yield (
+                f"parallel.dp_replicate={copies} does not divide the {parallel.most_data_parallel} data-parallel ranks"
+            )
+        elif len(asked) == 3:
+            yield from self._misdivisions_of_batch(parallel.most_data_parallel, "data-parallel ranks")
+        else:  # how many ranks are data-parallel is still open, but not that these copies are
+            yield from self._misdivisions_of_batch(copies, "copies")
+
+    def _misdivisions_of_batch(self, ranks: int, kind: str) -> Iterator[str]:
+        parallel, batch = self.parallel, self.batch_size
+        sizes = {"microbatch_size": parallel.microbatch_size, "num_microbatches": parallel.num_microbatches}
+        factors = {f"{name} {size}": size for name, size in sizes.items() if size}
+        factors |= {f"{ranks} {kind}": ranks} if ranks > 1 else {}
+        one_pass, product = math.prod(factors.values()), " x ".join(factors)
         if batch % one_pass:
             nearest = -(-batch // one_pass) * one_pass
             yield f"training.batch_size={batch} is not a multiple of {one_pass} ({product}); use {nearest}"
-        elif all(asked.values()) and batch != one_pass:
+        elif all(sizes.values()) and kind == "data-parallel ranks" and batch != one_pass:
             yield f"training.batch_size={batch} is not {one_pass} ({product}); leave one of the three out"
 
     def _misfits(self, spec: ModelSpec) -> Iterator[str]:
@@ -316,8 +359,13 @@ class RunConfig(Section):
 
     @property
     def spec(self) -> ModelSpec:
-        """The architecture of the model."""
-        return replace(model_spec(self.model), **self.architecture.model_dump(exclude_none=True))
+        """The architecture of the model, with the adapters or experts that the strategy gives it."""
+        return replace(
+            model_spec(self.model),
+            **self.architecture.model_dump(exclude_none=True),
+            lora=self.lora.adapters if self.strategy == "lora" else None,
+            moe=self.moe.experts if self.strategy == "moe" else None,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -325,13 +373,8 @@ class RunConfig(Section):
         if self.training.batch_size:
             return self.training.batch_size
         parallel = self.parallel
-        one_pass = self.data_parallel * (parallel.microbatch_size or 1) * (parallel.num_microbatches or 1)
+        one_pass = parallel.most_data_parallel * (parallel.microbatch_size or 1) * (parallel.num_microbatches or 1)
         return one_pass if parallel.num_microbatches and parallel.microbatch_size else -(-8 // one_pass) * one_pass
-
-    @property
-    def data_parallel(self) -> int:
-        """Devices that train on different sequences: those that tp, pp and cp leave."""
-        return max(1, self.parallel.gpus // (self.parallel.tp * self.parallel.pp * self.parallel.cp))
 
     @property
     def seq_len(self) -> int:
@@ -347,6 +390,7 @@ class RunConfig(Section):
             "model": self.model,
             "architecture": self.architecture.model_dump(exclude_none=True),
             "strategy": self.strategy,
+            **({} if self.strategy == "standard" else {self.strategy: getattr(self, self.strategy).model_dump()}),
             "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),
             "training": self.training.model_dump(exclude=set(_CADENCE))
             | {"batch_size": self.batch_size, "seq_len": self.seq_len},
@@ -477,6 +521,8 @@ def _describe(detail: ErrorDetails) -> Iterable[str]:
     if detail["type"] == "model_type":
         return [f"{key}={detail['input']!r}: this is a section of keys, not a value"]
     message = detail["msg"]
+    if detail["loc"][-1:] == ("[key]",):
+        return [f"{key.removesuffix('.[key]')}: {message[0].lower()}{message[1:]}"]
     return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
 
 

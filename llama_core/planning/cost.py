@@ -35,7 +35,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> f
     multiplied: the head counts, the embedding look-up does not.
     """
     attention = 12 * spec.num_layers * spec.q_size * seq_len
-    return 6 * spec.num_matmul_parameters + (attention / 2 if causal else attention)
+    return spec.matmul_flops_per_token + (attention / 2 if causal else attention)
 
 
 def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: RecomputeMode) -> float:

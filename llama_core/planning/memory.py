@@ -10,13 +10,15 @@ Weights that several ranks hold are ``fully_shard``'s, save in copies of a whole
 shard of weights, gradients and moments, 16 bytes per parameter over N ranks, and within a step it gathers, in the
 compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights of one rank alone are cast at
 each use, and every microbatch under way keeps the copies. DeepSpeed's buffers are taken to be like ``fully_shard``'s;
-what it keeps in host memory does not count.
+what it keeps in host memory does not count. Adapters and experts are as ``planning.strategies`` has them.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, for what each ZeRO stage divides.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import ceil
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
@@ -24,6 +26,7 @@ from llama_core.planning.actions import RELEASES, Action, Kind
 from llama_core.planning.moments import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.profile import Category, MemoryProfile, Phase
+from llama_core.planning.strategies import tensors_by_layer
 from llama_core.planning.tensors import FP32_BYTES, Tensors
 from llama_core.planning.weights import ShardedWeights, Stage, StageWeights, When
 
@@ -73,12 +76,13 @@ def _profiles(
     document_mask: bool,
 ) -> Iterator[MemoryProfile]:
     itemsize = 4 if precision == "fp32" else 2
-    tensors = Tensors(spec, plan, seq_len=seq_len, itemsize=itemsize, document_mask=document_mask)
-    stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan)]
+    sizes = tensors_by_layer(spec, plan, seq_len=seq_len, itemsize=itemsize, document_mask=document_mask)
+    tensors = sizes[0]
+    stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, sizes)]
     return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
 
 
-def _stages(spec: ModelSpec, plan: ParallelPlan) -> Iterator[Stage]:
+def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:
     """Yield every stage of a plan's pipeline."""
     stages, placement = plan.stage_layers(spec), plan.build_schedule().placement
     last = len(stages) - 1
@@ -88,6 +92,7 @@ def _stages(spec: ModelSpec, plan: ParallelPlan) -> Iterator[Stage]:
         kept: list[RecomputeMode] = ["none"] * (len(layers) - count)
         yield Stage(
             modes=(*[plan.recompute] * count, *kept),
+            layers=tuple(sizes[layer] for layer in layers),
             is_first=index == 0,
             is_last=index == last,
             tied=spec.tied_embeddings,
@@ -113,7 +118,8 @@ class _Rank:
 
     def __init__(self, plan: ParallelPlan, pp_rank: int, stages: list[StageMoments], tensors: Tensors) -> None:
         schedule = plan.build_schedule()
-        self.plan, self.stages, self.inputs = plan, stages, tensors.inputs
+        self.plan, self.stages = plan, stages
+        self.inputs, self.itemsize = tensors.inputs, tensors.itemsize
         self.actions, self.hosted = schedule.actions[pp_rank], schedule.stages_of(pp_rank)
         self._last_backward = max(i for i, action in enumerate(self.actions) if action.kind is not Kind.FORWARD)
         self._under_way: Counter[int] = Counter()  # microbatches between their forward and their backward, by stage
@@ -135,10 +141,11 @@ class _Rank:
 
     def _states(self) -> dict[Category, int]:
         """Return the bytes of weights, gradients and moments between the steps."""
-        num_parameters = sum(self.stages[stage].weights.parameters for stage in self.hosted)
-        shard = FP32_BYTES * -(-num_parameters // self.stages[0].weights.num_shards)
+        hosted = [self.stages[stage].weights for stage in self.hosted]
+        shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in hosted))
+        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_shards for own in hosted)
         return {
-            "weights": 0 if self.plan.offload == "parameters" else shard,
+            "weights": 0 if self.plan.offload == "parameters" else shard + self.itemsize * ceil(frozen),
             "gradients": 0 if self.plan.offload != "none" else shard,
             "moments": 0 if self.plan.offload != "none" else 2 * shard,
         }
@@ -197,9 +204,9 @@ class _Rank:
             self._put_off[index] += 1
         weights = self.stages[index].weights
         if action.kind in RELEASES:
-            self._accumulated[index] = weights.parameters
+            self._accumulated[index] = weights.trained.total
         elif action.kind is Kind.INPUT_GRADIENT:  # those of norms and tables are not put off
-            self._accumulated[index] = max(self._accumulated[index], weights.tables)
+            self._accumulated[index] = max(self._accumulated[index], weights.trained.tables)
         if action.kind in _BACKWARDS and len(self.hosted) == 1:  # groups that take no part in a backward release it
             self._buffer = weights.last_buffer
 

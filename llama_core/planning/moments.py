@@ -51,6 +51,7 @@ class StageMoments:
 
     def __init__(self, weights: StageWeights, tensors: Tensors) -> None:
         self.weights, self.stage, self.tensors = weights, weights.stage, tensors
+        self.layers = weights.stage.layers
         self._below = tensors.shared + tensors.looked_up * self.stage.is_first
         if tensors.narrow and self.stage.modes[0] == "none" and not self.stage.is_first:
             self._below += tensors.stream  # what was received; else the first layer keeps that very tensor
@@ -58,27 +59,28 @@ class StageMoments:
         """Activations that a forward leaves for its backward."""
         self.kept_loss = tensors.loss_saved if self.stage.is_last else 0
         """What the loss leaves for it."""
-        self.put_off = weights.num_layers * tensors.put_off
+        self.put_off = self._put_off_above(-1)
         """What waits for the weight gradients where a backward is in two parts."""
         self._made = not self.put_off  # whether a backward makes the gradients of the layers
 
     def _kept_below(self, layer: int) -> int:
         """Return what the layers before the stage's ``layer``-th keep, with what all of them share."""
-        return self._below + sum(self.tensors.layer(mode) for mode in self.stage.modes[:layer])
+        below = zip(self.layers[:layer], self.stage.modes[:layer], strict=True)
+        return self._below + sum(tensors.layer(mode) for tensors, mode in below)
+
+    def _put_off_above(self, layer: int) -> int:
+        """Return what waits for the weight gradients of the layers after the stage's ``layer``-th."""
+        return sum(tensors.put_off for tensors in self.layers[layer + 1 :])
 
     def forward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a forward."""
-        t, weights = self.tensors, self.weights
+        t, weights, last = self.tensors, self.weights, self.weights.num_layers - 1
         fetched = weights.fetched(around.when)
-        # the end of the last layer: the stream before it, w2's output and, of a divided sequence, its parts; their sum
-        temporaries = t.stream * (2 if t.narrow else 1) + t.whole * (2 if t.is_divided else 1)
-        if self.stage.modes[-1] == "full":  # silu(gate), up, their product; the stream and the norm's output
-            temporaries = max(temporaries, 3 * t.ffn + t.stream + t.whole)
         yield self._moment(
             around,
             activations=self._kept_below(weights.num_layers),
-            communication=fetched + weights.at_work + around.buffer,
-            temporaries=temporaries,
+            communication=fetched + weights.at_work(last) + around.buffer,
+            temporaries=self.layers[last].leaving(self.stage.modes[last]),
         )
         if self.stage.is_last:  # the final norm's output is dropped with the last chunk
             yield self._moment(
@@ -100,27 +102,28 @@ class StageMoments:
 
     def weight_gradients(self, around: Around) -> Iterator[Moment]:
         """Yield the moments at which gradients that were put off are made: those of the first layer and of the last."""
-        t, weights, last = self.tensors, self.weights, self.weights.num_layers - 1
-        widened = t.ffn_parameters * (t.itemsize * t.narrow + FP32_BYTES * weights.adds(around.when))
-        for layer in {0, last}:
+        weights, trained = self.weights, self.weights.trained
+        for layer in {0, weights.num_layers - 1}:
+            t = self.layers[layer]
             yield self._moment(
                 around,
-                gradients=weights.gradients(around.when, layer * weights.layer + weights.tables),
-                activations=(last + 1 - layer) * t.put_off,
-                temporaries=widened,
+                gradients=weights.gradients(around.when, sum(trained.layers[:layer]) + trained.tables),
+                activations=self._put_off_above(layer - 1),
+                temporaries=t.ffn_parameters * (t.itemsize * t.narrow + FP32_BYTES * weights.adds(around.when)),
             )
 
     def _telling_layers(self) -> list[int]:
         """Return layers of which one has the peak, the last first."""
-        modes, last = self.stage.modes, self.weights.num_layers - 1
-        starts = {layer for layer in range(1, last + 1) if modes[layer] != modes[layer - 1]}
+        last = self.weights.num_layers - 1
+        kinds = list(zip(self.stage.modes, self.layers, strict=True))
+        starts = {layer for layer in range(1, last + 1) if kinds[layer] != kinds[layer - 1]}
         # the last but one is the first that finds the buffer of a reduction
         telling = {0, last - 1, last} | starts | {start - 1 for start in starts}
         return sorted(telling - {-1}, reverse=True)
 
     def _in_head(self, around: Around) -> Iterator[Moment]:
         t, weights, when = self.tensors, self.weights, around.when
-        communication = weights.at_work + around.buffer
+        communication = weights.at_work(weights.num_layers - 1) + around.buffer
         # the loss scales what its forward saved into gradients of its own
         yield self._moment(
             around,
@@ -140,36 +143,36 @@ class StageMoments:
         )
 
     def _in_layer(self, around: Around, layer: int) -> Iterator[Moment]:
-        t, weights, when = self.tensors, self.weights, around.when
-        num_above, done = weights.num_layers - 1 - layer, self._done_above(layer)
+        t, weights, when = self.layers[layer], self.weights, around.when
+        is_last, done = layer == weights.num_layers - 1, self._done_above(layer)
         recomputed = self.stage.modes[layer] != "none"
-        below = self._kept_below(layer) + num_above * t.put_off
+        below = self._kept_below(layer) + self._put_off_above(layer)
         if recomputed and t.narrow:  # in fp32 the first norm keeps the very tensor that checkpointing kept
             below += t.stream
-        buffer = weights.reduction_buffer(when, weights.layer) if num_above else around.buffer
+        buffer = around.buffer if is_last else weights.reduction_buffer(when, weights.trained.layers[layer + 1])
         matrix = t.ffn_parameters * self._made
         # beside what the layer itself needs: the gradient of its output, that of the stage's, and one to be added
         others = t.stream + FP32_BYTES * matrix * weights.adds(when)
-        others += self._gradient_received if num_above else 0
+        others += 0 if is_last else self._gradient_received
         copy = t.ffn_parameters * t.itemsize if t.narrow else 0  # a matrix's, and its gradient before it is widened
         for kept, temporaries, num_made in (
             # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's own before it is widened
             (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), 1),
             # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
-            (t.layer_before_norm, max(3 * t.whole, 4 * t.wide - t.whole), 3),
+            (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3),
         ):
             yield self._moment(
                 around,
                 gradients=weights.gradients(when, done, num_made * matrix) + weights.waiting_head(when),
                 activations=below + (0 if recomputed else kept),
                 temporaries=temporaries + others + (kept if recomputed else 0),
-                communication=weights.at_work + weights.fetched_ahead(layer) + buffer,
+                communication=weights.at_work(layer) + weights.fetched_ahead(layer) + buffer,
                 done=done,
             )
 
     def _done_above(self, layer: int) -> int:
         """Return the parameters whose gradients are done when the backward comes to a layer."""
-        return (self.weights.num_layers - 1 - layer) * self.weights.layer * self._made + self.weights.head_done
+        return sum(self.weights.trained.layers[layer + 1 :]) * self._made + self.weights.head_done
 
     @property
     def _gradient_received(self) -> int:
@@ -182,7 +185,7 @@ class StageMoments:
 
     def _after_layers(self, around: Around) -> Iterator[Moment]:
         """Yield the moments at the end of a backward: in the embedding, whose gradient is made in one piece."""
-        if not self.stage.is_first:
+        if not (self.stage.is_first and self.tensors.table_trained):
             return
         t, weights, when = self.tensors, self.weights, around.when
         added = int(weights.adds(when) or self.stage.shares_table)
@@ -191,7 +194,7 @@ class StageMoments:
         upstream = t.stream + t.whole * t.is_divided
         if t.narrow:
             upstream += 2 * t.whole * (2 if t.looked_up else 1)
-        made = weights.parameters - (t.table_parameters if meets_head else 0)
+        made = weights.trained.total - (t.table_trained if meets_head else 0)
         yield self._moment(
             around,
             gradients=weights.gradients(when, made) + weights.table_gradient * (2 if meets_head else added),
@@ -201,7 +204,7 @@ class StageMoments:
         if meets_head:  # the two gradients, their sum and, where there is one, what the sum is added to
             yield self._moment(
                 around,
-                gradients=weights.gradients(when, weights.parameters) + weights.table_gradient * (2 + added),
+                gradients=weights.gradients(when, weights.trained.total) + weights.table_gradient * (2 + added),
                 activations=self._kept_below(0) + self.put_off,
             )
 
@@ -244,51 +247,53 @@ class ShardedMoments(StageMoments):
 
     def forward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a forward."""
-        yield from self._fetching(around, self.weights.embedding, self._kept_below(0))
+        yield from self._fetching(around, 0, self.weights.held.embedding, self._kept_below(0))
         yield from super().forward(around)
 
     def backward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a backward, in their order."""
         if not self.stage.is_last:  # else the head is at work before the layers
-            yield from self._fetching(around, 0, self._kept_below(self.weights.num_layers))
+            last = self.weights.num_layers - 1
+            yield from self._fetching(around, last, 0, self._kept_below(last + 1))
         yield from super().backward(around)
 
-    def _fetching(self, around: Around, embedding: int, activations: int) -> Iterator[Moment]:
+    def _fetching(self, around: Around, layer: int, embedding: int, activations: int) -> Iterator[Moment]:
         """Yield the moment at which the first layer is fetched: beside the buffer of what was fetched before it."""
         weights = self.weights
         if weights.drops:
-            before = embedding or (0 if around.when.after_forward else weights.root)
+            before = embedding or (0 if around.when.after_forward else weights.held.root)
             yield self._moment(
                 around,
                 activations=activations,
-                communication=weights.itemsize * (before + 2 * weights.layer) + around.buffer,
+                communication=weights.itemsize * before + 2 * weights.at_work(layer) + around.buffer,
                 temporaries=self.tensors.stream,
             )
 
     def _after_layer(self, around: Around, layer: int) -> Iterator[Moment]:
         """Yield the moment at which a layer's gradients are reduced."""
-        group, largest = self.weights.layer, self.tensors.ffn_parameters
+        group, largest = self.weights.trained.layers[layer], self.layers[layer].ffn_parameters
         yield self._reduction(around, group, layer=layer, done=self._done_above(layer), largest=largest)
 
     def _after_layers(self, around: Around) -> Iterator[Moment]:
         """Yield the moments at the end of a backward: the reductions of the root and of the embedding."""
-        weights, table = self.weights, self.tensors.table_parameters
-        layers = weights.num_layers * weights.layer
-        if self.stage.is_first and self.stage.is_last and self.stage.tied:  # the table's two gradients and their sum
-            yield self._moment(
+        weights, trained, table = self.weights, self.weights.trained, self.tensors.table_trained
+        layers = sum(trained.layers)
+        if table and self.stage.is_first and self.stage.is_last and self.stage.tied:
+            yield self._moment(  # the table's two gradients and their sum
                 around,
                 gradients=weights.gradients(around.when, layers) + 3 * weights.table_gradient,
                 activations=self._kept_below(0),
-                communication=weights.reduction_buffer(around.when, weights.layer),
+                communication=weights.reduction_buffer(around.when, trained.layers[0]),
                 done=layers,
             )
-        root = table if self.stage.shares_table else weights.root
+        root = table if self.stage.shares_table else trained.root
         if root:
-            waiting = weights.fetched_ahead(0) + weights.itemsize * weights.embedding  # its gradient is there as well
+            waiting = weights.fetched_ahead(0) + weights.itemsize * trained.embedding  # its gradient is there as well
             yield self._reduction(around, root, largest=table, done=layers, waiting=waiting)
-        if weights.embedding:
-            done = layers + weights.root
-            yield self._reduction(around, weights.embedding, largest=table, done=done, waiting=weights.at_work)
+        if trained.embedding:
+            done = layers + trained.root
+            waiting = weights.at_work(0)
+            yield self._reduction(around, trained.embedding, largest=table, done=done, waiting=waiting)
 
     def _reduction(
         self, around: Around, group: int, *, largest: int, done: int, layer: int = 0, waiting: int = 0

@@ -179,8 +179,10 @@ class ParallelPlan:
             yield f"seq_len={seq_len} is not a multiple of {cut} (2 x cp); use {-(-seq_len // cut) * cut}"
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
             yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
-        if self.ep > 1:
+        if self.ep > 1 and spec.moe is None:
             yield f"ep={self.ep}: {spec.name} has no experts to divide; use ep=1"
+        elif spec.moe is not None and spec.moe.num_experts % self.ep:
+            yield f"ep={self.ep} does not divide the {spec.moe.num_experts} experts"
         if precision == "fp16" and self.zero_backend == "deepspeed":
             yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
         if precision == "fp16" and self.gradient_compression == "powersgd":

@@ -29,7 +29,7 @@ def loss_chunk_tokens(vocab_size: int, hidden_size: int, itemsize: int) -> int:
 
 
 class Tensors:
-    """The sizes, in bytes, of the tensors of one forward and backward on one rank.
+    """The sizes, in bytes, of the tensors of one forward and backward on one rank, with those of one dense layer.
 
     Args:
         spec: the architecture.
@@ -46,8 +46,9 @@ class Tensors:
         self.narrow = itemsize < FP32_BYTES
         splits = plan.pp > 1 and plan.schedule in {"zb_h1", "zbv"}  # every backward, into two parts
         # copies of weights in the activations' dtype, which wait for the backward; fully_shard gathers in that dtype
-        self.casts_head = self.narrow and not plan.uses_fully_shard
-        self.casts = self.casts_head and not splits  # in parts, the backward makes copies of its own
+        casts = self.narrow and not plan.uses_fully_shard
+        self.casts = casts and not splits  # in parts, the backward makes copies of its own
+        self.casts_head = casts and not spec.lora  # what is frozen is held in the activations' dtype
         tp = plan.tp
         rows = plan.microbatch_size // plan.build_schedule().parts_per_microbatch
         own_seq = seq_len // plan.cp
@@ -68,8 +69,13 @@ class Tensors:
         self.put_off = matrices if splits else 0
 
         self.layer_parameters = spec.layer_matmul_parameters // tp + 2 * spec.hidden_size
-        self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # of one of its three matrices
+        self.layer_trained = self.layer_parameters  # those with gradients
+        self.layer_divided = self.layer_parameters  # those that ZeRO divides over all ranks that shard
+        self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # trained ones of one of its three matrices
+        self.entering = self.whole  # what goes into the feed-forward's first two matrices
         self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head
+        self.table_trained = 0 if spec.lora else self.table_parameters
+        self.head_norm_trained = 0 if spec.lora else spec.hidden_size
 
         num_inputs = 3 if document_mask else 2  # token, target, position
         pieces = 2 if plan.cp > 1 else 1  # this rank's columns beside the rows that all ranks of the sequence get
@@ -88,7 +94,7 @@ class Tensors:
         vocab_size = spec.vocab_size // plan.tp
         limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
         chunk = -(-tokens // -(-tokens // limit))
-        self.table = self.table_parameters * FP32_BYTES
+        self.table = self.table_trained * FP32_BYTES
         self.loss_saved = self.whole + self.table  # gradients of the hidden states and of the head
         self.loss_working = (
             self.loss_saved
@@ -118,6 +124,14 @@ class Tensors:
         # the norm's output: input of w1 and w3; then gate, silu(gate), up, and their product: input of w2
         feed_forward = self.norm + self.whole + 4 * self.ffn
         return attention + feed_forward + (self.itemsize * self.layer_parameters if self.casts else 0)
+
+    def leaving(self, mode: RecomputeMode) -> int:
+        """Return what one layer holds at the end of its forward beside what it keeps."""
+        # the stream before it, w2's output and, of a divided sequence, its parts; their sum
+        joined = self.stream * (2 if self.narrow else 1) + self.whole * (2 if self.is_divided else 1)
+        if mode != "full":
+            return joined
+        return max(joined, 3 * self.ffn + self.stream + self.whole)  # silu(gate), up, their product; the norm's output
 
     @property
     def layer_before_w2(self) -> int:

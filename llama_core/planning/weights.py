@@ -6,7 +6,10 @@ norm and the head (an embedding that is tied to it included). A group's weights 
 gradients are made in that dtype, and when the backward has passed the group they are reduced, in fp32, into the shards.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Self
 
 from llama_core.config.run import RecomputeMode
 from llama_core.planning.plan import ParallelPlan
@@ -19,12 +22,49 @@ class Stage:
 
     modes: tuple[RecomputeMode, ...]
     """What is recomputed of each layer."""
+    layers: tuple[Tensors, ...]
+    """The sizes of each layer's tensors."""
     is_first: bool
     is_last: bool
     tied: bool
     """Whether the head is the embedding."""
     shares_table: bool
     """Whether the embedding is held as the head of another stage of the same rank."""
+
+
+class Counts(NamedTuple):
+    """Parameters of a stage, by the groups of ``fully_shard``."""
+
+    layers: tuple[int, ...]
+    root: int
+    embedding: int
+
+    @property
+    def tables(self) -> int:
+        """Parameters outside the layers."""
+        return self.root + self.embedding
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.layers) + self.tables
+
+    @classmethod
+    def of(cls, stage: Stage, layers: Iterable[int], *, table: int, norm: int) -> Self:
+        """Return the counts of a stage.
+
+        Args:
+            stage: the stage.
+            layers: parameters of each layer.
+            table: parameters of the embedding, or of the head.
+            norm: parameters of the final norm.
+        """
+        root = 0
+        if stage.is_last:
+            root = table + norm
+        elif stage.is_first and stage.tied and not stage.shares_table:
+            root = table
+        return cls(tuple(layers), root, table if stage.is_first and not stage.tied else 0)
 
 
 @dataclass(frozen=True)
@@ -52,31 +92,31 @@ class StageWeights:
 
     def __init__(self, stage: Stage, tensors: Tensors, *, has_buckets: bool = False) -> None:
         self.stage, self.has_buckets = stage, has_buckets
-        self.layer, self.num_layers = tensors.layer_parameters, len(stage.modes)
-        self.table = tensors.table_parameters
-        self.embedding = self.table if stage.is_first and not stage.tied else 0
-        self.root = 0
-        if stage.is_last:
-            self.root = self.table + tensors.spec.hidden_size
-        elif stage.is_first and stage.tied and not stage.shares_table:
-            self.root = self.table
-        self.tables = self.root + self.embedding
-        self.parameters = self.num_layers * self.layer + self.tables
-        self.num_shards = 1
+        self.num_layers = len(stage.modes)
+        held = (layer.layer_parameters for layer in stage.layers)
+        self.held = Counts.of(stage, held, table=tensors.table_parameters, norm=tensors.spec.hidden_size)
+        """Parameters the rank computes with."""
+        trained = (layer.layer_trained for layer in stage.layers)
+        self.trained = Counts.of(stage, trained, table=tensors.table_trained, norm=tensors.head_norm_trained)
+        """Those of them that get gradients: all, or adapters alone."""
+        self.num_shards: int | Fraction = 1
+        """Ranks that divide a parameter among them; where they divide experts less than others, on average."""
         self.root_gathered = 0
         """Bytes that are gathered in whatever stage of the rank runs."""
         self.stay_gathered = 0
         """Bytes that stay gathered between the stage's forwards and backwards."""
-        self.at_work = 0
-        """Bytes of one layer's weights, where they are gathered for its forward and backward and dropped after it."""
-        self.table_gradient = FP32_BYTES * self.table
+        self.table_gradient = FP32_BYTES * tensors.table_trained
         """Bytes of the gradient of the embedding or the head as it is made."""
         self.head_done = 0
         """Parameters whose gradients are done when the backward comes to the layers."""
         if stage.is_last:
-            self.head_done = self.root - self.table * stage.tied
+            self.head_done = self.trained.root - tensors.table_trained * stage.tied
         self.last_buffer = 0
         """Bytes of a backward's last reduction, which are kept until the next one."""
+
+    def at_work(self, layer: int) -> int:
+        """Return the bytes of a layer's weights, where they are gathered for its forward and backward alone."""
+        return 0
 
     def gathered(self, when: When, done: int) -> int:
         """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
@@ -98,7 +138,7 @@ class StageWeights:
             done: parameters whose gradients this backward has made and, where that has to be, reduced.
             fresh: parameters of the layer at work whose gradients it has made.
         """
-        made, whole = FP32_BYTES * (done + fresh), FP32_BYTES * self.parameters
+        made, whole = FP32_BYTES * (done + fresh), FP32_BYTES * self.trained.total
         held = max(made, FP32_BYTES * when.accumulated)
         if self.has_buckets:  # the final backward moves every gradient into them
             return whole + held - (made if when.final else 0)
@@ -130,30 +170,42 @@ class ShardedWeights(StageWeights):
         super().__init__(stage, tensors)
         self.itemsize, self.zero_stage = tensors.itemsize, plan.effective_zero_stage
         self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        more = sum(layer.layer_divided - layer.layer_parameters for layer in stage.layers)
+        if more:
+            self.num_shards *= Fraction(self.held.total, self.held.total + more)
         self.drops = self.zero_stage == 3  # a layer's weights, after its forward and its backward
-        self.root_gathered = self.itemsize * self.root
-        self.stay_gathered = self.itemsize * (self.root if self.drops else self.parameters)
-        self.at_work = self.itemsize * self.layer if self.drops else 0
-        self.table_gradient = self.itemsize * self.table
+        self.root_gathered = self.itemsize * self.held.root
+        self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
+        self.table_gradient = self.itemsize * tensors.table_trained
         self.head_done = 0
-        last_group = self.embedding or self.root or self.layer
+        last_group = self.trained.embedding or self.trained.root or self.trained.layers[0]
         self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
+
+    def at_work(self, layer: int) -> int:
+        """Return the bytes of a layer's weights, where they are gathered for its forward and backward alone."""
+        return self.itemsize * self.held.layers[layer] if self.drops else 0
 
     def gathered(self, when: When, done: int) -> int:
         """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        layers = sum(self.trained.layers)
         if self.drops:
-            return self.stay_gathered if done <= self.num_layers * self.layer else 0
-        return self.stay_gathered - (self.itemsize * done if when.final else 0)
+            return self.stay_gathered if done <= layers else 0
+        if not when.final:
+            return self.stay_gathered
+        # a layer goes as its gradients come, with what of it is frozen
+        frozen = (sum(self.held.layers) - layers) * min(done, layers) // layers
+        return self.stay_gathered - self.itemsize * (done + frozen)
 
     def fetched(self, when: When) -> int:
         """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
-        return self.itemsize * self.layer if (self.drops or when.is_first) and self.num_shards > 1 else 0
+        gathers = (self.drops or when.is_first) and self.num_shards > 1
+        return self.itemsize * self.held.layers[-1] if gathers else 0
 
     def fetched_ahead(self, layer: int) -> int:
         """Return the bytes fetched while the backward is in a layer, counted from the stage's first."""
-        if not self.drops:
-            return 0
-        return self.itemsize * (self.layer if layer else self.embedding or self.layer)
+        if layer:
+            return self.at_work(layer - 1)
+        return self.itemsize * (self.held.embedding or self.held.layers[0]) if self.drops else 0
 
     def gradients(self, when: When, done: int, fresh: int = 0) -> int:
         """Return the bytes of the gradients in a backward."""
@@ -161,9 +213,9 @@ class ShardedWeights(StageWeights):
         held = max(reduced, FP32_BYTES * when.accumulated)
         unreduced = self.itemsize * fresh
         if self.zero_stage >= 2:
-            return held // self.num_shards + unreduced
+            return int(held // self.num_shards) + unreduced
         if when.final:
-            return held - reduced + reduced // self.num_shards + unreduced
+            return held - reduced + int(reduced // self.num_shards) + unreduced
         return held + unreduced
 
     def adds(self, when: When) -> bool:
@@ -193,7 +245,7 @@ class ShardedWeights(StageWeights):
         made, reduces = self.itemsize * group, self._reduces(when)
         if not reduces and self.itemsize == FP32_BYTES:
             return made
-        result = FP32_BYTES * group // (self.num_shards if reduces else 1)
+        result = int(FP32_BYTES * group // (self.num_shards if reduces else 1))
         if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to what was there
             made, result = (0 if reduces else made), 0
         holds_on = self.num_shards > 1 or not reduces

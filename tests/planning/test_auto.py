@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from llama_core.config.run import ParallelConfig, RunConfig
 from llama_core.errors import PlanError
-from llama_core.planning.auto import BUSY_MICROBATCHES, MAX_MICROBATCH_TOKENS, choose_plan
+from llama_core.planning.auto import choose_plan
+from llama_core.planning.candidates import MAX_MICROBATCH_TOKENS
 from llama_core.planning.memory import estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.profile import FILL_LIMIT
+from llama_core.planning.rules import BUSY_MICROBATCHES
 from llama_core.units import GIB, MIB
 
 
@@ -76,6 +78,12 @@ def test_devices_share_the_states_unless_zero_is_switched_off():
     assert (replicated.dp_replicate, replicated.effective_zero_stage) == (8, 0)
 
 
+def test_processes_without_degrees_are_data_parallel_as_long_as_they_divide_the_batch():
+    assert choose_plan(run_config(parallel__gpus=4), None).dp == 4
+    odd = choose_plan(run_config(parallel__gpus=4, training__batch_size=2), None)
+    assert (odd.dp, odd.world_size) == (2, 4)
+
+
 def test_a_pipeline_is_kept_busy_before_the_microbatch_grows():
     plan = choose_plan(run_config(parallel__gpus=4, parallel__pp=4), None)
     assert plan.num_microbatches == BUSY_MICROBATCHES * 4
@@ -134,7 +142,7 @@ def test_the_cheaper_recomputation_is_preferred_to_fewer_layers_of_the_other():
 
 @pytest.fixture(scope="module")
 def chimera_budgets():
-    """The least budgets for direct concatenation, halving and doubling."""
+    """The least budgets for direct concatenation, halving and doubling, nothing recomputed."""
     forms = ("chimera", "chimera_halving", "chimera_doubling")
     plans = {form: dataclasses.replace(choose_plan(pipeline("1f1b"), None), schedule=form) for form in forms}
     return {form: least_budget(pipeline(form), plan) for form, plan in plans.items()}
@@ -150,13 +158,18 @@ def test_chimera_doubles_where_that_fits_then_halves_and_else_joins_units_direct
         (halving - 1, "chimera"),
         (direct - 1, "chimera"),
     ):
-        assert choose_plan(pipeline("chimera"), budget).schedule == form
+        assert choose_plan(pipeline("chimera", parallel__recompute="none"), budget).schedule == form
 
 
 def test_chimera_halves_no_microbatch_of_an_odd_size(chimera_budgets):
     config = pipeline("chimera").with_overrides("parallel.microbatch_size=1")
     doubled = dataclasses.replace(choose_plan(config, None), schedule="chimera_doubling")
     assert choose_plan(config, least_budget(config, doubled) - 1).schedule == "chimera"
+
+
+def test_a_form_of_chimera_that_fits_with_recomputation_is_better_than_direct_concatenation(chimera_budgets):
+    plan = choose_plan(pipeline("chimera"), chimera_budgets["chimera"] - 1)
+    assert (plan.schedule, plan.recompute) == ("chimera_halving", "selective")
 
 
 def test_one_unit_of_chimera_is_left_as_it_is():
@@ -203,6 +216,7 @@ def test_every_field_of_a_request_reaches_the_plan():
         ({"gpus": 2, "ep": 2}, "parallel.ep=2"),
         ({"offload": "optimizer"}, "parallel.offload=optimizer needs parallel.zero_backend=deepspeed"),
         ({"gpus": 3, "pp": 3, "schedule": "chimera", "batch_size": 63}, "parallel.pp=3 is odd"),
+        ({"gpus": 7, "batch_size": 8}, "training.batch_size=8 cannot be divided among parallel.gpus=7; use 14"),
         ({"gpus": 2, "cp": 2, "seq_len": 1023}, "training.seq_len=1023 is not a multiple of 4"),
     ],
     ids=str,

@@ -1,0 +1,82 @@
+"""What a Slurm job asks for, checked before Slurm sees it: nothing that is typed may become a line of a job script."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from llama_core.config.section import Section
+
+_TAKEN = frozenset(
+    ("account", "array", "chdir", "comment", "constraint", "cpus-per-task", "error", "gpus", "gpus-per-node",
+     "gpus-per-task", "input", "job-name", "kill-on-bad-exit", "mem", "no-requeue", "nodes", "ntasks",
+     "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "requeue", "signal", "time", "wait",
+     "wrap")
+)  # fmt: skip
+"""Options that have keys of their own here, or that this software relies on."""
+
+
+def _one_word(text: str) -> str:
+    if not re.fullmatch(r"[\w.,:&|!()\[\]*@+-]+", text):
+        raise PydanticCustomError("word", "input should be a name as Slurm knows it, without spaces or quotes")
+    return text
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise PydanticCustomError("line", "input should be one line of printable characters")
+    return text
+
+
+def _option(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+        raise PydanticCustomError("option", "input should be the long name of an option, such as 'reservation'")
+    if name in _TAKEN:
+        raise PydanticCustomError("taken", "this option follows from other keys of launch and parallel; use these")
+    return name
+
+
+def _value(value: Any) -> Any:
+    if value is not True and not isinstance(value, str | int):
+        raise PydanticCustomError("value", "input should be text, an integer, or true for an option without a value")
+    if value is False:
+        raise PydanticCustomError("value", "leave the option out, or give it the value true")
+    return _one_line(value) if isinstance(value, str) else value
+
+
+SlurmName = Annotated[str, AfterValidator(_one_word)]
+OptionName = Annotated[str, AfterValidator(_option)]
+OptionValue = Annotated[str | int | bool, BeforeValidator(_value)]
+Line = Annotated[str, AfterValidator(_one_line)]
+
+
+class SlurmConfig(Section):
+    """What a Slurm job asks for."""
+
+    partition: SlurmName | None = None
+    """Partition, or several with commas between; default: the cluster's."""
+    account: SlurmName | None = None
+    """Account to charge; default: the user's."""
+    qos: SlurmName | None = None
+    """Quality of service; default: the account's."""
+    constraint: SlurmName | None = None
+    """Features that nodes must have, such as 'h100&infiniband'."""
+    time_limit_min: int = Field(24 * 60, ge=1)
+    """Time limit in minutes."""
+    cpus_per_rank: int = Field(4, ge=1)
+    """CPU cores of each rank."""
+    memory_gb_per_node: int | None = Field(None, ge=1)
+    """Host memory per node in GB; default: the partition's."""
+    setup: list[Line] = Field(default_factory=list)
+    """Shell lines to run on the first node before the ranks start, such as 'module load cuda'."""
+    options: dict[OptionName, OptionValue] = Field(default_factory=dict)
+    """Further options of sbatch by their long names, such as {reservation: training, exclusive: true}."""
+    srun_options: dict[OptionName, OptionValue] = Field(default_factory=dict)
+    """Further options of srun, which starts the ranks, such as {container-image: /images/llama.sqsh}."""
+    requeue: bool = True
+    """Let the job start again after preemption, at its time limit, and when a node fails."""
+    max_attempts: int = Field(20, ge=1)
+    """Starts of one job after which it is given up."""
+    max_parallel_jobs: int = Field(256, ge=1)
+    """Elements of a job array that run at once."""

@@ -1,0 +1,242 @@
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError
+from llama_core.planning.auto import choose_plan, search
+from llama_core.planning.candidates import Candidates, is_dominated
+from llama_core.planning.fitting import Fitting
+from llama_core.planning.leanest import NothingFitsError
+from llama_core.planning.memory import estimate_ranks
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.profile import FILL_LIMIT
+from llama_core.planning.schedules import schedule_names
+from llama_core.planning.search import Search
+from llama_core.planning.simulate import simulate
+
+
+def request(model, gpus, **settings):
+    return RunConfig.from_mapping(
+        {"model": model, "parallel": {"gpus": gpus}, "data": {"document_mask": False}},
+        [f"{key.replace('__', '.')}={value}" for key, value in settings.items()],
+    )
+
+
+def searched(config, gpu_type="h100"):
+    device = gpu_spec(gpu_type)
+    return search(config, device.usable_bytes, device)
+
+
+def peaks(config, plan):
+    ranks = estimate_ranks(
+        config.spec,
+        plan,
+        seq_len=config.seq_len,
+        precision=config.training.precision,
+        document_mask=config.data.document_mask,
+    )
+    return tuple(rank.peak_bytes for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gpu_type", "batch_size"),
+    [
+        ("tiny_llama3_150m", 4, "rtx4090", 64),
+        ("llama3_8b", 8, "h100", 8),
+        ("llama2_13b", 8, "h100", 16),
+        ("llama2_7b", 8, "a100_40gb", 16),
+    ],
+)
+def test_nothing_that_fits_is_faster_by_a_percent(model, gpus, gpu_type, batch_size):
+    config, device = request(model, gpus, training__batch_size=batch_size), gpu_spec(gpu_type)
+    candidates = Candidates(config, device)
+    everything = Search(candidates, Fitting(config, device.usable_bytes), device)
+    options = filter(None, map(everything.option, candidates.variants()))
+    best = min(option.step.total for option in options)
+    assert searched(config, gpu_type).step.total <= 1.01 * best
+
+
+def test_no_variant_that_misses_the_limit_on_any_rank_is_an_option():
+    device = gpu_spec("h100")
+    config = request("llama2_13b", 8, training__batch_size=16, parallel__recompute="none")
+    candidates, fitting = Candidates(config, device), Fitting(config, device.usable_bytes)
+    found = Search(candidates, fitting, device)
+    plans = [option.plan for option in map(found.option, candidates.variants()) if option]
+    assert plans
+    assert all(max(peaks(config, plan)) <= FILL_LIMIT * device.usable_bytes for plan in plans)
+
+
+asked = st.fixed_dictionaries(
+    {},
+    optional={
+        "tp": st.sampled_from([1, 2, 4]),
+        "pp": st.sampled_from([1, 2, 4]),
+        "cp": st.sampled_from([1, 2]),
+        "zero_stage": st.sampled_from([0, 1, 2, 3]),
+        "dp_replicate": st.sampled_from([1, 2]),
+        "schedule": st.sampled_from(schedule_names()),
+        "num_chunks": st.sampled_from([1, 2]),
+        "microbatch_size": st.sampled_from([1, 2]),
+        "num_microbatches": st.sampled_from([4, 8]),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    st.sampled_from([("llama3_8b", "h100"), ("llama2_7b", "a100_40gb"), ("tiny_llama3_150m", "rtx4090")]),
+    st.sampled_from([4, 8, 16]),
+    asked,
+)
+def test_every_plan_that_is_found_is_legal_fits_on_all_ranks_and_has_what_was_asked_for(model, gpus, asked):
+    try:
+        settings = {f"parallel__{key}": value for key, value in asked.items()}
+        config = request(model[0], gpus, training__seq_len=2048, training__batch_size=32, **settings)
+        choice = searched(config, model[1])
+    except (ValueError, PlanError):
+        assume(False)
+    plan, device = choice.plan, gpu_spec(model[1])
+    plan.check(config.spec, seq_len=config.seq_len, precision="bf16")
+    assert (plan.world_size, plan.batch_size) == (gpus, 32)
+    assert max(peaks(config, plan)) == choice.peak_bytes <= FILL_LIMIT * device.usable_bytes
+    # all ranks are copies without ZeRO, and a chimera asked for is the form of it that fits
+    exempt = {"dp_replicate"} if plan.zero_stage == 0 else set()
+    exempt |= {"schedule"} if asked.get("schedule") == "chimera" else set()
+    assert {key: getattr(plan, key) for key in asked if key not in exempt} == {
+        key: value for key, value in asked.items() if key not in exempt
+    }
+    assert plan.schedule.startswith(asked.get("schedule", ""))
+
+
+def test_copies_that_are_asked_for_leave_zero_where_they_shard():
+    for copies, stages in ((1, {1, 2, 3}), (2, {1, 2, 3}), (8, {0})):
+        choice = searched(request("tiny_llama3_150m", 8, parallel__dp_replicate=copies, parallel__tp=1, parallel__pp=1))
+        assert choice.plan.dp_replicate == copies
+        assert choice.plan.zero_stage in stages
+
+
+@given(st.sampled_from([4, 6, 8, 16]), st.integers(1, 80), st.sampled_from(["none", "full"]))
+def test_chimera_is_dominated_exactly_where_the_clock_has_1f1b_no_slower(pp, num_microbatches, recompute):
+    units = -(-num_microbatches // pp)
+    backward = 3 if recompute == "full" else 2
+    spans = [
+        simulate(
+            ParallelPlan(pp=pp, schedule=schedule, num_microbatches=units * pp).build_schedule(),
+            forward=1,
+            backward=backward,
+        ).makespan
+        for schedule in ("chimera", "1f1b")
+    ]
+    assert is_dominated(pp, num_microbatches, recompute) == (spans[0] >= spans[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(schedule_names()),
+    st.sampled_from([2, 4, 6, 8]),
+    st.integers(1, 12),
+    st.integers(0, 7),
+    st.sampled_from([0, 1, 2, 3]),
+    st.lists(st.integers(0, 4), min_size=16, max_size=16),
+)
+def test_a_long_step_fills_its_ranks_no_more_than_the_short_one_that_stands_for_it(
+    schedule, pp, units, more, zero, recomputed
+):
+    chunks, extra = (2, 0) if schedule == "interleaved" else (1, more)
+    config, shards = request("tiny_llama3_50m", 1), 1 if zero == 0 else 2
+    try:
+        plan = ParallelPlan(
+            pp=pp,
+            schedule=schedule,
+            num_chunks=chunks,
+            num_microbatches=units * pp + extra,
+            microbatch_size=2,
+            zero_stage=zero,
+            dp_shard=shards,
+            recompute="none" if schedule in {"zb_h1", "zbv"} else "selective",
+        )
+        plan = replace(plan, recomputed_layers=tuple(recomputed[: plan.num_stages]))
+        plan.check(config.spec, seq_len=config.seq_len, precision="bf16")
+    except PlanError:
+        assume(False)
+    assert Fitting(config, None).peaks(plan) == peaks(config, plan)
+
+
+def test_8b_on_one_node_says_what_forced_each_choice():
+    choice = searched(request("llama3_8b", 8))
+    assert (choice.plan.tp, choice.plan.pp, choice.plan.zero_stage) == (1, 1, 3)
+    assert set(choice.reasons) == {"tp", "pp", "cp", "sharding", "schedule", "microbatch", "recompute", "offload"}
+    assert choice.reasons["tp"].startswith("tp 1: with 2 a step takes")
+    assert "above the limit" in choice.reasons["recompute"]
+    assert "ZeRO 0: 119.66 GiB of states at tp 1 x pp 1" in choice.rejected
+    assert "cp 2: fewer than 8192 of a sequence's 8192 tokens per rank" in choice.rejected
+    assert all(other.step.total >= choice.step.total for other in choice.runners_up)
+
+
+def test_70b_on_96_devices_tells_which_divisions_are_never_tried():
+    rejected = searched(request("llama3_70b", 96, training__batch_size=192)).rejected
+    assert "tp 3: does not divide 8 key/value heads" not in rejected
+    assert "tp 3: crosses nodes of 8" in rejected
+    assert any(line.startswith("pp 32: fewer than 3 layers") for line in rejected)
+    assert any(line.startswith("chimera") for line in rejected)
+
+
+def test_405b_on_64_h200_is_planned_with_a_pipeline_and_without_zero_alone():
+    choice = searched(request("llama3_405b", 64), "h200")
+    assert choice.plan.pp > 1
+    assert any(line.startswith("ZeRO 0: ") for line in choice.rejected)
+    assert any(line.startswith("chimera: idles longer than 1f1b at pp") for line in choice.rejected)
+    assert any(line.startswith("tp 16: crosses nodes of 8") for line in choice.rejected)
+
+
+def test_405b_on_64_h100_is_refused_with_the_arithmetic_and_with_what_would_do():
+    with pytest.raises(NothingFitsError) as caught:
+        searched(request("llama3_405b", 64))
+    error = caught.value
+    assert error.exit_code == 3
+    assert "16 bytes x 405.85e9 parameters / 64 = 101.5 GB per device" in str(error)
+    remedies = str(error).split("would fit: ")[1].split("; ")
+    assert {"parallel.gpus=128", "launch.gpu_type=h200 (H200 141 GB)"} <= set(remedies)
+    assert error.plan.world_size == 64
+
+
+def test_what_is_offered_where_nothing_fits_does_fit():
+    with pytest.raises(NothingFitsError, match=r"parallel\.gpus=2; .*offload=parameters") as caught:
+        searched(request("llama3_8b", 1))
+    assert caught.value.plan.world_size == 1
+    assert searched(request("llama3_8b", 2)).plan.world_size == 2
+    offloaded = request("llama3_8b", 1, parallel__zero_backend="deepspeed", parallel__offload="parameters")
+    assert searched(offloaded).plan.offload == "parameters"
+
+
+def test_offload_is_chosen_only_where_less_does_not_fit():
+    plans = [searched(request("llama3_8b", gpus, parallel__zero_backend="deepspeed")).plan for gpus in (8, 2)]
+    assert [plan.offload for plan in plans] == ["none", "optimizer"]
+
+
+def test_tensor_parallelism_across_nodes_is_left_to_those_who_ask_for_it_and_says_so():
+    sizes = {"architecture__num_kv_heads": 32}
+    asked = searched(request("llama3_8b", 16, parallel__tp=16, **sizes))
+    assert asked.plan.tp == 16
+    assert asked.reasons["tp"].startswith("tp 16: asked for; it crosses nodes of 8")
+    assert "tp 16: crosses nodes of 8" in searched(request("llama3_8b", 16, **sizes)).rejected
+
+
+def test_a_choice_is_a_record_and_lines_that_hold_its_figures():
+    choice = searched(request("llama3_8b", 8))
+    record = json.loads(json.dumps(choice.as_dict()))
+    assert ParallelPlan.from_dict(record["plan"]) == choice.plan
+    text = "\n".join(choice.lines())
+    assert all(sentence in text for sentence in (*choice.reasons.values(), *choice.rejected))
+    assert choice.plan.summary() in text
+
+
+def test_a_plan_for_a_device_is_the_one_that_the_search_finds():
+    config, device = request("llama3_8b", 8), gpu_spec("h100")
+    assert choose_plan(config, device.usable_bytes, device) == searched(config).plan

@@ -1,0 +1,305 @@
+"""What adapters and experts do to the estimate, and whether layers keep for their backward what it says they do."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.models import model_spec
+from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, LoRA, MoE
+from llama_core.models.layers import Attention, Block, FeedForward, Linear, rotation
+from llama_core.models.llama import Llama
+from llama_core.planning.memory import estimate_memory, estimate_ranks
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.strategies import tensors_by_layer
+from llama_core.training.byte_counter import ByteCounter
+
+TINY = replace(
+    model_spec("tiny_llama3_50m"),
+    hidden_size=64,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    ffn_size=160,
+    vocab_size=256,
+)
+MEDIUM = replace(
+    model_spec("llama3_8b"),
+    hidden_size=1024,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=8,
+    ffn_size=3584,
+    vocab_size=32_000,
+)
+SEQ_LEN = 32
+NAMES = dict(zip(("wq", "wk", "wv", "wo", "w1", "w3", "w2"), MATRICES, strict=True))
+
+targets = st.lists(st.sampled_from(MATRICES), min_size=1, unique=True).map(tuple)
+adapters = st.builds(LoRA, rank=st.sampled_from([1, 8, 64]), alpha=st.just(16.0), targets=targets)
+plans = st.sampled_from(
+    [
+        ParallelPlan(),
+        ParallelPlan(num_microbatches=2, recompute="full"),
+        ParallelPlan(dp_shard=8, zero_stage=1, num_microbatches=2),
+        ParallelPlan(dp_shard=8, zero_stage=2),
+        ParallelPlan(dp_shard=8, zero_stage=3, recompute="selective"),
+        ParallelPlan(tp=4, dp_shard=2, zero_stage=3),
+        ParallelPlan(tp=2, pp=2, num_microbatches=4),
+        ParallelPlan(pp=4, schedule="zb_h1", num_microbatches=8),
+        ParallelPlan(pp=2, schedule="chimera", num_microbatches=2),
+    ]
+)
+
+
+def estimate(spec, plan=None, *, seq_len=2048, precision="bf16"):
+    plan = ParallelPlan() if plan is None else plan
+    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, document_mask=False)
+
+
+def ranks_of(spec, plan):
+    return estimate_ranks(spec, plan, seq_len=2048, precision="bf16", document_mask=False)
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen matrix with an adapter beside it, as the estimate has them: cast to the dtype of the input at use."""
+
+    def __init__(self, frozen, rank):
+        super().__init__()
+        self.frozen, self.scale = frozen, 2.0
+        self.a = nn.Parameter(torch.randn(rank, frozen.in_features) * 0.1)
+        self.b = nn.Parameter(torch.randn(frozen.out_features, rank) * 0.1)
+
+    def forward(self, x):
+        added = F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
+        return self.frozen(x) + added * self.scale
+
+
+class Experts(nn.Module):
+    """Experts in place of a feed-forward, as the estimate has them: one tensor of all w1, one of w2, one of w3."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.moe = spec.moe
+        self.router = Linear(spec.hidden_size, spec.moe.num_experts)
+        sizes = spec.moe.num_experts, spec.ffn_size, spec.hidden_size
+        self.w1, self.w3 = (nn.Parameter(torch.randn(sizes) * 0.1) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(sizes).transpose(1, 2).contiguous() * 0.1)
+
+    def forward(self, x_BSD):
+        x_TD, k = x_BSD.flatten(0, 1), self.moe.experts_per_token
+        gates, chosen = self.router(x_TD).float().softmax(-1).topk(k)
+        gates = gates / gates.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        # as many tokens for each: the sizes are what matters here, not who gets what
+        tokens_ECD = x_TD[order // k].unflatten(0, (self.moe.num_experts, -1))
+        w1, w2, w3 = (w.to(x_BSD.dtype) for w in (self.w1, self.w2, self.w3))
+        inner_ECF = F.silu(tokens_ECD @ w1.mT) * (tokens_ECD @ w3.mT)
+        returned_TKD = (inner_ECF @ w2.mT).flatten(0, 1)[order.argsort()].unflatten(0, (-1, k))
+        return (returned_TKD * gates[:, :, None].to(x_BSD.dtype)).sum(1).view_as(x_BSD)
+
+
+def adapt(model, spec):
+    """Freeze a model or a layer, and put adapters beside its matrices."""
+    model.requires_grad_(False)
+    parts = [module for module in model.modules() if isinstance(module, Attention | FeedForward)]
+    for part in parts:
+        for name in [name for name, _ in part.named_children() if NAMES[name] in spec.lora.targets]:
+            setattr(part, name, AdaptedLinear(getattr(part, name), spec.lora.rank))
+    return model
+
+
+def make_sparse(model, spec):
+    """Put experts in place of every feed-forward of a model or a layer."""
+    for module in list(model.modules()):
+        if isinstance(module, Block):
+            module.feed_forward = Experts(spec)
+    return model
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+def adapted_block(spec):
+    with default_dtype(torch.bfloat16):
+        block = Block(spec)
+    return adapt(block, spec)
+
+
+def peaks_counted(spec, seq_len):
+    """Return the peak bytes of the forward and the backward of a whole model, of one row, on fake tensors."""
+    with FakeTensorMode(), default_dtype(torch.bfloat16 if spec.lora else torch.float32):
+        model = Llama(spec, compute_dtype=torch.bfloat16)
+        with default_dtype(torch.float32):
+            (adapt if spec.lora else make_sparse)(model, spec)
+        with ByteCounter(block_bytes=1) as counter:
+            counter.relabel(model.parameters(), "weights")
+            tokens = torch.zeros(1, seq_len, dtype=torch.long)
+            loss = model(tokens, torch.zeros_like(tokens))
+            counter.phase = "backward"
+            loss.backward()
+    return {phase: peak.num_bytes for phase, peak in counter.peaks.items()}
+
+
+def peaks_estimated(spec, seq_len):
+    phases = estimate(spec, seq_len=seq_len).phases  # of a later step, when there are moments
+    return {phase: sum(phases[phase].values()) - phases[phase]["moments"] for phase in ("forward", "backward")}
+
+
+def bytes_kept(block, spec):
+    """Return the bytes that the forward of a layer leaves for its backward, beside weights and rotation."""
+    rotary = rotation(spec, torch.arange(SEQ_LEN)[None])
+    elsewhere = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *rotary)}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    x_BSD = torch.randn(1, SEQ_LEN, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x_BSD, rotary, None).sum().backward()
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in elsewhere)
+
+
+def bytes_estimated(spec):
+    (tensors,) = tensors_by_layer(spec, ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, document_mask=False)
+    return tensors.layer()
+
+
+def with_adapters(name, rank=64, names=ATTENTION_MATRICES):
+    return replace(model_spec(name), lora=LoRA(rank, 2.0 * rank, names))
+
+
+def with_experts(name, num_experts=8, experts_per_token=2, layers=None):
+    return replace(model_spec(name), moe=MoE(num_experts, experts_per_token, layers))
+
+
+@pytest.mark.parametrize("names", [("q_proj", "v_proj"), ATTENTION_MATRICES, ("down_proj",), ("up_proj",), MATRICES])
+def test_a_frozen_layer_keeps_for_its_backward_what_autograd_saves_of_it(names):
+    spec = replace(TINY, lora=LoRA(8, 16, names))
+    assert bytes_kept(adapted_block(spec), spec) == bytes_estimated(spec)
+
+
+@pytest.mark.parametrize(("num_experts", "experts_per_token"), [(1, 1), (4, 1), (4, 2)])
+def test_a_sparse_layer_keeps_for_its_backward_what_autograd_saves_of_it(num_experts, experts_per_token):
+    spec = replace(TINY, moe=MoE(num_experts, experts_per_token))
+    assert bytes_kept(make_sparse(Block(spec), spec), spec) == bytes_estimated(spec)
+
+
+@pytest.mark.parametrize("seq_len", [256, 4096])
+@pytest.mark.parametrize(("num_experts", "experts_per_token"), [(4, 1), (8, 3)])
+def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts, experts_per_token, seq_len):
+    spec = replace(MEDIUM, moe=MoE(num_experts, experts_per_token))
+    # the estimate takes the gradients of all three tensors of experts to come at once
+    assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("names", "seq_len"),
+    [(("q_proj", "v_proj"), 4096), (("k_proj", "up_proj"), 4096), (MATRICES, 4096), (MATRICES, 256)],
+)
+def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq_len):
+    spec = replace(MEDIUM, lora=LoRA(16, 32, names))
+    # of eight layers the first has an input without gradients: a norm, and its share of attention, less than estimated
+    assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=0.02)
+
+
+@pytest.mark.parametrize("num_shards", [1, 8])
+def test_frozen_weights_are_held_in_the_activations_dtype_and_adapters_with_gradients_and_moments(num_shards):
+    spec = with_adapters("llama3_8b")
+    frozen = spec.num_parameters - spec.num_trainable_parameters
+    plan = ParallelPlan(dp_shard=num_shards, zero_stage=3)
+    states = (2 * frozen + 16 * spec.num_trainable_parameters) / num_shards
+    assert estimate(spec, plan).state_bytes == pytest.approx(states, rel=1e-7)
+
+
+@given(plans, adapters)
+def test_adapters_hold_less_than_full_training_in_every_phase(plan, lora):
+    dense = model_spec("llama3_8b")
+    whole, adapted = (estimate(spec, plan).phases for spec in (dense, replace(dense, lora=lora)))
+    assert all(sum(adapted[phase].values()) < sum(whole[phase].values()) for phase in whole)
+
+
+@given(plans, adapters)
+def test_a_higher_rank_never_holds_less(plan, lora):
+    specs = [replace(model_spec("llama3_8b"), lora=replace(lora, rank=rank)) for rank in (lora.rank, 2 * lora.rank)]
+    lower, higher = (estimate(spec, plan).peak_bytes for spec in specs)
+    assert lower < higher
+
+
+def test_nothing_outside_the_layers_has_gradients_under_adapters():
+    plan = ParallelPlan(pp=2, num_microbatches=2)
+    spec = with_adapters("llama3_8b")
+    gradients = [rank.phases["optimizer"]["gradients"] for rank in ranks_of(spec, plan)]
+    layers = [len(layers) for layers in plan.stage_layers(spec)]
+    assert gradients == [4 * count * spec.layer_adapter_parameters for count in layers]
+
+
+def test_adapters_of_70b_fit_eight_devices_of_80_gb_where_full_training_does_not():
+    plan, usable = ParallelPlan(dp_shard=8, zero_stage=3, recompute="full"), gpu_spec("h100").usable_bytes
+    adapted = estimate(with_adapters("llama3_70b"), plan, seq_len=8192)
+    assert adapted.state_bytes / 1e9 == pytest.approx(18.2, abs=0.05)  # 17.6 of them frozen weights
+    assert adapted.peak_bytes < usable / 2 < usable < estimate(model_spec("llama3_70b"), plan).state_bytes
+
+
+@given(plans)
+def test_one_expert_is_a_dense_layer_with_a_router(plan):
+    dense = model_spec("llama3_8b")
+    router = 16 * dense.num_layers * dense.hidden_size
+    for whole, more in zip(ranks_of(dense, plan), ranks_of(with_experts("llama3_8b", 1, 1), plan), strict=True):
+        assert whole.state_bytes < more.state_bytes <= whole.state_bytes + router
+        assert whole.peak_bytes < more.peak_bytes
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_expert_parallel_copies_divide_the_experts_and_nothing_else(ep):
+    spec = with_experts("llama3_8b")
+    experts = spec.num_layers * 8 * spec.expert_parameters
+    states = estimate(spec, ParallelPlan(dp_replicate=8, ep=ep)).state_bytes
+    assert states == 16 * (spec.num_parameters - experts + experts // ep)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_expert_parallel_ranks_that_shard_hold_as_much_between_steps_and_gather_less(zero_stage):
+    spec = with_experts("llama3_8b")
+    alone, divided = (
+        estimate(spec, ParallelPlan(dp_shard=8, zero_stage=zero_stage, ep=ep, num_microbatches=2)) for ep in (1, 4)
+    )
+    assert divided.state_bytes == pytest.approx(alone.state_bytes, rel=1e-7)
+    assert divided.state_bytes == pytest.approx(16 * spec.num_parameters / 8, rel=1e-7)
+    assert divided.phases["forward"]["communication"] < alone.phases["forward"]["communication"] / 2
+
+
+@given(st.sets(st.integers(0, 31), min_size=1).map(sorted), plans)
+def test_experts_are_held_where_they_are(layers, plan):
+    spec = with_experts("llama3_8b", layers=tuple(layers))
+    dense, some, all_sparse = (estimate(s, plan) for s in (model_spec("llama3_8b"), spec, with_experts("llama3_8b")))
+    assert dense.peak_bytes < some.peak_bytes <= all_sparse.peak_bytes
+    assert estimate(spec).state_bytes == 16 * spec.num_parameters
+
+
+@given(st.integers(1, 7))
+def test_a_token_is_kept_once_for_every_expert_it_goes_through(experts_per_token):
+    dense, plan = model_spec("llama3_8b"), ParallelPlan(dp_shard=8, zero_stage=3)
+    fewer, more = (
+        estimate(with_experts("llama3_8b", 8, count), plan).phases["forward"]["activations"]
+        for count in (experts_per_token, experts_per_token + 1)
+    )
+    # what goes into an expert and comes out; gate, silu(gate), up and their product; gate weights and indices
+    assert more - fewer == 2048 * dense.num_layers * (2 * 2 * dense.hidden_size + 2 * 4 * dense.ffn_size + 30)
