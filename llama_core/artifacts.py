@@ -55,6 +55,11 @@ class RunDirectory:
         return self.path / "plan.json"
 
     @property
+    def choice(self) -> Path:
+        """Why the plan is as it is, and what else was considered; not there for a plan that follows from rules."""
+        return self.path / "choice.json"
+
+    @property
     def environment(self) -> Path:
         """What ``validate_environment`` found."""
         return self.path / "environment.json"
@@ -73,6 +78,11 @@ class RunDirectory:
     def job(self) -> Path:
         """The ``JobRecord`` of the job now or last at work; written before anyone waits for it."""
         return self.path / "job.json"
+
+    @property
+    def flow_run(self) -> Path:
+        """The Prefect flow runs that have followed the run, the newest last."""
+        return self.path / "flow_run.json"
 
     @property
     def training(self) -> Path:
@@ -250,6 +260,10 @@ class JobRecord:
     host: str
     """Where it was submitted from."""
     submitted_at: str
+    name: str = ""
+    """Its name in Slurm's queue."""
+    folder: str = ""
+    """Where submitit keeps what the job starts from, and what it prints before its ranks begin."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +279,8 @@ class Outcome:
     """What to try next; empty when the run finished."""
     ended_at: str
     attempts: tuple[Mapping[str, Any], ...] = ()
-    """Every attempt at this run, oldest first: job id, status, first and last step."""
+    """Every attempt at this run, oldest first: job id, how often Slurm had started the job before, status, reason,
+    first and last step, and whether the job was queued again."""
 
 
 def now() -> str:

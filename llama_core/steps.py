@@ -25,13 +25,14 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.errors import (
     ConfigError,
+    DoesNotFitError,
     EnvironmentMismatchError,
-    PlanError,
     RequestError,
     RunDirectoryError,
     StoppedError,
     TrainingFailedError,
 )
+from llama_core.launch import launchers
 from llama_core.launch.environment import (
     EnvironmentReport,
     Machine,
@@ -39,10 +40,12 @@ from llama_core.launch.environment import (
     resolve_machine_defaults,
     validate_environment,
 )
-from llama_core.launch.launchers import JobHandle, Part, launcher_for
+from llama_core.launch.jobs import JobHandle, Part
 from llama_core.launch.outcome import read_outcome, record_outcome
 from llama_core.launch.watch import say
-from llama_core.planning.auto import choose_plan
+from llama_core.planning.auto import choose_plan, search
+from llama_core.planning.choice import Choice
+from llama_core.planning.leanest import NothingFitsError
 from llama_core.planning.memory import estimate_ranks
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.profile import MemoryEstimate
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from llama_core.training.twin import TwinResult
 
 RUNS = Path("runs")
+_ALL_THE_SAME = "or go on all the same with --force (launch.force=true)"
 NOT_REHEARSED = "left out: DeepSpeed works with real ranks only"
 
 
@@ -67,6 +71,10 @@ class PlannedRun:
     estimate: MemoryEstimate
     choices: tuple[str, ...]
     """One line for each default that was filled in from what the machine has."""
+    choice: Choice | None = None
+    """Why the plan is as it is, where it was searched for; None where it follows from rules, or was there before."""
+    refusal: str = ""
+    """By how much nothing fits, and what would; empty where something does. The plan is then the leanest one."""
 
 
 def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
@@ -104,12 +112,21 @@ def plan_for_gpu(config: RunConfig) -> PlannedRun:
 def _planned(
     config: RunConfig, machine: Machine, choices: tuple[str, ...], plan: ParallelPlan | None = None
 ) -> PlannedRun:
+    gpu = None
     if config.launch.device == "cpu":
         label, usable = "this machine's memory", machine.memory_bytes // config.parallel.gpus
     else:
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label, usable = gpu.label, gpu.usable_bytes
-    plan = plan or choose_plan(config, usable)
+    choice, refusal = None, ""
+    if plan is None and gpu is not None and config.strategy == "standard":
+        try:
+            choice = search(config, usable, gpu)
+            plan = choice.plan
+        except NothingFitsError as error:
+            plan, refusal = error.plan, str(error)
+    elif plan is None:  # for what the speed of is not modelled
+        plan = choose_plan(config, usable)
     ranks = estimate_ranks(
         config.spec,
         plan,
@@ -118,7 +135,7 @@ def _planned(
         document_mask=config.data.document_mask,
     )
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
-    return PlannedRun(config, plan, MemoryEstimate(fullest, label, usable, ranks), choices)
+    return PlannedRun(config, plan, MemoryEstimate(fullest, label, usable, ranks), choices, choice, refusal)
 
 
 def _with(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
@@ -145,6 +162,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is estimated not
             to fit the device and ``launch.force`` is not set; nothing is written.
     """
+    _refuse_untrainable(config)
     planned = plan_run(_with_absolute_paths(config))
     _check_data(config)
     try:
@@ -158,18 +176,30 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         run = _new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
         plan = load_plan(run)
+    if planned.refusal and plan == planned.plan and not planned.config.launch.force:
+        raise DoesNotFitError(f"{planned.refusal}; {_ALL_THE_SAME}")
     _refuse_unfit(_planned(planned.config, detect_machine(), (), plan).estimate, planned.config, "estimated")
     run.create()
     sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
     with atomic_write(run.config) as temporary:
         temporary.write_text(_with(planned.config, training=sizes).to_yaml())
     write_json(run.plan, plan.as_dict())
+    if planned.choice is not None and plan == planned.plan:
+        write_json(run.choice, planned.choice.as_dict())
     return run
+
+
+def _refuse_untrainable(config: RunConfig) -> None:
+    if config.strategy != "standard":
+        raise ConfigError(
+            f"strategy={config.strategy}: memory can be estimated (estimate-memory), but it cannot be trained or "
+            "rehearsed; use strategy=standard"
+        )
 
 
 def _refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
     if not estimate.fits and not config.launch.force:
-        raise PlanError(f"{'; '.join(estimate.notes)} ({how}); or go on all the same with --force (launch.force=true)")
+        raise DoesNotFitError(f"{'; '.join(estimate.notes)} ({how}); {_ALL_THE_SAME}")
 
 
 def _check_data(config: RunConfig) -> None:
@@ -331,7 +361,7 @@ def rehearse(run: RunDirectory) -> "DryRunResult | None":
     estimate = _planned(config, detect_machine(), (), plan).estimate
     try:
         _refuse_unfit(replace(estimate, profile=result.profile), config, "rehearsed")
-    except PlanError as error:
+    except DoesNotFitError as error:
         record_outcome(run, "bad-config", reason=str(error), next_action="change the plan, or add --force")
         raise
     return result
@@ -345,6 +375,7 @@ def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult":
     """
     from llama_core.training.dry_run import rehearse as rehearse_steps
 
+    _refuse_untrainable(config)
     return rehearse_steps(config, plan)
 
 
@@ -356,6 +387,7 @@ def run_twin(config: RunConfig, plan: ParallelPlan) -> "TwinResult":
     """
     from llama_core.training.twin import twin
 
+    _refuse_untrainable(config)
     return twin(config, plan)
 
 
@@ -372,16 +404,19 @@ def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
     if only != "benchmark" and is_finished(run):
         return None
     config = load_config(run)
-    return attach(run) or launcher_for(config).submit(run, config, load_plan(run).world_size, only)
+    return attach(run) or launchers.submit(run, config, load_plan(run).world_size, only)
 
 
 def attach(run: RunDirectory) -> JobHandle | None:
     """Return the job at work on the run, whoever submitted it, or None."""
-    return launcher_for(load_config(run)).attach(run)
+    return launchers.attach(run)
 
 
 def wait(
-    run: RunDirectory, handle: JobHandle | None, on_progress: Callable[[StepRecord], None] | None = None
+    run: RunDirectory,
+    handle: JobHandle | None,
+    on_progress: Callable[[StepRecord], None] | None = None,
+    on_output: Callable[[int, str], None] | None = None,
 ) -> Outcome:
     """Wait for the job's end and return its outcome; an interrupt (Ctrl-C) stops the job first.
 
@@ -389,6 +424,7 @@ def wait(
         run: the run.
         handle: its job, as ``submit`` or ``attach`` returned it; None where none is at work any more.
         on_progress: told of each newest step.
+        on_output: told of each warning and error that a rank prints, with the rank.
 
     Raises:
         TrainingFailedError: if it ended without finishing, with the reason and what to try.
@@ -397,13 +433,24 @@ def wait(
     if handle is None:
         return check_outcome(read_outcome(run))
     try:
-        return check_outcome(handle.wait(on_progress))
+        return check_outcome(handle.wait(on_progress, on_output))
     except KeyboardInterrupt:
         say("stopping", "after this step, with a checkpoint")
         outcome = handle.cancel()
         if outcome.status == "cancelled":
             raise stopped(run, outcome) from None
         return check_outcome(outcome)  # it came to its own end first
+
+
+def cancel(run: RunDirectory) -> Outcome | None:
+    """Have the run's job finish its step, save a checkpoint and end; None if no job is at work.
+
+    Raises:
+        RunDirectoryError: if the directory holds no run, or its job cannot be reached from here.
+    """
+    load_config(run)
+    handle = attach(run)
+    return handle.cancel() if handle else None
 
 
 def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
@@ -452,7 +499,7 @@ def training_summary(run: RunDirectory) -> TrainingSummary:
 
 def records(run: RunDirectory) -> dict[str, Any]:
     """Return everything the run's steps have recorded so far, by file."""
-    paths = (run.plan, run.environment, run.estimate, run.dry_run, run.training, run.benchmark, run.outcome)
+    paths = (run.plan, run.choice, run.environment, run.estimate, run.dry_run, run.training, run.benchmark, run.outcome)
     return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
 
 

@@ -9,15 +9,24 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llama_core.artifacts import RunDirectory
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import DATALOADER, RunConfig, config_keys
-from llama_core.errors import ConfigError, EnvironmentMismatchError, StoppedError, TrainingInfraError, did_you_mean
-from training_infra.tables import print_plan, print_profile, print_ranks
+from llama_core.errors import (
+    ConfigError,
+    DoesNotFitError,
+    EnvironmentMismatchError,
+    StoppedError,
+    TrainingInfraError,
+    did_you_mean,
+)
+from training_infra.tables import print_choice, print_plan, print_profile, print_ranks
 
 if TYPE_CHECKING:
     from llama_core.planning.plan import ParallelPlan
@@ -36,7 +45,8 @@ class Flag:
 
 _MODEL_FLAGS = (
     Flag("--model", "model", "NAME"),
-    Flag("--strategy", "strategy", "NAME"),
+    Flag("--strategy", "strategy", "standard|lora|moe"),
+    Flag("--lora-rank", "lora.lora_rank"),
     Flag("--gpus", "parallel.gpus"),
     Flag("--nodes", "launch.nodes"),
     Flag("--gpu-type", "launch.gpu_type", "NAME"),
@@ -72,6 +82,9 @@ _RUN_FLAGS = (
     Flag("--force", "launch.force", constant="true"),
     Flag("--wandb", "tracking.wandb", "off|offline|online"),
 )
+FOLLOW_SECONDS = 0.5
+"""How often ``logs --follow`` looks for more."""
+
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """The long names of dtypes, which ``--mixed-precision`` takes as well."""
 
@@ -125,7 +138,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="training-infra",
         description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
-        epilog="exit codes: 0 success, 1 the run failed, 2 the request was wrong, 130 interrupted",
+        epilog="exit codes: 0 success, 1 the run failed, 2 the request was wrong, 3 it does not fit, 130 interrupted",
     )
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
@@ -157,16 +170,34 @@ def _parser() -> _Parser:
     _add_config_flags(bench, _MODEL_FLAGS + _RUN_FLAGS)
     _add_run_dir_flags(bench)
 
+    sweep = command("sweep", _sweep, "time every combination of a grid of settings, and compare them in one report")
+    sweep.add_argument("--config", type=Path, metavar="FILE", help="the sweep in YAML: name, base, grid, exclude")
+    sweep.add_argument(
+        "--sweep-dir", type=Path, metavar="DIR", help="the sweep's directory; default: sweeps/<name>-<date>"
+    )
+    sweep.add_argument("--resume", action="store_true", help="run what is not finished of a sweep, and nothing twice")
+    sweep.add_argument("--launcher", metavar="local|slurm", help="where all elements run")
+    sweep.add_argument("--json", action="store_true", help="print the result as JSON")
+
     validate = command("validate-environment", _validate_environment, "check this machine against what a run needs")
     _add_config_flags(validate, _MODEL_FLAGS + _RUN_FLAGS)
 
     report = command("report", _report, "write report.html of a run directory, finished or not")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
+    logs = command("logs", _logs, "show what the ranks of a run print")
+    logs.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    logs.add_argument("--follow", action="store_true", help="go on until the run's job has ended")
+    logs.add_argument("--rank", type=int, metavar="N", help="one rank only")
+    logs.add_argument("--lines", type=int, default=10, metavar="N", help="lines of each rank to begin with")
+
+    cancel = command("cancel", _cancel, "end a run's job wherever it runs, after its step and with a checkpoint")
+    cancel.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
     published = command("memory-ledger", _memory_ledger, "predict published memory measurements, row by row")
     published.add_argument("--csv", type=Path, required=True, metavar="FILE", help="measurements, a row each")
     published.add_argument(
-        "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="where predictions go, a row each"
+        "--out", type=Path, default=Path("memory-ledger.csv"), metavar="FILE", help="where predictions go, a row each"
     )
 
     models = command("models", _models, "list the model variants")
@@ -256,7 +287,7 @@ def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
 
 def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
     from llama_core import steps
-    from llama_core.launch.watch import say, watch
+    from llama_core.launch.watch import say, say_output, watch
     from reports.page import write_report
 
     with say.silenced(options.json):
@@ -270,7 +301,7 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
         try:
             handle = steps.submit(run)
             with watch(run) as on_progress:
-                steps.wait(run, handle, on_progress)
+                steps.wait(run, handle, on_progress, say_output)
             say("train", steps.training_summary(run).summary())
             say("benchmark", steps.benchmark(run).summary())
         finally:
@@ -306,32 +337,37 @@ def _say_plan(plan: "ParallelPlan") -> None:
         say("note", note)
 
 
-def _estimate_memory(options: argparse.Namespace) -> None:
+def _estimate_memory(options: argparse.Namespace) -> int:
     from llama_core import steps
 
     planned = steps.plan_for_gpu(_config(options))
+    code = 0 if planned.estimate.fits else DoesNotFitError.exit_code
     if options.json:
-        _print_json(planned.estimate.as_dict() | {"plan": planned.plan.as_dict()})
-        return
+        choice = planned.choice.as_dict() if planned.choice else {}
+        _print_json(choice | planned.estimate.as_dict() | {"plan": planned.plan.as_dict(), "refusal": planned.refusal})
+        return code
     print_plan(planned)
     print_profile(planned.estimate.profile)
     print_ranks(planned, planned.estimate.ranks)
+    print_choice(planned)
     print(planned.estimate.summary())
-    for note in planned.estimate.notes:
+    for note in [planned.refusal] if planned.refusal else planned.estimate.notes:
         print(f"note: {note}")
+    return code
 
 
-def _dry_run(options: argparse.Namespace) -> None:
+def _dry_run(options: argparse.Namespace) -> int:
     from llama_core import steps
 
     planned = steps.plan_for_gpu(_config(options))
     rehearsed = steps.rehearse_plan(planned.config, planned.plan)
     twin = steps.run_twin(planned.config, planned.plan) if options.twin else None
     counted = replace(planned.estimate, profile=rehearsed.profile)
+    code = 0 if counted.fits else DoesNotFitError.exit_code
     if options.json:
         record = rehearsed.as_dict() | {"plan": planned.plan.as_dict(), "fits": counted.fits}
         _print_json(record | ({"twin": twin.as_dict()} if twin else {}))
-        return
+        return code
     print_plan(planned)
     print_profile(rehearsed.profile)
     print_ranks(planned, [rank.profile for rank in rehearsed.ranks])
@@ -342,8 +378,9 @@ def _dry_run(options: argparse.Namespace) -> None:
     if twin is not None:
         print(f"twin:     {twin.summary()}")
     print(f"verdict:  {counted.summary()}")
-    for note in counted.notes:
+    for note in [planned.refusal] if planned.refusal else counted.notes:
         print(f"note: {note}")
+    return code
 
 
 def _benchmark(options: argparse.Namespace) -> None:
@@ -359,6 +396,16 @@ def _benchmark(options: argparse.Namespace) -> None:
         say("benchmark", record.summary())
     if options.json:
         _print_json({"run_dir": str(run.path)} | asdict(record))
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    from training_infra.sweep import run_sweep
+
+    result = run_sweep(
+        options.config, options.sweep_dir, resume=options.resume, launcher=options.launcher, quiet=options.json
+    )
+    if options.json:
+        _print_json(result)
 
 
 def _validate_environment(options: argparse.Namespace) -> int:
@@ -379,12 +426,38 @@ def _validate_environment(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> None:
     from llama_core import steps
-    from llama_core.artifacts import RunDirectory
     from reports.page import write_report
 
     run = RunDirectory(options.run_dir)
     steps.load_config(run)
     print(write_report(run))
+
+
+def _logs(options: argparse.Namespace) -> None:
+    from llama_core import steps
+    from llama_core.launch.logs import LogFollower
+
+    run = RunDirectory(options.run_dir)
+    steps.load_config(run)
+    follower = LogFollower(run, options.rank, options.lines)
+    job = steps.attach(run) if options.follow else None
+    while True:
+        at_work = job is not None and job.is_running()
+        for rank, line in follower.new_lines():
+            print(f"rank {rank}: {line}", flush=True)
+        if not at_work:
+            return
+        time.sleep(FOLLOW_SECONDS)
+
+
+def _cancel(options: argparse.Namespace) -> None:
+    from llama_core import steps
+
+    outcome = steps.cancel(RunDirectory(options.run_dir))
+    if outcome is None:
+        print(f"{options.run_dir}: no job is at work")
+    else:
+        print(f"{options.run_dir}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
 
 
 def _memory_ledger(options: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, recognise_gpu
 from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.errors import EnvironmentMismatchError, did_you_mean
+from llama_core.launch.slurm_request import refusal
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ((2, 11), (2, 13))
@@ -487,3 +488,7 @@ def _check_slurm(found: _Findings, config: RunConfig) -> None:
     if wanted is not None and wanted not in partitions:
         nearest = did_you_mean(wanted, partitions) or f"; choose one of {', '.join(partitions)}"
         found.errors.append(f"launch.slurm.partition={wanted!r} is not a partition here{nearest}")
+        return
+    refused = refusal(config)
+    if refused is not None:
+        found.errors.append(f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +19,18 @@ from types import FrameType
 
 from llama_core.artifacts import JobRecord, RunDirectory, now, read_json, write_json
 from llama_core.config.run import Device
-from llama_core.launch.environment import available_cores
-from llama_core.launch.outcome import (
+from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
     RankExit,
     cancel_path,
     exit_path,
     log_path,
-    read_rank_exits,
 )
+from llama_core.launch.environment import available_cores
+from llama_core.launch.requeue import begin_attempt, start_again
+from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.launch.watchers import Heartbeat, Siblings, Successor, Watcher
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT)
 
@@ -38,8 +40,8 @@ MALLOC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**62}:
 JOB_RECORD_SECONDS = 120
 """How long a rank waits for its job to be recorded; a shared file system may show a new file after a minute."""
 
-SURVIVOR_SECONDS = 5
-"""How long ranks may go on after one has failed, to end by themselves before they are killed."""
+DUMP_SECONDS = 15
+"""How long a rank that hangs may take to write where it is, before it is killed."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,19 +57,25 @@ class Supervisor:
     command: tuple[str, ...]
     """The worker's command line."""
     device: Device
+    hang_timeout_s: int
+    """Seconds without a step, after the first, before the rank is ended."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables every worker gets in addition to its own rank's."""
+    max_attempts: int = 1
+    """Starts of one job after which it is given up."""
 
     def __call__(self) -> None:
         """Run the worker of this rank.
 
         Raises:
-            SystemExit: with the worker's exit code, or 1 after a signal, unless it finished.
+            SystemExit: with the worker's exit code, or 1 after a signal, unless it finished or the job starts again.
         """
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
 
-        job = JobEnvironment()
+        job, restart = JobEnvironment(), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if job.cluster == "slurm":
+            os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if job.cluster == "local":
             # Only there: the controller's main thread starts the ranks, and a dying thread would send the signal too.
@@ -76,11 +84,32 @@ class Supervisor:
             {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes
         )
         environment[JOB_ID_VARIABLE] = job.job_id
-        rank_exit = _Rank(RunDirectory(self.run_dir), job.job_id, job.global_rank, job.num_tasks).run(
-            self.command, environment, watch_siblings=job.cluster == "local" and job.num_tasks > 1
-        )
-        if rank_exit is None or rank_exit.failed:
-            sys.exit((rank_exit and rank_exit.exit_code) or 1)
+        rank = _Rank(self, job.job_id, restart, job.global_rank, job.num_tasks)
+        if not rank.is_recorded() or cancel_path(rank.run_directory).exists():
+            sys.exit(1)
+        nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+        if job.global_rank == 0 and not begin_attempt(rank.run_directory, rank.job, restart, nodes, self.max_attempts):
+            sys.exit(1)
+        rank_exit = rank.run(environment, watch_siblings=job.cluster == "local" and job.num_tasks > 1)
+        if job.cluster == "slurm" and rank_exit.exit_code == STOPPED_EXIT and self._goes_on(rank):
+            return
+        if rank_exit.failed:
+            sys.exit(rank_exit.exit_code or 1)
+
+    def _goes_on(self, rank: "_Rank") -> bool:
+        """Return whether the job starts again, which its first rank sees to; the others leave that to it."""
+        if rank.rank > 0:
+            return not cancel_path(rank.run_directory).exists()
+        announced = signal.SIGUSR2 in rank.received
+        return start_again(rank.run_directory, rank.job, announced=announced, max_attempts=self.max_attempts)
+
+
+def rendezvous_port(job_id: int, restart: int) -> int:
+    """Return the port where the ranks of an attempt meet: below those that a system hands out by itself.
+
+    Attempts differ in it, since ranks of an earlier one may still be at work on a node that Slurm has lost.
+    """
+    return 20000 + (17 * job_id + restart) % 12000
 
 
 def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: int) -> dict[str, str]:
@@ -119,25 +148,38 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 class _Rank:
     """The worker of one rank while it runs."""
 
-    def __init__(self, run: RunDirectory, job_id: str, rank: int, num_ranks: int) -> None:
-        self.run_directory = run
-        self.job_id = job_id
-        self.rank = rank
-        self.num_ranks = num_ranks
+    def __init__(self, supervisor: Supervisor, job_id: str, restart: int, rank: int, num_ranks: int) -> None:
+        self.supervisor = supervisor
+        self.run_directory = RunDirectory(supervisor.run_dir)
+        self.job_id, self.restart, self.rank, self.num_ranks = job_id, restart, rank, num_ranks
         self.worker: subprocess.Popen[bytes] | None = None
         self.received: list[int] = []
         self.stopped = False
-
-    def run(self, command: tuple[str, ...], environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit | None:
-        """Run ``command`` to its end and record how it ended; None if the job was cancelled before it began."""
         for number in FORWARDED_SIGNALS:
             signal.signal(number, self._forward)
-        if not self._is_recorded() or cancel_path(self.run_directory).exists():
-            return None
+
+    @property
+    def job(self) -> JobRecord:
+        """The job, as its submitter recorded it."""
+        return JobRecord(**read_json(self.run_directory.job))
+
+    def is_recorded(self) -> bool:
+        """Wait until ``job.json`` names this job: one that its submitter did not live to record must not run."""
+        deadline = time.monotonic() + JOB_RECORD_SECONDS
+        while time.monotonic() < deadline:
+            if self.run_directory.job.exists() and self.job.job_id == self.job_id:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def run(self, environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit:
+        """Run the worker to its end and record how it ended."""
+        job = self.job
         with log_path(self.run_directory, self.rank).open("ab", buffering=0) as log:
-            log.write(f"{LOG_HEADER}{self.job_id}, rank {self.rank}, {now()} ===\n".encode())
+            start = f", start {self.restart + 1}" if self.restart else ""
+            log.write(f"{LOG_HEADER}{self.job_id}{start}, rank {self.rank}, {now()} ===\n".encode())
             self.worker = subprocess.Popen(
-                command,
+                self.supervisor.command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -147,7 +189,13 @@ class _Rank:
             )
         for received in self.received:
             self.worker.send_signal(received)
-        oom_killed = self._wait(self.worker, watch_siblings=watch_siblings)
+        watchers: list[Watcher] = []
+        if watch_siblings:
+            watchers.append(Siblings(self.run_directory, job, self.num_ranks))
+        if self.rank == 0:
+            watchers.append(Successor(self.run_directory, job, self.restart))
+        heartbeat = Heartbeat(self.run_directory, self.supervisor.hang_timeout_s)
+        oom_killed, silent_seconds = self._wait(self.worker, heartbeat, watchers)
         _kill_group(self.worker.pid)
         code = self.worker.returncode
         rank_exit = RankExit(
@@ -158,58 +206,43 @@ class _Rank:
             stopped=self.stopped,
             num_ranks=self.num_ranks,
             ended_at=time.time(),
+            silent_seconds=silent_seconds,
         )
-        write_json(exit_path(self.run_directory, self.rank), rank_exit)
+        write_json(exit_path(self.run_directory, job, self.restart, self.rank), rank_exit)
         return rank_exit
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        if self.worker is None:
-            self.received.append(number)
-        else:
+        self.received.append(number)
+        if self.worker is not None:
             self.worker.send_signal(number)
 
-    def _is_recorded(self) -> bool:
-        """Wait until ``job.json`` names this job: one that its submitter did not live to record must not run."""
-        deadline = time.monotonic() + JOB_RECORD_SECONDS
-        while time.monotonic() < deadline:
-            if self.run_directory.job.exists() and JobRecord(**read_json(self.run_directory.job)).job_id == self.job_id:
-                return True
-            time.sleep(0.1)
-        return False
+    def _wait(
+        self, worker: "subprocess.Popen[bytes]", heartbeat: Heartbeat, watchers: Sequence[Watcher]
+    ) -> tuple[bool, float | None]:
+        """Wait for the worker, and end it if it has to; return whether the kernel's out-of-memory killer struck.
 
-    def _wait(self, worker: subprocess.Popen[bytes], *, watch_siblings: bool) -> bool:
-        """Wait for the worker; return whether the kernel's out-of-memory killer struck at the end."""
-        siblings = _Siblings(self.run_directory, self.num_ranks) if watch_siblings else None
+        The second value is how long there had been no step, if it was ended for that.
+        """
+        silent_seconds = None
         while True:
             kills_before = _oom_kills()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 worker.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                if siblings is not None and siblings.missing_for_long():
-                    self.stopped = True
-                    worker.kill()
-            else:
-                return _oom_kills() > kills_before
+                return _oom_kills() > kills_before, silent_seconds
+            silent_seconds = heartbeat.silent_seconds()
+            if silent_seconds is not None:
+                _kill_after_dump(worker)
+            elif any(watcher.gives_up() for watcher in watchers):
+                self.stopped = True
+                worker.kill()
 
 
-class _Siblings:
-    """The ranks' supervisors, children of one parent. A rank whose peer is gone may wait for it for ever."""
-
-    def __init__(self, run: RunDirectory, num_ranks: int) -> None:
-        self.run = run
-        self.num_ranks = num_ranks
-        self.complete_at = time.monotonic()
-
-    def missing_for_long(self) -> bool:
-        """Return whether for ``SURVIVOR_SECONDS`` a rank has been neither at work nor finished."""
-        import psutil
-
-        children = psutil.Process(os.getppid()).children()
-        present = sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
-        finished = sum(not rank_exit.failed for rank_exit in read_rank_exits(self.run))
-        if present + finished >= self.num_ranks:
-            self.complete_at = time.monotonic()
-        return time.monotonic() - self.complete_at > SURVIVOR_SECONDS
+def _kill_after_dump(worker: "subprocess.Popen[bytes]") -> None:
+    """Have a worker that hangs write where each of its threads is, and end it."""
+    worker.send_signal(signal.SIGUSR1)
+    with suppress(subprocess.TimeoutExpired):  # the others are given the time to do so before they lose this rank
+        worker.wait(timeout=DUMP_SECONDS)
+    worker.kill()
 
 
 def _kill_group(leader: int) -> None:

@@ -35,6 +35,11 @@ class Announcer:
 say = Announcer()
 
 
+def say_output(rank: int, line: str) -> None:
+    """Print a line of a rank's output."""
+    say(f"rank {rank}", line)
+
+
 @contextmanager
 def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
     """Show a progress bar with loss, tokens/s and memory, and yield what it wants to be told of every step.

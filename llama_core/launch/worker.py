@@ -5,6 +5,7 @@ else, so it also starts by hand on any machine that sees the directory.
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import signal
@@ -25,8 +26,10 @@ from llama_core.artifacts import Outcome, OutcomeStatus, RunDirectory, now, read
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
 from llama_core.launch.environment import device_label
-from llama_core.launch.launchers import Part
-from llama_core.launch.outcome import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, record_outcome
+from llama_core.launch.jobs import Part
+from llama_core.launch.node import check_own_device, check_ranks_agree
+from llama_core.launch.outcome import record_outcome
+from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, STOPPED_EXIT
 from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.data import BatchStream, DataStatistics, load_datasets, validation_batches
@@ -40,11 +43,15 @@ Build = Callable[[Callable[[], bool]], tuple[Trainer, DataStatistics | None]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank and return the process's exit code: 0 finished, 1 failed, 2 wrong request, 75 other ranks gone."""
+    """Run one rank and return the process's exit code.
+
+    0 finished, 1 failed, 2 wrong request, 75 other ranks gone, 76 stopped when asked to, with a checkpoint.
+    """
     parser = argparse.ArgumentParser(prog="python -m llama_core.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--only", choices=get_args(Part), help="leave the other part out")
     options = parser.parse_args(arguments)
+    faulthandler.register(signal.SIGUSR1)  # how the supervisor asks a worker that hangs where it is
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
     run = RunDirectory(options.run_dir)
     with ExitStack() as ranks:
@@ -54,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logger.error("%s", error)
             code = LOST_PEERS_EXIT
         else:
-            code = {"finished": 0, "bad-config": 2}.get(outcome.status, 1)
+            code = {"finished": 0, "bad-config": 2, "cancelled": STOPPED_EXIT}.get(outcome.status, 1)
         if code and dist.is_initialized():
             logging.shutdown()
             os._exit(code)  # threads that still wait for the other ranks would keep this process from ending
@@ -118,7 +125,9 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     training = config.training
     plan = ParallelPlan.from_dict(read_json(run.plan))
     alone = plan.zero_backend == "deepspeed"
+    check_own_device(config)
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
+    check_ranks_agree(run, config)
     with one_per_machine_first():
         datasets = load_datasets(
             config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed
@@ -147,7 +156,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Turn the signals that end a job into a flag that the training loop asks for between steps.
 
-    SIGUSR2 is how Slurm announces the end of the time limit.
+    SIGUSR2 is how Slurm announces the end of the time limit, and on some clusters preemption.
     """
     received: list[int] = []
 

@@ -66,9 +66,7 @@ class Checkpointer:
         self.finish()
         writing = self._writing(step)
         try:
-            if is_first_rank():
-                shutil.rmtree(writing, ignore_errors=True)
-                writing.mkdir(parents=True)
+            writing.mkdir(parents=True, exist_ok=True)  # by whichever rank is here first
             written = engine.save(writing)
         except OSError as error:
             raise self._failed(step, error) from error

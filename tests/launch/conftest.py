@@ -6,7 +6,7 @@ from launch_harness import FAKE_WORKER, Job
 
 from llama_core.artifacts import JobRecord, RunDirectory, write_json
 from llama_core.config.run import RunConfig
-from llama_core.launch.launchers import LocalLauncher
+from llama_core.launch import launchers
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def submit(run, config):
     handles = []
 
     def start(behaviour, *, num_ranks=1, only=None):
-        launcher = LocalLauncher(worker=(sys.executable, str(FAKE_WORKER), behaviour))
-        handles.append(launcher.submit(run, config, num_ranks, only))
+        worker = (sys.executable, str(FAKE_WORKER), behaviour)
+        handles.append(launchers.submit(run, config, num_ranks, only, worker=worker))
         return Job(handles[-1], num_ranks)
 
     yield start

@@ -1,10 +1,12 @@
 """A rank that obeys the worker's contract but computes nothing: ``fake_worker.py BEHAVIOUR RUN_DIR [--only PART]``."""
 
+import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from launch_harness import step_record
 
 from llama_core.artifacts import RunDirectory, write_json
 from llama_core.launch.outcome import record_outcome
+from llama_core.launch.verdict import STOPPED_EXIT
 
 behaviour, run_dir, *options = sys.argv[1:]
 run = RunDirectory(Path(run_dir))
@@ -47,7 +50,7 @@ def serve():
         time.sleep(0.05)
     Path(run.path / "received.json").write_text(json.dumps(received))
     record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume")
-    sys.exit(1)
+    sys.exit(STOPPED_EXIT)
 
 
 def hang():
@@ -56,6 +59,15 @@ def hang():
     announce()
     while True:
         time.sleep(1)
+
+
+def fall_silent():
+    """Take a step and then wait for something that never comes."""
+    faulthandler.register(signal.SIGUSR1)
+    take_step(1)
+    time.sleep(3)
+    take_step(2)
+    threading.Event().wait()
 
 
 def fail():

@@ -12,26 +12,23 @@ from launch_harness import FAKE_WORKER, eventually, is_alive
 from llama_core.artifacts import JobRecord, read_json, write_json
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError, RunDirectoryError
-from llama_core.launch.launchers import (
-    LocalJobHandle,
-    LocalLauncher,
-    SlurmLauncher,
-    launcher_for,
-    slurm_job_name,
-    slurm_parameters,
-    slurm_state,
-)
-from llama_core.launch.outcome import cancel_path, log_path, read_rank_exits
+from llama_core.launch import launchers
+from llama_core.launch.attempts import cancel_path, log_path, read_rank_exits
+from llama_core.launch.launchers import attach
+from llama_core.launch.local import LocalJobHandle
+from llama_core.launch.scheduler import JobStatus, job_status
+from llama_core.launch.slurm_request import job_name
+from llama_core.launch.slurm_request import slurm_parameters as parameters
 
 SUBMIT_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
 from llama_core.artifacts import RunDirectory
 from llama_core.config.run import RunConfig
-from llama_core.launch.launchers import LocalLauncher
+from llama_core.launch.launchers import submit
 
 config = RunConfig.from_mapping({"launch": {"device": "cpu"}})
-LocalLauncher(worker=(sys.executable, sys.argv[2], "serve")).submit(RunDirectory(Path(sys.argv[1])), config, 1)
+submit(RunDirectory(Path(sys.argv[1])), config, 1, worker=(sys.executable, sys.argv[2], "serve"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -135,10 +132,10 @@ def test_a_rank_whose_supervisor_is_killed_takes_down_the_others(submit):
 def test_a_job_outlives_the_process_that_submitted_it_and_is_found_again(run):
     submitter = subprocess.run([sys.executable, "-c", SUBMIT_AND_DIE, str(run.path), str(FAKE_WORKER)], check=False)
     assert submitter.returncode == -signal.SIGKILL
-    handle = LocalLauncher().attach(run)
+    handle = attach(run)
     eventually((run.path / "worker-0.json").exists)
     assert handle.cancel().reason == "stopped by a signal"
-    assert LocalLauncher().attach(run) is None
+    assert attach(run) is None
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_the_job(submit):
@@ -149,14 +146,11 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_job(submit):
 
 
 def test_a_run_without_a_job_has_nothing_to_attach_to(run):
-    assert LocalLauncher().attach(run) is None
+    assert attach(run) is None
 
 
 def test_another_process_with_the_recorded_id_is_not_taken_for_the_job(run, job):
-    stranger = replace(job, job_id=str(os.getpid()))
-    folder = run.logs / "submitit" / "attempt-00000"
-    folder.mkdir(parents=True)
-    (folder / f"{stranger.job_id}_submitted.pkl").touch()
+    stranger = replace(job, job_id=str(os.getpid()), folder=str(run.logs / "submitit" / "submission-00000"))
     assert psutil.pid_exists(os.getpid())
     assert not LocalJobHandle(run, stranger).is_running()
 
@@ -165,14 +159,14 @@ def test_a_job_that_ended_unwatched_is_concluded_when_looked_for(submit, run):
     job = submit("fail")
     eventually(lambda: not job.handle.is_running())
     assert not run.outcome.exists()
-    assert LocalLauncher().attach(run) is None
+    assert attach(run) is None
     assert read_json(run.outcome)["status"] == "crashed"
 
 
 def test_a_job_of_another_machine_is_left_alone(run, job):
     write_json(run.job, replace(job, host="elsewhere"))
     with pytest.raises(RunDirectoryError, match=r"submitted on elsewhere .* delete .*job\.json if it has ended"):
-        LocalLauncher().attach(run)
+        attach(run)
 
 
 def test_output_of_all_attempts_stays_in_the_ranks_log(submit, run):
@@ -185,24 +179,24 @@ def test_output_of_all_attempts_stays_in_the_ranks_log(submit, run):
 def test_exit_records_of_an_earlier_attempt_do_not_speak_for_the_next(submit, run):
     submit("fail").handle.wait()
     submit("finish").handle.wait()
-    assert [rank_exit.exit_code for rank_exit in read_rank_exits(run)] == [0]
-
-
-def test_the_configuration_names_the_launcher(config):
-    assert isinstance(launcher_for(config), LocalLauncher)
-    assert isinstance(launcher_for(config.with_overrides("launch.launcher=slurm")), SlurmLauncher)
+    record = JobRecord(**read_json(run.job))
+    assert [rank_exit.exit_code for rank_exit in read_rank_exits(run, record, 0)] == [0]
 
 
 def test_without_slurm_a_slurm_job_is_refused_with_the_way_out(run, config, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(EnvironmentMismatchError, match=r"no Slurm commands .* use --launcher local"):
-        SlurmLauncher().submit(run, config, 1)
+        launchers.submit(run, config.with_overrides("launch.launcher=slurm"), 1)
     assert not run.job.exists()
 
 
 def slurm_config(*overrides):
     config = RunConfig.from_mapping({"launch": {"launcher": "slurm", "device": "cuda"}, "training": {"batch_size": 16}})
     return config.with_overrides(*overrides)
+
+
+def slurm_parameters(config, name, *, num_ranks):
+    return parameters(config, name, "a comment", num_ranks)
 
 
 def test_slurm_is_asked_for_one_task_and_one_gpu_per_rank():
@@ -231,7 +225,8 @@ def test_slurm_is_asked_for_what_the_configuration_names():
         "cpus_per_task": 6,
         "mem": "200G",
         "setup": ["module load cuda"],
-        "comment": "llama-training-infra:llama3",
+        "job_name": "llama3",
+        "comment": "a comment",
     }
     assert asked | expected == asked
 
@@ -250,12 +245,12 @@ def test_submitit_takes_every_parameter(tmp_path):
     from submitit.slurm.slurm import _make_sbatch_string
 
     script = _make_sbatch_string("true", tmp_path, **slurm_parameters(slurm_config(), "run", num_ranks=1))
-    assert "#SBATCH --no-requeue" in script
+    assert "#SBATCH --requeue" in script
     assert "#SBATCH --wckey" not in script
 
 
 def test_a_slurm_job_name_has_no_character_that_slurm_splits_at():
-    assert slurm_job_name("my run,2") == "my-run-2"
+    assert job_name("my run,2") == "my-run-2"
 
 
 def test_a_job_is_asked_after_under_the_name_it_was_given(tmp_path, monkeypatch):
@@ -265,4 +260,4 @@ def test_a_job_is_asked_after_under_the_name_it_was_given(tmp_path, monkeypatch)
     for command in tmp_path.iterdir():
         command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert slurm_state("7", "my run,2") == "TIMEOUT"
+    assert job_status("7", job_name("my run,2")) == JobStatus("TIMEOUT")

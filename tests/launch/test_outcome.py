@@ -5,17 +5,9 @@ from dataclasses import replace
 import pytest
 from launch_harness import step_record
 
-from llama_core.artifacts import read_json, write_json, write_metrics_part
-from llama_core.launch.outcome import (
-    JOB_ID_VARIABLE,
-    LOG_HEADER,
-    RankExit,
-    cancel_path,
-    conclude,
-    exit_path,
-    log_path,
-    record_outcome,
-)
+from llama_core.artifacts import JobRecord, read_json, write_json, write_metrics_part
+from llama_core.launch.attempts import JOB_ID_VARIABLE, LOG_HEADER, RankExit, cancel_path, exit_path, log_path
+from llama_core.launch.outcome import conclude, record_outcome
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"x.py\", line 1, in <module>\nKeyError: 'tokens'\n"
 
@@ -23,7 +15,8 @@ TRACEBACK = "Traceback (most recent call last):\n  File \"x.py\", line 1, in <mo
 def leave(run, *, rank=0, exit_code=None, by=None, log="", **facts):
     """Leave what a rank that has ended leaves: its exit record and its log, after an earlier attempt's."""
     defaults = {"oom_killed": False, "stopped": False, "num_ranks": 1, "ended_at": 2000.0}
-    write_json(exit_path(run, rank), RankExit(rank, exit_code, by, **defaults | facts))
+    job = JobRecord(**read_json(run.job))
+    write_json(exit_path(run, job, 0, rank), RankExit(rank, exit_code, by, **defaults | facts))
     log_path(run, rank).write_text(f"{LOG_HEADER}1 ===\nCUDA out of memory\n{LOG_HEADER}4242 ===\n{log}")
 
 
@@ -97,8 +90,9 @@ def test_a_job_without_any_exit_record_has_vanished(run, job):
 
 
 def test_a_job_that_could_not_start_quotes_the_submission_log(run, job):
-    folder = run.logs / "submitit" / "attempt-00000"
+    folder = run.logs / "submitit" / "submission-00000"
     folder.mkdir(parents=True)
+    job = replace(job, folder=str(folder))
     (folder / "4242_0_log.out").write_text(f"{TRACEBACK}ModuleNotFoundError: No module named 'llama_core'\n")
     assert conclude(run, job).reason == "rank 0 did not start: ModuleNotFoundError: No module named 'llama_core'"
 

@@ -8,7 +8,7 @@ from launch_harness import eventually, is_alive
 
 from llama_core.artifacts import read_json, read_metrics
 from llama_core.config.run import RunConfig
-from llama_core.launch.launchers import LocalLauncher
+from llama_core.launch import launchers
 from llama_core.steps import load_config, load_plan, prepare_run
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
@@ -38,7 +38,7 @@ def submit(cache, tmp_path):
             }
         )
         run = prepare_run(config, tmp_path / name, resume=resume)
-        handles.append(LocalLauncher().submit(run, load_config(run), load_plan(run).world_size))
+        handles.append(launchers.submit(run, load_config(run), load_plan(run).world_size))
         return handles[-1]
 
     yield start

@@ -11,10 +11,11 @@ import pytest
 from launch_harness import FAKE_WORKER, eventually
 from submitit import LocalExecutor
 
-from llama_core.artifacts import JobRecord, write_json
+from llama_core.artifacts import JobRecord, read_json, write_json
+from llama_core.launch import launchers
+from llama_core.launch.attempts import log_path, read_rank_exits
 from llama_core.launch.environment import available_cores
-from llama_core.launch.launchers import LocalJobHandle, LocalLauncher
-from llama_core.launch.outcome import log_path, read_rank_exits
+from llama_core.launch.local import LocalJobHandle
 from llama_core.launch.supervisor import MALLOC_TUNABLES, Supervisor, worker_environment
 
 on_glibc = pytest.mark.skipif(not Path("/lib64/ld-linux-x86-64.so.2").exists(), reason="needs glibc on x86-64")
@@ -63,6 +64,11 @@ def test_a_rank_under_slurm_uses_the_cores_it_was_given():
     assert worker_environment({"SLURM_CPUS_PER_TASK": "6"}, "cpu", 8)["OMP_NUM_THREADS"] == "6"
 
 
+def ends(run):
+    exits = read_rank_exits(run, JobRecord(**read_json(run.job)), 0)
+    return [(rank_exit.exit_code, rank_exit.signal) for rank_exit in exits]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT])
 def test_signals_reach_the_worker_once(submit, run, number):
     job = submit("serve")
@@ -73,21 +79,31 @@ def test_signals_reach_the_worker_once(submit, run, number):
 
 def test_the_exit_code_of_a_worker_is_recorded(submit, run):
     submit("refuse").handle.wait()
-    assert [(rank_exit.exit_code, rank_exit.signal) for rank_exit in read_rank_exits(run)] == [(2, None)]
+    assert ends(run) == [(2, None)]
 
 
 def test_the_signal_that_ended_a_worker_is_recorded(submit, run):
     job = submit("serve")
     os.kill(job.worker()["pid"], signal.SIGSEGV)
     outcome = job.handle.wait()
-    assert [(rank_exit.exit_code, rank_exit.signal) for rank_exit in read_rank_exits(run)] == [(None, signal.SIGSEGV)]
+    assert ends(run) == [(None, signal.SIGSEGV)]
     assert outcome.reason == "rank 0 was killed by signal 11 (SIGSEGV)"
 
 
+def test_a_job_that_takes_no_more_steps_hangs_and_its_log_says_where(run, config):
+    worker = (sys.executable, str(FAKE_WORKER), "fall_silent")
+    config = config.with_overrides("launch.hang_timeout_s=1")
+    outcome = launchers.submit(run, config, 1, worker=worker).wait()
+    assert outcome.status == "hang"
+    assert "no step was completed for" in outcome.reason
+    assert "in fall_silent" in log_path(run, 0).read_text()
+
+
 def test_a_worker_does_not_start_before_its_job_is_recorded(run):
-    executor = LocalExecutor(run.logs / "submitit" / "attempt-00000")
-    supervisor = Supervisor(run.path, (sys.executable, str(FAKE_WORKER), "finish", str(run.path)), "cpu")
-    record = JobRecord("local", executor.submit(supervisor).job_id, socket.gethostname(), "2000-01-01T00:00:00+00:00")
+    folder = run.logs / "submitit" / "submission-00000"
+    supervisor = Supervisor(run.path, (sys.executable, str(FAKE_WORKER), "finish", str(run.path)), "cpu", 60)
+    job_id = LocalExecutor(folder).submit(supervisor).job_id
+    record = JobRecord("local", job_id, socket.gethostname(), "2000-01-01T00:00:00+00:00", folder=str(folder))
     time.sleep(1.5)
     assert not log_path(run, 0).exists()
     write_json(run.job, record)
@@ -119,5 +135,5 @@ def small_memory_group(tmp_path):
 def test_a_worker_killed_by_the_kernel_for_want_of_memory_ran_out_of_memory(run, config, small_memory_group):
     enter = f'echo $$ > {small_memory_group}; exec "$@"'
     worker = ("/bin/sh", "-c", enter, "sh", sys.executable, str(FAKE_WORKER), "run_out_of_host_memory")
-    outcome = LocalLauncher(worker).submit(run, config, 1).wait()
+    outcome = launchers.submit(run, config, 1, worker=worker).wait()
     assert (outcome.status, outcome.reason) == ("oom", "the kernel ran out of memory and killed rank 0")

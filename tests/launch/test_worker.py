@@ -14,6 +14,7 @@ from llama_core.artifacts import read_json, read_metrics
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.outcome import read_outcome
+from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.steps import prepare_run
 
 STEPS = 20
@@ -135,7 +136,7 @@ def test_a_run_asked_to_stop_saves_a_checkpoint_of_its_last_step_first(cache, tm
     process = start(run)
     wait_until(lambda: step_of(run) >= 2)
     process.terminate()
-    assert process.wait() == 1
+    assert process.wait() == STOPPED_EXIT
     outcome = read_outcome(run)
     assert (outcome.status, outcome.next_action) == ("cancelled", "start it again with --resume")
     assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"

@@ -89,7 +89,7 @@ def test_a_memory_estimate_is_a_table_by_category_without_torch(shell):
 
 def test_an_estimate_of_a_pipeline_has_a_row_for_each_rank(shell):
     flags = ("--gpus=64", "--tensor-parallel=8", "--pipeline-parallel=8", "--gpu-type=h200", "--batch-size=64")
-    ended = shell("estimate-memory", "--model=llama3_405b", *flags, "--activation-checkpointing")
+    ended = shell("estimate-memory", "--model=llama3_405b", *flags, "--activation-checkpointing", "--zero-stage=3")
     rows = ended.stdout[ended.stdout.index("pipeline rank") :].splitlines()[1:9]
     assert [row.split()[:2] for row in rows][::7] == [["0", "0-14"], ["7", "111-125"]]
     assert sum("most" in row for row in rows) == sum("least" in row for row in rows) == 1
@@ -97,9 +97,24 @@ def test_an_estimate_of_a_pipeline_has_a_row_for_each_rank(shell):
 
 
 def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
-    told = shell("estimate-memory", "--model", "llama3_405b", "--gpus", "64", "--gpu-type", "h100").stdout
-    assert "does not fit" in told
-    assert "note: weights, gradients and moments alone take 101.5 GB per device" in told
+    ended = shell("estimate-memory", "--model", "llama3_405b", "--gpus", "64", "--gpu-type", "h100")
+    assert ended.returncode == 3
+    assert "16 bytes x 405.85e9 parameters / 64 = 101.5 GB per device before activations" in ended.stdout
+    assert "these would fit: parallel.gpus=128; launch.gpu_type=h200" in ended.stdout
+
+
+def test_an_estimate_gives_the_reasons_of_the_plan(shell):
+    ended = shell("estimate-memory", "--model", "llama3_8b", "--gpus", "8")
+    assert ended.returncode == 0
+    assert "  recompute selective on " in ended.stdout
+    assert "  cp 2: fewer than 8192 of a sequence's 8192 tokens per rank" in ended.stdout
+
+
+def test_what_does_not_fit_is_not_trained_and_nothing_is_written(shell):
+    ended = shell("train", "--model", "llama3_70b", "--device", "cpu")
+    assert ended.returncode == 3
+    assert ended.stderr.startswith("error: weights, gradients and moments alone take 1128.9")
+    assert list(shell.path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +147,7 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
         ),
         (["train", "--gpus", "4"], ["error: gpus=4: this machine has no CUDA device; add --device cpu"]),
         (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
-        (["train", "--strategy", "lora"], ["error: strategy='lora': input should be 'standard'"]),
+        (["train", "--strategy", "lora"], ["error: strategy=lora: memory can be estimated (estimate-memory)"]),
         (["train", "--resume", "--run-dir", "nowhere"], ["error: nowhere holds no run to continue (no config.yaml)"]),
         (["--debugg", "models"], ["error: unrecognized arguments: --debugg; did you mean '--debug'?"]),
         (["train", "--set", "training=5"], ["error: training=5: this is a section of keys, not a value"]),
@@ -142,10 +157,6 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
         ),
         (["report", "nowhere"], ["error: nowhere holds no run"]),
         (["memory-ledger", "--csv", "no.csv"], ["error: cannot read no.csv: "]),
-        (
-            ["train", "--model", "llama3_70b", "--device", "cpu"],
-            ["error: weights, gradients and moments alone take 1128.9"],
-        ),
         (
             ["dry-run", "--gpus", "4", "--set", "parallel.zero_backend=deepspeed"],
             ["error: the dry run rehearses torch's own ZeRO, not DeepSpeed's"],

@@ -1,0 +1,131 @@
+"""What a job leaves in the run's logs: which attempt is at work, how each rank of it ended, and what they printed.
+
+Slurm may start a job again under the same id, on other nodes: after preemption, a time limit, or the failure of a node.
+Each start is an attempt with records of its own, so that ranks of an earlier one that still live somewhere cannot speak
+for a later one.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_core.artifacts import JobRecord, RunDirectory, StepRecord, read_json
+
+JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
+"""Environment variable that tells a rank which job it belongs to; unset where a worker was started by hand."""
+
+LOG_HEADER = "=== job "
+"""How the line begins that separates the attempts in a rank's log."""
+
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job."""
+
+    job_id: str
+    submitted_at: str
+    restart: int
+    """How often Slurm had started the job before."""
+    nodes: str
+    """The job's nodes, as Slurm abbreviates them; empty on this machine."""
+    started_at: str
+
+    def is_of(self, job: JobRecord) -> bool:
+        """Return whether this is an attempt of ``job``; a fresh cluster counts job ids from 1 again."""
+        return (self.job_id, self.submitted_at) == (job.job_id, job.submitted_at)
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank's worker process ended, as its supervisor saw it."""
+
+    rank: int
+    exit_code: int | None
+    """Exit code; None where a signal ended it."""
+    signal: int | None
+    """Signal that ended it; None where it exited."""
+    oom_killed: bool
+    """Whether the kernel's out-of-memory killer struck on the machine as the process was killed."""
+    stopped: bool
+    """Whether the supervisor ended it because another rank had failed."""
+    num_ranks: int
+    """Ranks of the job."""
+    ended_at: float
+    """Seconds since the epoch."""
+    silent_seconds: float | None = None
+    """How long there had been no step when the supervisor ended it for that; None where it did not."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by exit code 0."""
+        return self.exit_code != 0
+
+
+def attempt_path(run: RunDirectory) -> Path:
+    """Return the file that holds the ``Attempt`` at work, written by the first rank's supervisor as it starts."""
+    return run.logs / "attempt.json"
+
+
+def current_attempt(run: RunDirectory, job: JobRecord | None) -> Attempt | None:
+    """Return the newest attempt of ``job``; None before its ranks have started."""
+    path = attempt_path(run)
+    attempt = Attempt(**read_json(path)) if path.exists() else None
+    return attempt if attempt is not None and job is not None and attempt.is_of(job) else None
+
+
+def log_path(run: RunDirectory, rank: int) -> Path:
+    """Return the file that takes the output of ``rank``, one attempt after another."""
+    return run.logs / f"rank-{rank:05d}.log"
+
+
+def exit_path(run: RunDirectory, job: JobRecord, restart: int, rank: int) -> Path:
+    """Return the file that holds the ``RankExit`` of ``rank`` in one attempt."""
+    return run.logs / "exits" / f"{job.job_id}-{restart}" / f"rank-{rank:05d}.json"
+
+
+def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[RankExit]:
+    """Return how the ranks of an attempt ended, in order of time; ranks that left no record are missing."""
+    folder = exit_path(run, job, restart, 0).parent
+    exits = [RankExit(**read_json(path)) for path in folder.glob("rank-*.json")]
+    return sorted(exits, key=lambda rank_exit: rank_exit.ended_at)
+
+
+def cancel_path(run: RunDirectory) -> Path:
+    """Return the file whose presence says that the newest job was asked to stop."""
+    return run.logs / "cancel.json"
+
+
+def newest_step(run: RunDirectory) -> StepRecord | None:
+    """Return the record of the last completed step, or None if there is none."""
+    return StepRecord(**read_json(run.progress)) if run.progress.exists() else None
+
+
+def own_job(run: RunDirectory) -> JobRecord | None:
+    """Return the job this process belongs to; None if it was started by hand."""
+    job_id = os.environ.get(JOB_ID_VARIABLE)
+    if job_id is None or not run.job.exists():
+        return None
+    job = JobRecord(**read_json(run.job))
+    return job if job.job_id == job_id else None
+
+
+def end_of_log(run: RunDirectory, rank: int) -> str:
+    """Return what ``rank`` wrote last in its newest attempt."""
+    return _tail(log_path(run, rank)).rpartition(LOG_HEADER)[2].partition("\n")[2]
+
+
+def submission_log(job: JobRecord) -> str:
+    """Return the end of what ``job`` printed around its ranks: submitit's, srun's and slurmstepd's messages."""
+    folder = Path(job.folder)
+    paths = sorted([*folder.glob(f"{job.job_id}_*log.*"), *folder.glob("controller.log")]) if job.folder else []
+    return "\n".join(_tail(path) for path in paths)
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read().decode(errors="replace")

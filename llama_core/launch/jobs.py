@@ -1,0 +1,129 @@
+"""Jobs, whatever runs them: starting one on a run, following it, stopping it.
+
+``job.json`` is written before anyone waits, and a rank whose job is not recorded there does not start: a run never has
+a job that nobody can find.
+"""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from llama_core.artifacts import JobRecord, Outcome, RunDirectory, StepRecord, now, write_json
+from llama_core.config.run import RunConfig
+from llama_core.launch.attempts import cancel_path, newest_step
+from llama_core.launch.logs import LogFollower
+from llama_core.launch.outcome import conclude
+
+Part = Literal["train", "benchmark"]
+
+WORKER = (sys.executable, "-m", "llama_core.launch.worker")  # a command line, so that submitting needs no torch
+
+CANCEL_GRACE_SECONDS = 120.0
+"""Time a job gets to finish its step and save a checkpoint before it is killed."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run whose job is to be started."""
+
+    run: RunDirectory
+    """The run, by its absolute path."""
+    config: RunConfig
+    """Its resolved configuration."""
+    num_ranks: int
+    """Worker processes in all."""
+    command: tuple[str, ...]
+    """What every rank runs."""
+
+
+def timestamp() -> str:
+    """Return the current time in UTC as ISO 8601, to the microsecond: two jobs are never submitted in the same one."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+class JobHandle(ABC):
+    """A job that has been submitted: watch it, wait for it, stop it. Any process may hold one."""
+
+    poll_seconds = 0.2
+    """How often its files are looked at."""
+
+    def __init__(self, run: RunDirectory, record: JobRecord) -> None:
+        self.run = run
+        self.record = record
+
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Return whether the job is queued or has processes at work."""
+
+    @abstractmethod
+    def _ask_to_stop(self) -> None:
+        """Pass SIGTERM on to every rank; end the job if it has not begun."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End every process of the job."""
+
+    def _conclude(self) -> Outcome:
+        return conclude(self.run, self.record)
+
+    def wait(
+        self,
+        on_progress: Callable[[StepRecord], None] | None = None,
+        on_output: Callable[[int, str], None] | None = None,
+    ) -> Outcome:
+        """Return why the job ended, as soon as it has.
+
+        Args:
+            on_progress: told of each newest step meanwhile. Steps that follow each other faster than they are looked
+                for are skipped, except the last.
+            on_output: told of each warning and error that a rank prints, with the rank.
+        """
+        newest: StepRecord | None = None
+        logs = LogFollower(self.run)
+        submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
+        while True:
+            running = self.is_running()  # asked first, so that the last step is still reported
+            step = newest_step(self.run)
+            if on_progress is not None and step is not None and step != newest and step.time >= submitted:
+                on_progress(step)
+                newest = step
+            if on_output is not None:
+                for rank, line in logs.notable_lines():
+                    on_output(rank, line)
+            if not running:
+                return self._conclude()
+            time.sleep(self.poll_seconds)
+
+    def cancel(self, grace_seconds: float = CANCEL_GRACE_SECONDS) -> Outcome:
+        """Ask the job to finish its step and save a checkpoint, kill what is left of it, and return its outcome.
+
+        Args:
+            grace_seconds: time the job gets before it is killed.
+        """
+        return cancel_all([self], grace_seconds)[0]
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.is_running():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(self.poll_seconds)
+        return True
+
+
+def cancel_all(jobs: Sequence[JobHandle], grace_seconds: float = CANCEL_GRACE_SECONDS) -> list[Outcome]:
+    """Cancel several jobs at once, so that all of them stop within one time of grace; see ``JobHandle.cancel``."""
+    alive = [job for job in jobs if job.is_running()]
+    for job in alive:
+        write_json(cancel_path(job.run), {"requested_at": now()})
+    for job in alive:
+        job._ask_to_stop()
+    deadline = time.monotonic() + grace_seconds
+    for job in alive:
+        if not job._ends_within(deadline - time.monotonic()):
+            job._kill()
+    return [job._conclude() for job in jobs]

@@ -1,0 +1,58 @@
+"""What the ranks print, line by line while they do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from llama_core.artifacts import RunDirectory
+from llama_core.launch.attempts import LOG_HEADER
+
+NOTABLE = ("WARNING ", "ERROR ", "CRITICAL ")
+"""How lines begin that whoever waits for a run should see."""
+
+_MOST_BYTES = 1 << 20
+
+
+class LogFollower:
+    """Reads what has been added to the ranks' logs since it last looked.
+
+    Args:
+        run: the run.
+        rank: the rank to follow; None for all.
+        last_lines: how many of the lines that are there already to begin with; None for all of them.
+    """
+
+    def __init__(self, run: RunDirectory, rank: int | None = None, last_lines: int | None = 0) -> None:
+        self.pattern = "rank-*.log" if rank is None else f"rank-{rank:05d}.log"
+        self.folder = run.logs
+        self._read_to = {path: _start(path, last_lines) for path in self._paths()}
+
+    def new_lines(self) -> Iterator[tuple[int, str]]:
+        """Yield every line that has been completed since, with its rank."""
+        for path in self._paths():
+            start = self._read_to.get(path, 0)
+            if path.stat().st_size <= start:
+                continue
+            with path.open("rb") as file:
+                file.seek(start)
+                complete, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")
+            self._read_to[path] = start + len(complete) + len(newline)
+            rank = int(path.stem.removeprefix("rank-"))
+            for line in complete.decode(errors="replace").splitlines():
+                yield rank, line
+
+    def notable_lines(self) -> Iterator[tuple[int, str]]:
+        """Yield the new lines that are warnings or errors."""
+        return ((rank, line) for rank, line in self.new_lines() if line.startswith(NOTABLE))
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob(self.pattern))
+
+
+def _start(path: Path, last_lines: int | None) -> int:
+    """Return the offset of the last lines of a file: the newest attempt's, where it began more than once."""
+    if last_lines is None:
+        return 0
+    content = path.read_bytes()[-_MOST_BYTES:]
+    newest = content.rfind(LOG_HEADER.encode())
+    lines = content[max(0, newest) :].splitlines(keepends=True)
+    return path.stat().st_size - sum(map(len, lines[len(lines) - last_lines :] if last_lines else ()))

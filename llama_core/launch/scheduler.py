@@ -1,0 +1,162 @@
+"""What Slurm says about jobs, and what it is told: scontrol, squeue, sacct and scancel, without a shell in between."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from llama_core.errors import EnvironmentMismatchError
+
+ANSWER_SECONDS = 60
+"""How long a controller that many users share may take to answer."""
+FRESH_SECONDS = 5.0
+"""How long what Slurm says of an array's elements holds for all of them."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job as Slurm's controller, or its accounting, sees it."""
+
+    state: str
+    """``RUNNING``, ``PENDING``, ``NODE_FAIL`` and so on; ``UNKNOWN`` for a job that Slurm has forgotten."""
+    reason: str = ""
+    """Why it waits, such as ``Priority``."""
+    is_preempted: bool = False
+    """Whether it has been told to make room for another job."""
+
+
+def job_status(job_id: str, name: str) -> JobStatus | None:
+    """Return the status of a job, or None if Slurm does not answer.
+
+    It is 'UNKNOWN' for a job that Slurm has forgotten, or whose id is by now that of a job of another name.
+
+    Raises:
+        EnvironmentMismatchError: if this machine has no Slurm commands.
+    """
+    shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    if shown is None:
+        return None
+    if shown.returncode == 0 and shown.stdout.strip():
+        return _status(shown.stdout.splitlines()[0], name)
+    if "Invalid job id" not in shown.stderr:
+        return None
+    state = _accounted(job_id, name)
+    return JobStatus(state[-1] if state else "UNKNOWN")
+
+
+def array_statuses(array_id: str, name: str) -> dict[str, JobStatus] | None:
+    """Return the status of each element of an array that Slurm still knows, by its job id; None without an answer.
+
+    Raises:
+        EnvironmentMismatchError: if this machine has no Slurm commands.
+    """
+    shown = _slurm("scontrol", "--oneliner", "show", "job", array_id)
+    if shown is None or (shown.returncode and "Invalid job id" not in shown.stderr):
+        return None
+    return {
+        f"{array_id}_{index}": _status(line, name)
+        for line in shown.stdout.splitlines()
+        for indices in re.findall(r"\bArrayTaskId=([\d,:-]+)", line)
+        for index in _indices(indices)
+    }
+
+
+def _status(shown: str, name: str) -> JobStatus:
+    """Return the status in a line of ``scontrol show job``."""
+    fields = dict(re.findall(r"\b(JobName|JobState|Reason|PreemptTime)=(\S+)", shown))
+    if fields.get("JobName") != name:
+        return JobStatus("UNKNOWN")
+    is_preempted = fields.get("PreemptTime", "None") != "None"
+    return JobStatus(fields.get("JobState", "UNKNOWN"), fields.get("Reason", ""), is_preempted)
+
+
+def _indices(written: str) -> Iterator[int]:
+    """Yield the elements that Slurm writes as ``3``, ``2-4``, ``0-8:2`` or several of these with commas between."""
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", written):
+        yield from range(int(first), int(last or first) + 1, int(step or 1))
+
+
+Ask = Callable[[str, str], JobStatus | None]
+"""Returns the status of a job, by its id and name; see ``job_status``."""
+
+
+class SharedAnswers:
+    """Asks as ``job_status`` does, but about all elements of a job array in one go."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, tuple[float, dict[str, JobStatus] | None]] = {}
+
+    def __call__(self, job_id: str, name: str) -> JobStatus | None:
+        """Return the status of a job; that of an element may be ``FRESH_SECONDS`` old."""
+        array_id, is_element, _ = job_id.partition("_")
+        if not is_element:
+            return job_status(job_id, name)
+        asked_at, statuses = self._arrays.get(array_id, (float("-inf"), None))
+        if time.monotonic() - asked_at >= FRESH_SECONDS:
+            statuses = array_statuses(array_id, name)
+            self._arrays[array_id] = time.monotonic(), statuses
+        if statuses is None:
+            return None
+        return statuses.get(job_id) or job_status(job_id, name)  # accounting may know of one the controller forgot
+
+
+def earlier_states(job_id: str, name: str) -> list[str]:
+    """Return how the earlier attempts of a job ended, as far as Slurm's accounting tells; oldest first."""
+    return _accounted(job_id, name, "--duplicates")[:-1]
+
+
+def _accounted(job_id: str, name: str, *options: str) -> list[str]:
+    if shutil.which("sacct") is None:
+        return []
+    asked = ("--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}", f"--name={name}")
+    answer = _slurm("sacct", *asked, *options)
+    return [line.split()[0] for line in answer.stdout.splitlines() if line.split()] if answer else []
+
+
+def failed_nodes(nodes: str) -> list[str]:
+    """Return which of ``nodes``, as Slurm abbreviates them, do not answer its controller now."""
+    answer = _slurm("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
+    lines = [line.split() for line in answer.stdout.splitlines()] if answer else []
+    return sorted({name for name, state in lines if state.startswith(("down", "fail")) or state.endswith("*")})
+
+
+def queued_job(user: int, name: str, comment: str) -> str | None:
+    """Return the id of a job in the queue, by the name and comment it was submitted with; None if there is none."""
+    asked = (f"--user={user}", f"--name={name}", "--noheader", "--array", "--format=%i|%k")
+    answer = _slurm("squeue", *asked)
+    rows = [line.strip().split("|", 1) for line in answer.stdout.splitlines()] if answer else []
+    return next((row[0] for row in rows if len(row) == 2 and row[1] == comment), None)
+
+
+def requeue(job_id: str) -> bool:
+    """Have a running job start again, under the same id; return whether Slurm agreed."""
+    answer = _slurm("scontrol", "requeue", job_id)
+    return answer is not None and answer.returncode == 0
+
+
+def cancel(job_id: str) -> None:
+    """End a job and every process of it."""
+    _slurm("scancel", job_id)
+
+
+def send_signal(job_id: str, name: str) -> None:
+    """Send a signal such as ``TERM`` to every rank of a running job."""
+    _slurm("scancel", f"--signal={name}", job_id)
+
+
+def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Return what a command of Slurm answered, or None if its controller did not."""
+    environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # else the elements of a long array are cut short
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment
+        )
+    except FileNotFoundError:
+        raise EnvironmentMismatchError(
+            f"this machine has no {command[0]}; log in to a node of the cluster that runs the job"
+        ) from None
+    except subprocess.TimeoutExpired:
+        return None

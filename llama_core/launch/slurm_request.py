@@ -1,0 +1,86 @@
+"""What a job asks of Slurm, and whether Slurm would grant it."""
+
+import hashlib
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from llama_core.config.run import RunConfig
+
+_CHECKED = (
+    "partition", "account", "qos", "constraint", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem",
+    "gpus_per_node",
+)  # fmt: skip
+_ONLY_NOW = "node not available (down, drained or reserved)"
+"""How Slurm refuses to say when a job may start whose nodes are away for the moment."""
+
+SIGNAL_DELAY_SECONDS = 300
+"""How long before its time limit Slurm tells a job to save a checkpoint."""
+
+
+def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int) -> dict[str, Any]:
+    """Return what a job of ``num_ranks`` ranks asks of Slurm, in submitit's terms.
+
+    Args:
+        config: the resolved configuration.
+        name: name of the run, by which people and scripts find the job in the queue.
+        comment: by which a submission is found in the queue.
+        num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
+    """
+    slurm, nodes = config.launch.slurm, config.launch.nodes
+    limit_seconds = slurm.time_limit_min * 60
+    asked = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "mem": f"{slurm.memory_gb_per_node}G" if slurm.memory_gb_per_node else None,
+        "gpus_per_node": num_ranks // nodes if config.launch.device == "cuda" else None,
+        "setup": slurm.setup or None,
+        "array_parallelism": slurm.max_parallel_jobs,
+    }
+    # srun no longer takes the cores from sbatch (Slurm 22.05), and leaves the other ranks alone when one fails.
+    srun = {"cpus-per-task": slurm.cpus_per_rank, "kill-on-bad-exit": 1} | slurm.srun_options
+    return {
+        "job_name": job_name(name),
+        "comment": comment,
+        "time": slurm.time_limit_min,
+        "nodes": nodes,
+        "ntasks_per_node": num_ranks // nodes,
+        "cpus_per_task": slurm.cpus_per_rank,
+        "signal_delay_s": min(SIGNAL_DELAY_SECONDS, limit_seconds // 4),
+        "stderr_to_stdout": True,
+        "wckey": None,  # submitit's own is refused by clusters that account by it
+        "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
+        "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
+    } | {name: value for name, value in asked.items() if value is not None}
+
+
+def refusal(config: RunConfig) -> str | None:
+    """Return why Slurm would not take the job of ``config``, which is asked without submitting; None if it would."""
+    asked = slurm_parameters(config, "test", "", config.parallel.gpus)
+    options = {key: asked[key] for key in _CHECKED if key in asked} | asked["additional_parameters"]
+    flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
+    try:
+        answer = subprocess.run(
+            ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if answer.returncode == 0:
+        return None
+    lines = [line.rpartition("error: ")[2] for line in answer.stderr.splitlines() if "error: " in line]
+    reasons = [line for line in dict.fromkeys(lines) if _ONLY_NOW not in line]
+    return "; ".join(reasons) or None
+
+
+def job_name(name: str) -> str:
+    """Return ``name`` without the characters that Slurm's commands split at."""
+    return re.sub(r"[^\w.-]", "-", name)
+
+
+def comment_of(folder: Path) -> str:
+    """Return what a job carries in the queue to be known as the one submitted from ``folder``."""
+    return f"llama-training-infra:{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}"

@@ -1,0 +1,147 @@
+"""Why an attempt ended, worked out from what it left: exit codes and signals of its ranks, and their last words."""
+
+import re
+import signal
+from dataclasses import dataclass
+
+from llama_core.artifacts import JobRecord, OutcomeStatus, RunDirectory
+from llama_core.launch.attempts import RankExit, end_of_log, read_rank_exits, submission_log
+
+LOST_PEERS_EXIT = 75
+"""Exit code of a rank that ended because others were gone, or did not answer: the cause is to be looked for there."""
+
+STOPPED_EXIT = 76
+"""Exit code of a rank that was asked to stop and did so after a step that all ranks agreed on, with a checkpoint."""
+
+LESS_MEMORY = (
+    "use a smaller parallel.microbatch_size or parallel.recompute=full (on Slurm also more "
+    "launch.slurm.memory_gb_per_node), then --resume"
+)
+READ_LOG = "read logs/rank-*.log, mend the cause, then --resume"
+LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
+RESUME = "start it again with --resume"
+
+_QUOTE_CHARACTERS = 300
+_NO_ANSWER = re.compile(r"timed out|collective operation timeout", re.IGNORECASE)
+"""How gloo and NCCL say that the other ranks are there but silent."""
+_OUT_OF_MEMORY = re.compile(
+    r"CUDA out of memory|OutOfMemoryError|can't allocate memory|^MemoryError|oom[-_ ]kill|^Killed$"
+    r"|exceeded memory limit",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt ended, in one sentence with the values that show it, and what to try next."""
+
+    status: OutcomeStatus
+    reason: str
+    next_action: str
+
+
+VERDICT_OF_STATE = {
+    "TIMEOUT": Verdict("timeout", "Slurm ended the job at its time limit", LONGER_LIMIT),
+    "DEADLINE": Verdict("timeout", "Slurm ended the job at its deadline", RESUME),
+    "PREEMPTED": Verdict("preempted", "Slurm gave the job's nodes to another job", RESUME),
+    "NODE_FAIL": Verdict("node-failure", "a node of the job failed", RESUME),
+    "BOOT_FAIL": Verdict("node-failure", "a node of the job did not boot", RESUME),
+    "OUT_OF_MEMORY": Verdict("oom", "the job used more host memory than it had asked Slurm for", LESS_MEMORY),
+    "CANCELLED": Verdict("cancelled", "the job was cancelled in Slurm", RESUME),
+}  # fmt: skip
+"""What Slurm's name for the state of a job says about why it ended."""
+
+
+def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict:
+    """Return why an attempt ended, by what its ranks left; the first that failed by itself is the one to blame."""
+    exits = read_rank_exits(run, job, restart)
+    lost = [rank_exit for rank_exit in exits if _lost_the_others(run, rank_exit)]
+    culprit = next((e for e in exits if e.failed and not e.stopped and e not in lost), None)
+    if culprit is not None and culprit.silent_seconds is not None:
+        return _of_silence(culprit.silent_seconds)
+    if culprit is not None:
+        return _of_rank(run, job, culprit)
+    if lost:
+        return _of_silent_ranks(run, lost, exits)
+    missing = set(range(exits[0].num_ranks)) - {rank_exit.rank for rank_exit in exits} if exits else {0}
+    if missing:
+        return _of_vanished_rank(job, min(missing))
+    return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", READ_LOG)
+
+
+def _lost_the_others(run: RunDirectory, rank_exit: RankExit) -> bool:
+    """Return whether a rank ended only because others had: it says so itself, or NCCL's watchdog ended it."""
+    if rank_exit.signal == signal.SIGABRT:
+        return _NO_ANSWER.search(end_of_log(run, rank_exit.rank)) is not None
+    return rank_exit.exit_code == LOST_PEERS_EXIT
+
+
+def _of_silent_ranks(run: RunDirectory, lost: list[RankExit], exits: list[RankExit]) -> Verdict:
+    """Return why ranks have lost others that did not fail by themselves."""
+    ended = {rank_exit.rank for rank_exit in exits if not rank_exit.stopped}
+    silent = ", ".join(str(rank) for rank in range(lost[0].num_ranks) if rank not in ended) or "none"
+    logs = {rank_exit.rank: end_of_log(run, rank_exit.rank) for rank_exit in lost}
+    rank = next((rank for rank, log in logs.items() if _NO_ANSWER.search(log)), None)
+    if rank is not None:
+        return Verdict("hang", f"rank {rank} waited for the others in vain (silent ranks: {silent})", RESUME)
+    rank, log = next(iter(logs.items()))
+    return Verdict("crashed", f"rank {rank} {_last_line(log)} (silent ranks: {silent})", RESUME)
+
+
+def _of_silence(seconds: float) -> Verdict:
+    return Verdict(
+        "hang",
+        f"no step was completed for {seconds:.0f} s; logs/rank-*.log end with where each rank was",
+        "start it again with --resume; if steps take so long, raise launch.hang_timeout_s",
+    )
+
+
+def _of_rank(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> Verdict:
+    rank, log = rank_exit.rank, end_of_log(run, rank_exit.rank)
+    quote = f": {_last_line(log)}" if _last_line(log) else ""
+    if rank_exit.exit_code == 2:
+        return Verdict("bad-config", f"rank {rank} refused the request{quote}", "correct the request and start again")
+    if rank_exit.oom_killed:
+        return Verdict("oom", f"the kernel ran out of memory and killed rank {rank}", LESS_MEMORY)
+    evidence = _OUT_OF_MEMORY.search(log) or _OUT_OF_MEMORY.search(submission_log(job))
+    if evidence:
+        return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
+    if rank_exit.signal is not None:
+        return _of_signal(rank, rank_exit.signal)
+    if "Traceback (most recent call last)" in log and "KeyboardInterrupt" in _last_line(log):
+        return Verdict("cancelled", f"rank {rank} was interrupted", RESUME)
+    return Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", READ_LOG)
+
+
+def _of_signal(rank: int, number: int) -> Verdict:
+    name = signal.Signals(number).name
+    match number:
+        case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
+            return Verdict("cancelled", f"rank {rank} was stopped by {name} before it could save", RESUME)
+        case signal.SIGUSR2:
+            return Verdict("preempted", f"rank {rank} was stopped by {name} before it could save", RESUME)
+        case signal.SIGKILL:
+            return Verdict("crashed", f"rank {rank} was killed by signal 9 (possibly out of memory)", RESUME)
+    return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", READ_LOG)
+
+
+def _of_vanished_rank(job: JobRecord, rank: int) -> Verdict:
+    log = submission_log(job)
+    evidence = _OUT_OF_MEMORY.search(log)
+    if evidence:
+        return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
+    if "Job credential revoked" in log:  # what Slurm had lost came back to it as the job was about to start there again
+        return Verdict("node-failure", "a node that Slurm had lost, and got back, did not take the job again", RESUME)
+    if "Traceback (most recent call last)" in log:
+        return Verdict("crashed", f"rank {rank} did not start: {_last_line(log)}", "mend the cause, then --resume")
+    return Verdict("crashed", f"rank {rank} vanished without an exit code: it or its supervisor was killed", RESUME)
+
+
+def _last_line(text: str) -> str:
+    lines = text.split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_QUOTE_CHARACTERS]
+
+
+def _line_around(match: re.Match[str]) -> str:
+    start = match.string.rfind("\n", 0, match.start()) + 1
+    return _last_line(match.string[start:].partition("\n")[0])

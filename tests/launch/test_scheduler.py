@@ -1,0 +1,58 @@
+"""Questions to Slurm, answered by a program that prints what Slurm 22.05 prints."""
+
+import pytest
+
+from llama_core.launch.scheduler import JobStatus, SharedAnswers, array_statuses
+
+ARRAY = """\
+JobId=3 ArrayJobId=3 ArrayTaskId=4,7-9,10-14:2%2 ArrayTaskThrottle=2 JobName=sweep JobState=PENDING Reason=Priority
+JobId=5 ArrayJobId=3 ArrayTaskId=1 ArrayTaskThrottle=2 JobName=sweep JobState=RUNNING Reason=None PreemptTime=None
+JobId=6 ArrayJobId=3 ArrayTaskId=2 JobName=sweep JobState=RUNNING Reason=None PreemptTime=2026-11-21T10:00:00
+JobId=4 ArrayJobId=3 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=sweep JobState=COMPLETED Reason=None
+"""
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    """Put a ``scontrol`` first on the path that knows the array 3 alone, and return what lists its questions."""
+    log = tmp_path / "questions"
+    (tmp_path / "answer").write_text(ARRAY)
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\necho "$4" >>"{log}"\n'
+        f'if [ "$4" = 3 ]; then cat "{tmp_path}/answer"; else echo "Invalid job id specified" >&2; exit 1; fi\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("shutil.which", lambda name: None)  # no accounting
+    return lambda: log.read_text().split()
+
+
+def test_every_element_of_an_array_has_the_status_of_its_line(questions):
+    pending, running = JobStatus("PENDING", "Priority"), JobStatus("RUNNING", "None")
+    assert array_statuses("3", "sweep") == {
+        **{f"3_{index}": pending for index in (4, 7, 8, 9, 10, 12, 14)},
+        "3_1": running,
+        "3_2": JobStatus("RUNNING", "None", is_preempted=True),
+        "3_0": JobStatus("COMPLETED", "None"),
+    }
+
+
+def test_an_array_of_another_name_is_another_users_under_a_reused_id(questions):
+    assert set(array_statuses("3", "mine").values()) == {JobStatus("UNKNOWN")}
+
+
+def test_all_elements_are_asked_about_in_one_question(questions):
+    ask = SharedAnswers()
+    states = [ask(f"3_{index}", "sweep").state for index in (0, 1, 2, 4, 7, 8, 9)]
+    assert states == ["COMPLETED", "RUNNING", "RUNNING", *["PENDING"] * 4]
+    assert questions() == ["3"]
+
+
+def test_an_element_that_the_controller_forgot_is_unknown(questions):
+    assert SharedAnswers()("3_99", "sweep") == JobStatus("UNKNOWN")
+
+
+def test_a_job_that_is_no_element_is_asked_about_by_itself(questions):
+    SharedAnswers()("17", "train")
+    assert questions() == ["17"]

@@ -1,0 +1,133 @@
+"""The Slurm cluster of this machine: bringing it up, what is in its queue, and nodes that fail."""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch_harness import eventually
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm-dev-cluster"
+NUM_NODES = 8
+
+
+def why_not_here():
+    """Return what this machine lacks to have a cluster; empty where it has all."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster needs root"
+    if shutil.which("slurmctld") is None and shutil.which("apt-get") is None:
+        return "a Slurm cluster needs slurmctld and slurmd, or Debian's apt-get to install them with"
+    return ""
+
+
+@contextmanager
+def brought_up():
+    """Have a cluster, shared with other test processes; the last one takes it down if a test brought it up."""
+    with Path(tempfile.gettempdir(), "slurm-dev-cluster.users").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        if "already up" not in _script("up"):
+            _mark().touch()
+        yield
+        if _is_last(users) and _mark().exists():
+            _script("down")
+
+
+def _mark():
+    """Return the file that says that a test brought the cluster up, in the directory that goes down with it."""
+    return Path("/etc/slurm/slurm.conf").resolve().with_name("brought-up-by-a-test")
+
+
+def _is_last(users):
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gives up this process's share where others have one too
+    except BlockingIOError:
+        return False
+    return True
+
+
+def states():
+    """Return the state of every job in the queue by its id."""
+    lines = _ask("squeue", "--noheader", "--array", "--format=%i %T").splitlines()
+    return dict(line.split() for line in lines)
+
+
+def job_fields(job_id):
+    """Return what Slurm shows of a job, such as ``{"JobState": "RUNNING", "NumNodes": "2"}``."""
+    return dict(re.findall(r"(?<!\S)([\w/]+)=(\S*)", _ask("scontrol", "--oneliner", "show", "job", job_id)))
+
+
+def wait_for_state(job_id, *expected, seconds=120):
+    """Return what Slurm shows of a job once it is in one of the states."""
+
+    def reached():
+        fields = job_fields(job_id)
+        return fields if fields["JobState"] in expected else None
+
+    return eventually(reached, seconds=seconds)
+
+
+def cancel(job_id):
+    """End a job as its owner would from outside."""
+    _ask("scancel", job_id)
+
+
+def requeue(job_id):
+    """Have Slurm start a running job again."""
+    _ask("scontrol", "requeue", job_id)
+
+
+def send_signal(job_id, name):
+    """Send a signal to every rank of a job, as Slurm does ahead of a time limit."""
+    _ask("scancel", f"--signal={name}", job_id)
+
+
+def preempt(nodes, *, seconds=5):
+    """Submit a job that takes ``nodes`` (such as ``"node1,node2"``) from those of lower priority; return its id."""
+    options = ("--parsable", "--partition=urgent", "--exclusive", "--mem=100", "--output=/dev/null")
+    return _ask("sbatch", *options, f"--nodelist={nodes}", f"--wrap=sleep {seconds}").strip()
+
+
+def kill_node(number):
+    """End the node's daemon and everything jobs have there, as if it had lost power; take care whose jobs these are."""
+    _script("kill-node", str(number))
+
+
+def kill_slurmd(number):
+    """End the node's daemon; what its jobs have there lives on."""
+    _script("kill-slurmd", str(number))
+
+
+def start_node(number):
+    """Start the node's daemon again, and wait until the node takes jobs."""
+    _script("start-node", str(number))
+    eventually(lambda: _node_state(number) in {"idle", "mixed"}, seconds=120)
+
+
+@contextmanager
+def held_node():
+    """Keep jobs from one node, so that a job of all nodes waits in the queue while smaller ones run on the others.
+
+    Every test process holds another one: none lets go of what the other still needs.
+    """
+    number = NUM_NODES - int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % NUM_NODES
+    _ask("scontrol", "update", f"NodeName=node{number}", "State=DRAIN", "Reason=held by a test")
+    try:
+        yield
+    finally:
+        _ask("scontrol", "update", f"NodeName=node{number}", "State=RESUME")
+
+
+def _node_state(number):
+    return _ask("sinfo", "--noheader", "--partition=train", f"--nodes=node{number}", "--format=%T").strip()
+
+
+def _script(*arguments):
+    return _ask(str(SCRIPT), *arguments)
+
+
+def _ask(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout

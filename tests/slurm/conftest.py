@@ -1,0 +1,53 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))  # the fake worker and its harness serve here too
+
+import cluster
+from launch_harness import FAKE_WORKER, Job
+
+from llama_core.artifacts import RunDirectory
+from llama_core.config.run import RunConfig
+from llama_core.launch import launchers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def slurm():
+    """A cluster that is up: brought up for the tests where there was none, and taken down after them."""
+    missing = cluster.why_not_here()
+    if missing and "CI" not in os.environ:
+        pytest.skip(missing)
+    with cluster.brought_up():
+        yield
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+@pytest.fixture
+def submit(run):
+    """Submit a job of fake workers to Slurm, on nodes of its own; it is cancelled at the end of the test.
+
+    Settings of ``launch.slurm`` may be given.
+    """
+    handles = []
+
+    def start(behaviour, *, run=run, nodes=2, ranks_per_node=2, **slurm):
+        modest = {"cpus_per_rank": 1, "memory_gb_per_node": 2, "time_limit_min": 5, "options": {"exclusive": True}}
+        launch = {"launcher": "slurm", "device": "cpu", "nodes": nodes, "slurm": modest | slurm}
+        num_ranks = nodes * ranks_per_node
+        config = RunConfig.from_mapping({"launch": launch, "parallel": {"gpus": num_ranks}})
+        worker = (sys.executable, str(FAKE_WORKER), behaviour)
+        handles.append(launchers.submit(run, config, num_ranks, worker=worker))
+        return Job(handles[-1], num_ranks)
+
+    yield start
+    for handle in handles:
+        handle.cancel(grace_seconds=0)

@@ -1,0 +1,155 @@
+"""Runs that are interrupted go on, as if they had not been."""
+
+import cluster
+import pytest
+from launch_harness import eventually, is_alive
+
+from llama_core import steps
+from llama_core.artifacts import read_json, read_metrics
+from llama_core.config.run import RunConfig
+from llama_core.launch.verdict import STOPPED_EXIT
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Submit a run of tp 2 x dp 2 on two nodes; whatever is left of it is cancelled in the end."""
+    cache, handles = tmp_path_factory.mktemp("cache"), []
+    config = RunConfig.from_mapping(
+        {
+            "architecture": {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512},
+            "training": {"batch_size": 8, "seq_len": 64, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10},
+            "parallel": {"gpus": 4, "tp": 2},
+            "data": {"cache_dir": str(cache)},
+            "launch": {"launcher": "slurm", "device": "cpu", "nodes": 2, "collective_timeout_s": 120}
+            | {
+                "slurm": {
+                    "cpus_per_rank": 1,
+                    "memory_gb_per_node": 3,
+                    "time_limit_min": 10,
+                    "options": {"exclusive": True},
+                }
+            },
+            "tracking": {"tensorboard": False},
+            "benchmark": {"warmup_steps": 0, "steps": 1},
+        }
+    )
+
+    def start(name):
+        run = steps.prepare_run(config, tmp_path_factory.mktemp("runs") / name)
+        handles.append(steps.submit(run))
+        return handles[-1]
+
+    yield start
+    for handle in handles:
+        handle.cancel(grace_seconds=0)
+
+
+def history(run):
+    """Return the loss and gradient norm of every step, which tell two trainings apart to the last bit."""
+    table = read_metrics(run)
+    return list(zip(table["step"].to_pylist(), table["loss"].to_pylist(), table["grad_norm"].to_pylist(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train):
+    handle = train("undisturbed")
+    assert handle.wait().status == "finished"
+    return history(handle.run)
+
+
+@pytest.fixture
+def interrupted(train, undisturbed):
+    """Train a run, interrupt it after some steps, and return the attempts it took to the same end."""
+
+    def run_to_end(interrupt):
+        handle = train("interrupted")
+        eventually(lambda: handle.run.progress.exists() and read_json(handle.run.progress)["step"] >= 3)
+        interrupt(handle.record.job_id)
+        outcome = handle.wait()
+        assert (outcome.status, outcome.step) == ("finished", STEPS), outcome
+        assert history(handle.run) == undisturbed
+        assert [attempt["requeued"] for attempt in outcome.attempts] == [True, False]
+        assert {attempt["job_id"] for attempt in outcome.attempts} == {handle.record.job_id}
+        return outcome.attempts
+
+    return run_to_end
+
+
+def nodes_of(job_id):
+    return cluster.job_fields(job_id)["NodeList"]
+
+
+def test_a_run_that_is_requeued_goes_on(interrupted):
+    first, second = interrupted(cluster.requeue)
+    assert first["status"] == "preempted"
+    assert first["first_step"] == 1
+    assert second["first_step"] <= first["last_step"] + 1
+
+
+def test_a_run_whose_time_runs_out_saves_a_checkpoint_and_starts_again(interrupted):
+    first, second = interrupted(lambda job_id: cluster.send_signal(job_id, "USR2"))
+    assert first["status"] == "timeout"
+    assert second["first_step"] == first["last_step"] + 1
+
+
+def test_a_run_that_a_more_urgent_job_displaces_saves_a_checkpoint_and_starts_again(interrupted):
+    first, second = interrupted(lambda job_id: cluster.preempt(nodes_of(job_id)))
+    assert first["status"] == "preempted"
+    assert second["first_step"] == first["last_step"] + 1
+
+
+@pytest.fixture
+def last_node():
+    """Return a function that gives the number of a job's last node; the node works again after the test."""
+    numbers = []
+
+    def number_of(job_id):
+        numbers.append(int(nodes_of(job_id).rstrip("]")[-1]))
+        return numbers[0]
+
+    yield number_of
+    cluster.start_node(numbers[0])
+
+
+def test_a_run_that_loses_a_node_starts_again_on_others(interrupted, last_node):
+    first, _ = interrupted(lambda job_id: cluster.kill_node(last_node(job_id)))
+    assert first["status"] == "node-failure"
+
+
+def test_ranks_that_slurm_has_lost_end_once_the_next_attempt_has_begun(submit, last_node):
+    """They live on where only the daemon of the node has died, or the network to it."""
+    job = submit("serve", nodes=1, ranks_per_node=1)
+    lost = job.worker()
+    cluster.kill_slurmd(last_node(job.handle.record.job_id))
+    found = eventually(lambda: job.worker()["pid"] != lost["pid"] and job.worker())
+    assert found["environment"]["SLURMD_NODENAME"] != lost["environment"]["SLURMD_NODENAME"]
+    eventually(lambda: not is_alive(lost["pid"]))
+    assert is_alive(found["pid"])
+    outcome = job.handle.cancel()
+    assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "cancelled"]
+
+
+def test_a_job_at_its_time_limit_starts_again_until_it_may_not(submit, run):
+    outcome = submit("serve", nodes=1, time_limit_min=1, max_attempts=2).handle.wait()
+    assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [
+        ("timeout", True),
+        ("timeout", False),
+    ]
+    assert outcome.reason.endswith("attempt 2 of at most 2 (launch.slurm.max_attempts)")
+    assert [read_json(path)["exit_code"] for path in run.logs.glob("exits/*/rank-*.json")] == [STOPPED_EXIT] * 4
+
+
+def test_a_job_that_may_not_be_requeued_ends_at_its_time_limit(submit):
+    job = submit("serve", nodes=1, requeue=False)
+    job.worker()
+    cluster.send_signal(job.handle.record.job_id, "USR2")
+    outcome = job.handle.wait()
+    assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [("timeout", False)]
+
+
+def test_a_job_that_runs_out_of_memory_ends_and_does_not_start_again(submit):
+    outcome = submit("run_out_of_host_memory", nodes=1, ranks_per_node=1, memory_gb_per_node=1).handle.wait()
+    assert outcome.status == "oom"
+    assert [attempt["requeued"] for attempt in outcome.attempts] == [False]

@@ -1,0 +1,111 @@
+import json
+import signal
+
+import cluster
+import pytest
+from launch_harness import eventually, is_alive
+
+from llama_core.artifacts import RunDirectory
+from llama_core.errors import EnvironmentMismatchError
+
+
+def test_a_job_of_two_nodes_runs_to_the_end_and_reports_its_steps(submit):
+    steps = []
+    outcome = submit("finish").handle.wait(lambda record: steps.append(record.step))
+    assert (outcome.status, outcome.step) == ("finished", 3)
+    assert steps[-1] == 3
+
+
+def test_every_rank_learns_its_place_among_the_others_from_slurm(submit):
+    job = submit("finish")
+    environments = [job.worker(rank)["environment"] for rank in range(4)]
+    job.handle.wait()
+    places = [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in environments]
+    assert places == [("0", "0", "4"), ("1", "1", "4"), ("2", "0", "4"), ("3", "1", "4")]
+    nodes = [env["SLURMD_NODENAME"] for env in environments]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    assert {env["MASTER_ADDR"] for env in environments} == {nodes[0]}
+    assert len({env["MASTER_PORT"] for env in environments}) == 1
+
+
+def test_cancelling_a_job_that_waits_takes_it_out_of_the_queue(submit, run):
+    with cluster.held_node():
+        handle = submit("serve", nodes=cluster.NUM_NODES, ranks_per_node=1).handle
+        assert cluster.job_fields(handle.record.job_id)["JobState"] == "PENDING"
+        assert handle.cancel().status == "cancelled"
+        assert handle.record.job_id not in cluster.states()
+    assert not list(run.path.glob("worker-*.json"))
+
+
+def test_cancelling_a_job_at_work_lets_its_ranks_stop_in_order(submit, run):
+    job = submit("serve")
+    for rank in range(4):
+        job.worker(rank)
+    outcome = job.handle.cancel()
+    assert (outcome.status, outcome.reason) == ("cancelled", "stopped by a signal")
+    assert json.loads((run.path / "received.json").read_text())[-1] == signal.SIGTERM
+    assert job.handle.record.job_id not in cluster.states()
+
+
+def test_cancelling_kills_ranks_that_do_not_stop(submit):
+    job = submit("hang")
+    pids = [job.worker(rank)["pid"] for rank in range(4)]
+    assert job.handle.cancel(grace_seconds=1).status == "cancelled"
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_a_job_cancelled_in_slurm_is_known_to_have_been(submit):
+    job = submit("hang")
+    job.worker()
+    cluster.cancel(job.handle.record.job_id)
+    assert job.handle.wait().status == "cancelled"
+
+
+def test_a_rank_that_fails_takes_down_ranks_on_other_nodes_and_is_the_one_to_blame(submit):
+    job = submit("fail_on_rank_1_while_others_hang")
+    outcome = job.handle.wait()
+    assert outcome.status == "crashed"
+    assert outcome.reason.startswith("rank 1 ended with exit code 1")
+    assert "the third weight is made of cheese" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        ({"partition": "nowhere"}, "invalid partition"),
+        ({"partition": "restricted", "account": "nobodys"}, "Invalid account"),
+        ({"partition": "short", "time_limit_min": 6}, "time limit"),
+        ({"constraint": "quantum"}, "feature"),
+        ({"options": {"reservation": "none"}}, "reservation"),
+        ({"nodes": cluster.NUM_NODES + 1}, "Node count"),
+        ({"memory_gb_per_node": 10**6}, "node configuration"),
+    ],
+)
+def test_a_job_that_slurm_refuses_is_one_line_that_says_why_and_leaves_nothing_in_the_queue(
+    submit, run, request_, complaint
+):
+    with pytest.raises(EnvironmentMismatchError) as refusal:
+        submit("finish", **request_)
+    assert complaint in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not run.job.exists()
+
+
+def test_the_name_of_a_run_is_never_run_by_a_shell(submit, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run = RunDirectory(here / 'it\'s "a" run; touch a & `touch b` $(touch c) > d # $HOME')
+    run.create()
+    assert submit("finish", run=run).handle.wait().status == "finished"
+    assert [path.name for path in here.iterdir()] == [run.name]
+    assert not {"a", "b", "c", "d"} & {path.name for path in run.path.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["run-%j", "run\\", "run\nrun"])
+def test_a_run_directory_that_slurm_would_take_for_another_is_refused(submit, tmp_path, name):
+    run = RunDirectory(tmp_path / name)
+    run.create()
+    with pytest.raises(EnvironmentMismatchError, match="run directory"):
+        submit("finish", run=run)
+    assert not run.job.exists()
