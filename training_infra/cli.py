@@ -300,6 +300,8 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
         say("dry-run", rehearsed.summary() if rehearsed else steps.NOT_REHEARSED)
         try:
             handle = steps.submit(run)
+            if handle is not None:
+                say("submit", handle.describe())
             with watch(run) as on_progress:
                 steps.wait(run, handle, on_progress, say_output)
             say("train", steps.training_summary(run).summary())

@@ -55,6 +55,11 @@ class JobHandle(ABC):
         self.run = run
         self.record = record
 
+    def describe(self) -> str:
+        """Return which job it is, and how to see what it prints."""
+        where = "Slurm job" if self.record.launcher == "slurm" else "process"
+        return f"{where} {self.record.job_id}; training-infra logs {self.run.path} --follow"
+
     @abstractmethod
     def is_running(self) -> bool:
         """Return whether the job is queued or has processes at work."""

@@ -182,7 +182,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
-    assert " ".join(dict.fromkeys(names)) == "run validate plan estimate dry-run train benchmark report"
+    assert " ".join(dict.fromkeys(names)) == "run validate plan estimate dry-run submit train benchmark report"
     run = only_run(shell.path)
     assert ended.stdout.splitlines()[-1].split()[1] == f"runs/{run.name}/report.html"
     assert "held-out loss" in ended.stdout
