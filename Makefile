@@ -1,8 +1,9 @@
 # make demo   the whole pipeline on real text, on the CPU, from a machine with nothing but Python 3.11
+# make serve  a Prefect server, every deployment and a worker, until Ctrl-C
 # make test   the test suite
 # make check  format, lint, types and layers: what CI and pre-commit run
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo serve test check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,6 +15,9 @@ help:
 
 demo: $(VENV)/installed
 	@$(BIN)/training-infra train --flow --resume --config configs/demo.yaml
+
+serve: $(VENV)/installed
+	@$(BIN)/python -m flows.serve
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

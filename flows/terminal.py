@@ -6,15 +6,30 @@ from pathlib import Path
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL
 
+from flows.service import answers
 from flows.train import train
 from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
 
 
 def train_here(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Path:
-    """Run the flow and return the path of its report; see ``flows.train.train``."""
-    if PREFECT_API_URL.value() is None:
+    """Run the flow and return the path of its report; see ``flows.train.train``.
+
+    Raises:
+        TrainingInfraError: as the flow's steps do; EnvironmentMismatchError if the configured server does not answer.
+    """
+    url = PREFECT_API_URL.value()
+    if url is None:
         _start_server()
-    return train(config, run_dir=run_dir, resume=resume)
+    elif not answers(url):
+        raise EnvironmentMismatchError(
+            f"the Prefect server at {url} does not answer; start it, or unset PREFECT_API_URL (in this folder it may "
+            "also stand in prefect.toml) to use a server of this run's own"
+        )
+    report = train(config, run_dir=run_dir, resume=resume)
+    if not isinstance(report, Path):
+        raise TypeError("a flow run that returns a state raises the error it holds")
+    return report
 
 
 def _start_server() -> None:

@@ -89,7 +89,8 @@ def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
     )
     for path in reversed(candidates):
         run = RunDirectory(path.parent)
-        if RunConfig.load(path).fingerprint() == fingerprint and not is_finished(run):
+        seen_to_its_end = is_finished(run) and run.report.exists()
+        if RunConfig.load(path).fingerprint() == fingerprint and not seen_to_its_end:
             return run
     return None
 

@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from llama_core import steps
 from llama_core.artifacts import RunDirectory
 from llama_core.launch.watch import say
+from tasks.announce import unless_the_server_is_away
 
 
 @task(name="benchmark", cache_policy=NO_CACHE)
@@ -14,5 +15,6 @@ def benchmark(run: RunDirectory) -> None:
     """Read the steps that were timed inside the training job; they become a table."""
     record = steps.benchmark(run)
     rows = [{"timed step": number, "seconds": seconds} for number, seconds in enumerate(record.step_seconds, start=1)]
-    create_table_artifact(rows, key="benchmark", description=record.summary())
+    with unless_the_server_is_away():
+        create_table_artifact(rows, key="benchmark", description=record.summary())
     say("benchmark", record.summary())

@@ -1,10 +1,12 @@
 """The steps before anything is trained: prepare the run, validate, estimate, rehearse."""
 
 from pathlib import Path
+from uuid import UUID
 
 from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
 from llama_core import steps
 from llama_core.artifacts import RunDirectory
@@ -12,12 +14,16 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.watch import say
 from llama_core.planning.profile import MemoryProfile
 from llama_core.units import format_bytes
+from tasks.follow import follow, run_of
 
 
 @task(name="prepare-run", cache_policy=NO_CACHE)
 def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory:
-    """Make the run's directory and plan; the plan becomes a table."""
-    run = steps.prepare_run(config, run_dir, resume=resume)
+    """Make the run's directory and plan, or find what this flow run has begun; a table shows the plan."""
+    flow_run_id = UUID(flow_run.get_id())
+    begun = run_of(flow_run_id, run_dir)
+    run = steps.prepare_run(config, begun.path if begun else run_dir, resume=resume or begun is not None)
+    follow(run, flow_run_id)
     plan = steps.load_plan(run).as_dict()
     create_table_artifact([{"setting": key, "value": str(value)} for key, value in plan.items()], key="plan")
     say("run", steps.describe(run))

@@ -9,12 +9,14 @@ from prefect.cache_policies import NO_CACHE
 from llama_core.artifacts import RunDirectory
 from llama_core.launch.watch import say
 from reports.page import write_report as write_page
+from tasks.announce import unless_the_server_is_away
 
 
 @task(name="report", cache_policy=NO_CACHE)
 def write_report(run: RunDirectory) -> Path:
     """Write ``report.html`` and link to it."""
     path = write_page(run)
-    create_link_artifact(path.resolve().as_uri(), key="report", link_text=f"report of {run.name}")
+    with unless_the_server_is_away():
+        create_link_artifact(path.resolve().as_uri(), key="report", link_text=f"report of {run.name}")
     say("report", str(path))
     return path

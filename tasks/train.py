@@ -1,15 +1,19 @@
 """Training: submit the job or find it again, follow it, and say how it ended."""
 
+from contextlib import nullcontext
 from uuid import UUID
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import deployment
 
 from llama_core import steps
 from llama_core.artifacts import RunDirectory, StepRecord
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.watch import say, watch
+from tasks.announce import unless_the_server_is_away
+from tasks.follow import cancellation_heeded
 
 
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
@@ -21,7 +25,8 @@ def submit(run: RunDirectory) -> None:
 @task(name="train", cache_policy=NO_CACHE)
 def train(run: RunDirectory) -> None:
     """Follow the job to its end; the outcome becomes a page, the progress a bar."""
-    with watch(run) as on_progress:
+    heeded = cancellation_heeded(run) if deployment.id else nullcontext()
+    with heeded, watch(run) as on_progress:
         progress = _Progress()
 
         def follow(record: StepRecord) -> None:
@@ -32,7 +37,8 @@ def train(run: RunDirectory) -> None:
             steps.wait(run, steps.attach(run), follow)
         finally:
             if run.outcome.exists():
-                create_markdown_artifact(_outcome_page(run), key="outcome")
+                with unless_the_server_is_away():
+                    create_markdown_artifact(_outcome_page(run), key="outcome")
     say("train", steps.training_summary(run).summary())
 
 
@@ -50,7 +56,8 @@ class _Progress:
         percent = record.step * 100 // record.total_steps
         if percent > self.percent:
             self.percent = percent
-            update_progress_artifact(self.artifact, float(percent))
+            with unless_the_server_is_away():
+                update_progress_artifact(self.artifact, float(percent))
 
 
 def _outcome_page(run: RunDirectory) -> str:

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from llama_core.artifacts import JobRecord, RunDirectory, read_json, write_json
 from llama_core.config.run import RunConfig
@@ -47,7 +48,7 @@ def submit(
     """
     submission = _submission(run, config, num_ranks, only, worker)
     run = submission.run
-    with _only_one_submission(run.logs):
+    with _only_one_submission(run.logs) as lock:
         _recover_unrecorded(run, config)
         _refuse_second_job(run)
         folder = _fresh_folder(run.logs)
@@ -55,7 +56,7 @@ def submit(
         if config.launch.launcher == "slurm":
             start_slurm(folder, [submission], run.name)
         else:
-            start_local(folder, submission)
+            start_local(folder, submission, lock)
     return _handle(run, JobRecord(**read_json(run.job)))
 
 
@@ -161,12 +162,12 @@ def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
 
 
 @contextmanager
-def _only_one_submission(logs: Path) -> Iterator[None]:
+def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
     """Keep a second process that submits the same waiting until ``job.json`` is there for it to find."""
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "submit.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock
 
 
 def submission_folders(logs: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from llama_core.artifacts import JobRecord, Outcome, RunDirectory, write_json
 from llama_core.config.run import Device
@@ -79,8 +79,13 @@ class LocalJobHandle(JobHandle):
         psutil.wait_procs(left, timeout=KILL_SECONDS)
 
 
-def start_local(folder: Path, submission: Submission) -> None:
+def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
     """Start a job on this machine and record it.
+
+    Args:
+        folder: where submitit keeps what the job starts from.
+        submission: the run.
+        lock: what keeps others from submitting the run; held until the job is recorded, should this process be killed.
 
     Raises:
         EnvironmentMismatchError: if it cannot be started.
@@ -104,6 +109,7 @@ def start_local(folder: Path, submission: Submission) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=(lock.fileno(),),
             check=False,
         )
     if ended.returncode:

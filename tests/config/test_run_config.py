@@ -51,9 +51,23 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
     [
         ({"model": "llama3_80b"}, "unknown model 'llama3_80b'; did you mean 'llama3_8b' or 'llama3_70b'?"),
         (
-            {"training": {"batch_size": 9}, "parallel": {"gpus": 2, "microbatch_size": 2}},
+            {
+                "training": {"batch_size": 9},
+                "parallel": {"gpus": 4, "tp": 2, "pp": 1, "cp": 1, "microbatch_size": 2},
+            },
             "training.batch_size=9 is not a multiple of 4 (microbatch_size 2 x 2 data-parallel ranks); use 12",
         ),
+        (
+            {"training": {"batch_size": 9}, "parallel": {"gpus": 2, "microbatch_size": 2}},
+            "training.batch_size=9 is not a multiple of 2 (microbatch_size 2); use 10",
+        ),
+        (
+            {"training": {"batch_size": 9}, "parallel": {"gpus": 4, "dp_replicate": 2}},
+            "training.batch_size=9 is not a multiple of 2 (2 copies); use 10",
+        ),
+        ({"parallel": {"gpus": 8, "tp": 3}}, "parallel.gpus=8 is not a multiple of 3 (tp 3); use 9"),
+        ({"parallel": {"tp": 0}}, "parallel.tp=0: input should be 'auto' or an integer of at least 1"),
+        ({"parallel": {"pp": "many"}}, "parallel.pp='many': input should be 'auto' or an integer of at least 1"),
         (
             {"parallel": {"gpus": 8}, "launch": {"nodes": 3}},
             "parallel.gpus=8 cannot be spread evenly over launch.nodes=3",
@@ -73,6 +87,22 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
 )
 def test_each_mistake_is_one_line(mapping, message):
     assert problems(mapping) == (message,)
+
+
+OPEN = ("tp", "pp", "cp", "dp_replicate", "zero_stage", "schedule", "num_chunks", "recompute", "offload")
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_is_left_to_the_planner_is_auto_by_default_and_null_says_so_too(name):
+    default, null = RunConfig(), RunConfig.from_mapping({}, [f"parallel.{name}=null"])
+    assert getattr(default.parallel, name) == "auto"
+    assert null == default == RunConfig.from_mapping({}, [f"parallel.{name}=auto"])
+
+
+def test_the_default_batch_gives_every_device_that_may_be_data_parallel_a_microbatch():
+    open_degrees = RunConfig.from_mapping({"parallel": {"gpus": 64}})
+    tensor_parallel = RunConfig.from_mapping({"parallel": {"gpus": 64, "tp": 4}})
+    assert (open_degrees.batch_size, tensor_parallel.batch_size) == (64, 16)
 
 
 def test_an_override_without_a_value_is_refused():
@@ -154,5 +184,6 @@ def test_every_configuration_loads(path):
 
 def test_the_deployments_are_the_configurations():
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    deployed = {one["name"]: RunConfig.from_mapping(one["parameters"]["config"]) for one in deployments}
-    assert deployed == {name: RunConfig.load(ROOT / "configs" / f"{name}.yaml") for name in model_names()}
+    of_runs = [one for one in deployments if "config" in one["parameters"]]
+    deployed = {one["name"]: RunConfig.from_mapping(one["parameters"]["config"]) for one in of_runs}
+    assert deployed == {path.stem: RunConfig.load(path) for path in CONFIGS if path.stem != "demo"}

@@ -1,0 +1,60 @@
+"""What Prefect's server sees to by itself: flow runs whose process is gone without a word."""
+
+from datetime import timedelta
+from typing import Any
+
+from prefect import get_client
+from prefect.automations import AutomationCore, EventTrigger, Posture, ResourceSpecification
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+
+SILENCE_SECONDS = 300
+"""Time without a heartbeat after which a flow run counts as lost: ten of those that prefect.yaml asks for, so that a
+server that was away for some minutes does not take the living for dead."""
+
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+_ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Scheduled", "AwaitingRetry")
+
+LOST_FLOW_RUNS = AutomationCore(
+    name="lost flow runs of train and benchmark",
+    description="A flow run without heartbeats is Crashed. Its job goes on, and a retry attaches to it.",
+    trigger=EventTrigger(
+        posture=Posture.Proactive,
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=ResourceSpecification(
+            {"prefect.resource.role": "flow", "prefect.resource.name": ["train", "benchmark"]}
+        ),
+        for_each={"prefect.resource.id"},
+        after={_HEARTBEAT},
+        expect={_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in _ENDS)},
+        threshold=1,
+        within=timedelta(seconds=SILENCE_SECONDS),
+    ),
+    actions=[
+        ChangeFlowRunState(
+            name="Crashed",
+            state=StateType.CRASHED,
+            message=f"no sign of life for {SILENCE_SECONDS} s; its job, if there is one, goes on, and "
+            "`prefect flow-run retry` attaches to it",
+        )
+    ],
+)
+"""Without it a flow run that ``kill -9`` or a power cut has ended would stay Running for ever."""
+
+
+async def install_automations() -> None:
+    """Make the automation on the configured server, or bring it up to date.
+
+    One that is as it should be is left alone: with a change the server forgets whose heartbeats it waits for.
+    """
+    async with get_client() as client:
+        known = await client.read_automations_by_name(LOST_FLOW_RUNS.name)
+        if not known:
+            await client.create_automation(LOST_FLOW_RUNS)
+        elif _definition(known[0]) != _definition(LOST_FLOW_RUNS):
+            await client.update_automation(known[0].id, LOST_FLOW_RUNS)
+
+
+def _definition(automation: AutomationCore) -> dict[str, Any]:
+    fields = set(AutomationCore.model_fields)
+    return automation.model_dump(mode="json", include=fields, exclude={"trigger": {"id"}, "enabled": True})

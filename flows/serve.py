@@ -1,0 +1,150 @@
+"""``make serve``: all that ``prefect deployment run`` needs, until Ctrl-C: a server, the deployments and a worker.
+
+The server is started here unless one is configured. While it is up, ``prefect.toml`` tells Prefect's commands in this
+folder where it is; nothing else of the user's settings changes.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from flows.service import Service, answers, run_once, service
+from llama_core.errors import EnvironmentMismatchError, TrainingInfraError
+from llama_core.launch.watch import say
+
+ROOT = Path(__file__).parents[1]
+ADDRESS = ROOT / "prefect.toml"
+POOL = "training"
+EXAMPLE = "train/tiny_llama3_50m"
+PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+
+POLL_SECONDS = 0.5
+
+_ADDRESS_MARK = "# Written by `make serve`, which removes it when it stops."
+_DEFAULTS = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_API_HOST": "127.0.0.1",
+    "PREFECT_SERVER_API_PORT": "4200",
+    "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
+    "PREFECT_WORKER_QUERY_SECONDS": "2",
+}
+
+
+def main() -> int:
+    """Serve until Ctrl-C or SIGTERM and return the exit code."""
+    os.chdir(ROOT)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a background shell has its commands ignore the latter
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with ExitStack() as stack:
+            services = _start(stack)
+            while True:
+                for started in services:
+                    started.revive()
+                time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        say("serve", "stopped")
+        return 0
+    except TrainingInfraError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+
+
+def _start(stack: ExitStack) -> list[Service]:
+    """Bring everything up, to go down again with ``stack``, and say what to type next."""
+    _forget_stale_address()
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # read where they are imported
+
+    services: list[Service] = []
+    url = PREFECT_API_URL.value()
+    if url is None:
+        url = f"http://127.0.0.1:{os.environ['PREFECT_SERVER_API_PORT']}/api"
+        services.append(stack.enter_context(_server(url)))
+    elif not answers(url):
+        raise EnvironmentMismatchError(f"the Prefect server at {url} (PREFECT_API_URL) does not answer; start it")
+    os.environ["PREFECT_API_URL"] = url
+    stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
+    _deploy()
+    services.append(stack.enter_context(_worker()))
+    prefect = Path(sys.executable).with_name("prefect")
+    say("serve", f"{url.removesuffix('/api')} shows runs and takes new ones; Ctrl-C stops everything")
+    say("next", f"in another terminal, in {ROOT}: {prefect} deployment run {EXAMPLE} --watch")
+    return services
+
+
+def _forget_stale_address() -> None:
+    """Remove the ``prefect.toml`` of a server that was killed."""
+    if ADDRESS.exists() and ADDRESS.read_text().startswith(_ADDRESS_MARK):
+        url = tomllib.loads(ADDRESS.read_text())["api"]["url"]
+        if not answers(url):
+            ADDRESS.unlink()
+
+
+@contextmanager
+def _server(url: str) -> Iterator[Service]:
+    """Run a server for the block, and tell other terminals in this folder where it is."""
+    host, port = os.environ["PREFECT_SERVER_API_HOST"], int(os.environ["PREFECT_SERVER_API_PORT"])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EnvironmentMismatchError(
+                f"cannot serve on {host}:{port}: {error.strerror}; choose another port with "
+                "`make serve PREFECT_SERVER_API_PORT=4300`"
+            ) from None
+    os.environ.setdefault("PREFECT_UI_API_URL", url)
+    with service("server", *PREFECT, "server", "start") as server:
+        while not answers(url):
+            server.revive()
+            time.sleep(POLL_SECONDS)
+        try:
+            with ADDRESS.open("x") as address:
+                address.write(f'{_ADDRESS_MARK}\n[api]\nurl = "{url}"\n')
+        except FileExistsError:
+            raise EnvironmentMismatchError(
+                f"{ADDRESS} names no server, and is not ours to change: add [api] url, or move it away"
+            ) from None
+        try:
+            yield server
+        finally:
+            ADDRESS.unlink(missing_ok=True)
+
+
+def _deploy() -> None:
+    """Make the work pool, the automation and every deployment, or bring them up to date."""
+    from flows.automations import install_automations
+
+    try:
+        run_once(*PREFECT, "work-pool", "inspect", POOL)
+    except EnvironmentMismatchError:
+        run_once(*PREFECT, "work-pool", "create", POOL, "--type", "process")
+    asyncio.run(install_automations())
+    run_once(*PREFECT, "deploy", "--all")
+
+
+@contextmanager
+def _worker() -> Iterator[Service]:
+    """Run a worker for the block; flow runs that are under way when it ends are stopped."""
+    from flows.stopping import stop_flow_runs
+
+    command = (*PREFECT, "worker", "start", "--pool", POOL, "--type", "process")
+    with service("worker", *command, visible=True) as worker:
+        try:
+            yield worker
+        finally:
+            stop_flow_runs()  # first: an interrupted worker kills those it has under way
+
+
+if __name__ == "__main__":
+    sys.exit(main())

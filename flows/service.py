@@ -1,0 +1,113 @@
+"""Processes that ``make serve`` keeps running, commands that it runs once, and whether a server answers."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.watch import say
+
+SERVE_VARIABLE = "TRAINING_INFRA_SERVE"
+"""Environment variable by which all that ``make serve`` has started is known; its value is the process id."""
+
+STEADY_SECONDS = 20.0
+"""Time that a service has to have been up to be started again when it ends."""
+STOP_SECONDS = 40.0
+"""Time that a service gets to stop by itself."""
+
+
+class Service:
+    """A process in a session of its own: the terminal's Ctrl-C reaches ``make serve`` alone, which stops it in order.
+
+    Args:
+        name: what people call it.
+        command: its command line.
+        log: file that takes its output; None for the terminal.
+    """
+
+    def __init__(self, name: str, command: tuple[str, ...], log: Path | None) -> None:
+        self.name = name
+        self.command = command
+        self.log = log
+        self._start()
+
+    def _start(self) -> None:
+        self.started_at = time.monotonic()
+        output = self.log.open("ab") if self.log else None
+        self.process = subprocess.Popen(
+            self.command,
+            env=os.environ | {SERVE_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        if output:
+            output.close()
+
+    def revive(self) -> None:
+        """Start the service again if it has ended.
+
+        Raises:
+            EnvironmentMismatchError: if it ended soon after its last start, with the last line it wrote.
+        """
+        if self.process.poll() is None:
+            return
+        if time.monotonic() - self.started_at < STEADY_SECONDS:
+            raise EnvironmentMismatchError(f"the {self.name} does not stay up{_last_line(self.log)}")
+        say("serve", f"the {self.name} has ended and is started again")
+        self._start()
+
+    def end(self) -> None:
+        """Stop the service; kill it if it takes too long or the user does not want to wait."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            say("stopping", f"the {self.name} does not stop by itself and is killed")
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def service(name: str, *command: str, visible: bool = False) -> Iterator[Service]:
+    """Run a service for the block; what it prints is shown if it is ``visible``, else kept for an error message."""
+    with TemporaryDirectory() as folder:
+        started = Service(name, command, None if visible else Path(folder) / "log")
+        try:
+            yield started
+        finally:
+            started.end()
+
+
+def run_once(*command: str) -> None:
+    """Run a command quietly.
+
+    Raises:
+        EnvironmentMismatchError: with what it said, if it fails.
+    """
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise EnvironmentMismatchError(f"'{' '.join(command[1:])}' failed: {said}")
+
+
+def answers(url: str) -> bool:
+    """Return whether a Prefect server is at ``url``."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _last_line(log: Path | None) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log else []
+    return f": {lines[-1].strip()}" if lines else ""

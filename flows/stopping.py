@@ -1,0 +1,60 @@
+"""How ``make serve`` ends the flow runs that its worker has under way, without losing what their jobs have done."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from uuid import UUID
+
+import httpx
+import psutil
+from prefect import get_client
+
+from flows.service import SERVE_VARIABLE, STOP_SECONDS
+from llama_core import steps
+from llama_core.artifacts import RunDirectory
+from llama_core.launch.watch import say
+from tasks.follow import followed_by, run_of
+
+FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+
+
+def stop_flow_runs() -> None:
+    """End every flow run of this ``make serve``: jobs on this machine save a checkpoint and stop, Slurm's go on."""
+    while under_way := list(_flow_runs()):  # the worker may take another one meanwhile
+        for process, flow_run_id in under_way:
+            _stop(process, flow_run_id)
+        psutil.wait_procs([process for process, _ in under_way], timeout=STOP_SECONDS)
+
+
+def _stop(process: psutil.Process, flow_run_id: UUID) -> None:
+    run = _run(flow_run_id)
+    job = steps.attach(run) if run else None
+    again = f"`prefect flow-run retry {flow_run_id}` goes on with it once a worker is up again"
+    if job is not None and job.record.launcher == "local":
+        say("stopping", f"{job.run.path} after this step, with a checkpoint; {again}")
+        job.cancel()
+        psutil.wait_procs([process], timeout=STOP_SECONDS)  # it still writes the report
+    else:
+        what = f"job {job.record.job_id} goes on in Slurm" if job else f"flow run {flow_run_id}"
+        say("stopping", f"{what}; {again}")
+    with suppress(psutil.NoSuchProcess):
+        process.terminate()
+
+
+def _flow_runs() -> Iterator[tuple[psutil.Process, UUID]]:
+    """Yield the processes of Prefect that run a flow, whether or not their worker still lives."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            ours = environment.get(SERVE_VARIABLE) == str(os.getpid())
+            # Jobs inherit the variables too.
+            if ours and FLOW_RUN_VARIABLE in environment and any("prefect." in word for word in process.cmdline()):
+                yield process, UUID(environment[FLOW_RUN_VARIABLE])
+
+
+def _run(flow_run_id: UUID) -> RunDirectory | None:
+    try:
+        with get_client(sync_client=True) as client:
+            return followed_by(client.read_flow_run(flow_run_id))
+    except httpx.HTTPError:  # the server is gone: only it knows of a run directory elsewhere
+        return run_of(flow_run_id, None)

@@ -1,0 +1,103 @@
+"""``make serve`` in a copy of the checkout, with a Prefect home of its own, and the other terminal beside it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+
+from flows.service import SERVE_VARIABLE
+from llama_core.artifacts import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+SECRET = "marker-of-a-secret-4711"
+
+
+class Serving:
+    """A running ``make serve`` and what a person does in another terminal of its folder."""
+
+    def __init__(self, folder):
+        self.home, self.checkout = folder / "home", folder / "checkout"
+        for name in ("flows", "tasks"):
+            shutil.copytree(ROOT / name, self.checkout / name)
+        shutil.copy(ROOT / "prefect.yaml", self.checkout)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/api"
+        others = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+        home = {"PREFECT_HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache")}
+        self.other_terminal = others | home | {"COLUMNS": "500"}
+        self.log = folder / "serve.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "flows.serve"],
+                cwd=self.checkout,
+                env=others | home | {"PREFECT_SERVER_API_PORT": str(port), "WANDB_API_KEY": SECRET},
+                stdout=log,
+                stderr=log,
+            )
+        until(lambda: "\nnext " in self.log.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def stop(self):
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait()
+
+    def prefect(self, *command):
+        """Run a command that knows of the server only what stands in the folder."""
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *command]
+        return subprocess.run(
+            command, cwd=self.checkout, env=self.other_terminal, capture_output=True, text=True, check=False
+        )
+
+    def run(self, config, *parameters):
+        """Start a flow run; return its id."""
+        words = [word for parameter in (f"config={json.dumps(config)}", *parameters) for word in ("-p", parameter)]
+        told = self.prefect("deployment", "run", "train/tiny_llama3_50m", *words)
+        assert told.returncode == 0, told.stdout + told.stderr
+        return re.search(r"UUID: (\S+)", told.stdout)[1]
+
+    def state(self, flow_run_id):
+        return httpx.get(f"{self.url}/flow_runs/{flow_run_id}").json()["state"]
+
+    def end(self, flow_run_id):
+        """Wait for the end of a flow run; return the name of its state."""
+        until(lambda: self.state(flow_run_id)["type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
+        return self.state(flow_run_id)["name"]
+
+    def followed(self, flow_run_id, times=1):
+        """Wait until the flow run follows its job, for the given time; return its run."""
+        progress = {"artifacts": {"key": {"any_": ["training-progress"]}, "flow_run_id": {"any_": [flow_run_id]}}}
+        until(lambda: len(httpx.post(f"{self.url}/artifacts/filter", json=progress).json()) == times)
+        runs = self.checkout.glob("runs/*/flow_run.json")
+        (run,) = (RunDirectory(path.parent) for path in runs if flow_run_id in path.read_text())
+        until(run.progress.exists)
+        return run
+
+    def processes(self, word=""):
+        """Return the processes that this ``make serve`` has started, itself or through others, by a word of theirs."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(SERVE_VARIABLE) == str(self.process.pid) and word in process.cmdline():
+                    found.append(process)
+        return found
+
+    def kill(self, word):
+        (process,) = self.processes(word)
+        process.kill()
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.1)

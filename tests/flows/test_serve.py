@@ -1,0 +1,97 @@
+"""``make serve`` as people meet it: runs from another terminal, killed, cancelled and refused ones, and its end."""
+
+import pytest
+from serving import SECRET, Serving, until
+
+from llama_core import steps
+from llama_core.launch.outcome import read_outcome
+
+TINY = {
+    "architecture": {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512},
+    "training": {"seq_len": 32, "batch_size": 2, "steps": 6, "eval_sequences": 2},
+    "launch": {"device": "cpu"},
+}
+
+
+def endless(seed):
+    """Return a configuration of a run that ends only when it is told to."""
+    return TINY | {"training": TINY["training"] | {"steps": 1_000_000, "seed": seed}}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    started = Serving(tmp_path_factory.mktemp("serving"))
+    yield started
+    started.stop()
+    for left in started.processes():
+        left.kill()
+
+
+def test_a_run_from_another_terminal_finishes_and_writes_no_secret_down(serving):
+    (worker,) = serving.processes("worker")
+    assert worker.environ()["WANDB_API_KEY"] == SECRET
+    flow_run = serving.run(TINY)
+    assert serving.end(flow_run) == "Completed"
+    run = serving.followed(flow_run)
+    assert run.report.exists()
+    written = [path for folder in (serving.home, run.path) for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_flow_run_started_anew_follows_its_job_again_and_without_a_worker_can_still_be_cancelled(serving):
+    flow_run = serving.run(endless(seed=1))
+    run = serving.followed(flow_run)
+    job = run.job.read_text()
+    serving.kill("prefect.engine")
+    assert serving.end(flow_run) == "Crashed"
+    until(lambda: "flow_runs.worker - Check whether" in serving.log.read_text())  # it reports a crash twice
+    assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
+    assert serving.followed(flow_run, times=2) == run
+    serving.kill("worker")
+    assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
+    assert serving.end(flow_run) == "Cancelled"
+    outcome = read_outcome(run)
+    assert outcome.status == "cancelled"
+    assert len(outcome.attempts) == 1
+    assert run.job.read_text() == job
+
+
+def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_its_next_flow_run_ends_its_next_job(serving):
+    first = serving.run(endless(seed=2))
+    run = serving.followed(first)
+    steps.attach(run).cancel()
+    assert serving.end(first) == "Cancelled"
+    assert read_outcome(run).reason in serving.state(first)["message"]
+    assert run.report.exists()
+    second = serving.run(endless(seed=2), "resume=true")
+    assert serving.followed(second) == run
+    assert serving.prefect("flow-run", "cancel", second).returncode == 0
+    assert serving.end(second) == "Cancelled"
+    assert steps.attach(run) is None
+    assert [attempt["status"] for attempt in read_outcome(run).attempts] == ["cancelled", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "problem"),
+    [
+        ('config={"training": {"batchsize": 1}}', "'batchsize' was unexpected"),
+        ('config={"model": 3}', "3 is not of type 'string'"),
+        ("confg={}", "not found on the deployment: 'confg'"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_before_anything_is_scheduled(serving, parameter, problem):
+    told = serving.prefect("deployment", "run", "train/tiny_llama3_50m", "-p", parameter)
+    assert told.returncode == 1
+    assert problem in told.stdout + told.stderr
+    assert "UUID" not in told.stdout
+
+
+def test_an_interrupt_stops_everything_and_leaves_a_run_that_can_go_on(serving):
+    """The last test here: it ends what the others use."""
+    run = serving.followed(serving.run(endless(seed=3)))
+    serving.stop()
+    assert serving.process.returncode == 0
+    assert serving.processes() == []
+    assert not (serving.checkout / "prefect.toml").exists()
+    assert read_outcome(run).status == "cancelled"
+    assert run.checkpoints.exists()
