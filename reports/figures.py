@@ -44,7 +44,7 @@ def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entro
 
     A skipped step is marked at its loss, or where that is not finite at the nearest finite one.
     """
-    figure = _figure("loss (nats per token)")
+    figure = styled_figure("loss (nats per token)")
     _add_line(figure, steps["step"], steps["loss"], "training", color=BLUE, hover="%{y:.4f}")
     held_out = steps[steps["eval_loss"].notna()]
     if not held_out.empty:
@@ -71,7 +71,7 @@ def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entro
 
 def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
     """Return the learning rate above the global gradient norm before clipping, by step; both are pure numbers."""
-    figure = _figure("", rows=2)
+    figure = styled_figure("", rows=2)
     _add_line(figure, steps["step"], steps["learning_rate"], "learning rate", color=BLUE, hover="%{y:.3g}", row=1)
     _add_line(figure, steps["step"], steps["grad_norm"], "gradient norm", color=TEAL, hover="%{y:.4g}", row=2)
     figure.update_yaxes(title_text="learning rate", rangemode="tozero", exponentformat="power", row=1)
@@ -83,7 +83,7 @@ def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
 
 def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) -> go.Figure:
     """Return tokens/s of every step, with the benchmark's median as a line and the span of its quartiles as a band."""
-    figure = _figure("throughput (tokens/s)")
+    figure = styled_figure("throughput (tokens/s)")
     _add_line(
         figure, steps["step"], steps["tokens_per_second"], "training steps", color=BLUE, hover="%{y:,.0f} tokens/s"
     )
@@ -121,7 +121,7 @@ def step_time(steps: pd.DataFrame) -> go.Figure:
     rest = steps["step_seconds"] - sum(seconds for seconds, _ in measured.values())
     # The parts are timed by clocks of their own and may exceed the whole by a hair; a stack cannot go down.
     parts = measured | {"everything else": (rest.clip(lower=0.0), GREY)}
-    figure = _figure("time (s per step)")
+    figure = styled_figure("time (s per step)")
     for name, (seconds, color) in parts.items():
         _add_line(figure, steps["step"], seconds, name, color=color, hover="%{y:.3f} s", stack="step")
     figure.update_yaxes(rangemode="tozero")
@@ -131,8 +131,8 @@ def step_time(steps: pd.DataFrame) -> go.Figure:
 
 def memory_by_step(steps: pd.DataFrame) -> go.Figure:
     """Return the memory held at the end of every step and the most held until then."""
-    size, unit = _memory_unit(steps["memory_peak_bytes"].max())
-    figure = _figure(f"memory ({unit})")
+    size, unit = memory_unit(steps["memory_peak_bytes"].max())
+    figure = styled_figure(f"memory ({unit})")
     # The peak comes last and is dotted: where the two are equal, both can still be seen.
     for column, name, color, dash in (("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")):
         held = steps[f"memory_{column}_bytes"] / size
@@ -154,10 +154,10 @@ def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, meas
     peaks = {label: profile["peak_bytes"] for label, profile in profiles.items()}
     if measured_bytes is not None:
         peaks["measured"] = measured_bytes
-    size, unit = _memory_unit(max(peaks.values(), default=0))
+    size, unit = memory_unit(max(peaks.values(), default=0))
     rows = {label: f"{label}<br><b>{peak / size:.2f} {unit}</b>" for label, peak in peaks.items()}
 
-    figure = _figure("")
+    figure = styled_figure("")
     stacks = {label: profile["phases"][profile["peak_phase"]] for label, profile in profiles.items()}
     categories = dict.fromkeys([*CATEGORY_COLORS, *(category for stack in stacks.values() for category in stack)])
     for category in categories:
@@ -179,8 +179,13 @@ def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, meas
     return figure
 
 
-def _figure(y_title: str, rows: int = 1) -> go.Figure:
-    """Return an empty figure in the style of the page, its rows one above the other over the same steps."""
+def memory_unit(num_bytes: float) -> tuple[int, str]:
+    """Return the unit in which a number of bytes reads well, as bytes and by name."""
+    return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
+
+
+def styled_figure(y_title: str, rows: int = 1) -> go.Figure:
+    """Return an empty figure in the style of the page, its rows one above the other over the same x."""
     figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.12)
     figure.update_layout(
         template="none",
@@ -254,7 +259,3 @@ def _label_steps(figure: go.Figure, steps: pd.DataFrame, lowest_row: int = 1) ->
     """Name the lowest axis of steps; few steps get a tick each, lest the axis shows halves of a step."""
     figure.update_xaxes(tickformat="d", dtick=1 if len(steps) <= 10 else None)
     figure.update_xaxes(title_text="optimizer step", row=lowest_row)
-
-
-def _memory_unit(num_bytes: float) -> tuple[int, str]:
-    return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")

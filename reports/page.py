@@ -1,35 +1,24 @@
 """The report of one run: a single HTML file, made from the run directory alone, that opens offline."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
-from llama_core.artifacts import RunDirectory, atomic_write, now
+from llama_core.artifacts import RunDirectory, now
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.units import format_bytes, format_count, format_duration
 from reports import figures
 from reports.contents import Record, RunContents
+from reports.layout import NOTHING, STATUS_STYLE, Panel, card, header, panels, section, write_page
 from reports.markup import Markup, details, element, paragraphs, table
-
-STATUS_STYLE = {"finished": "good", "preempted": "warn", "timeout": "warn", "cancelled": "warn"}
-"""CSS class of an outcome; every other one is ``bad``."""
 
 MEASURES = {"cpu": "the process's resident set", "cuda": "what the CUDA allocator has handed out"}
 """What the memory of a step is, by device."""
-
-NOTHING = "—"
-"""What stands where there is no value."""
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -42,19 +31,7 @@ def write_report(run: RunDirectory) -> Path:
     """
     if not run.path.is_dir():
         raise RunDirectoryError(f"{str(run.path)!r} is not a directory; name one that a run has written")
-    page = render(run, RunContents.read(run))
-    try:
-        with atomic_write(run.report) as temporary:
-            temporary.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot write {str(run.report)!r}: {error.strerror or error}; make the directory writable"
-        ) from None
-    return run.report
-
-
-def render(run: RunDirectory, contents: RunContents) -> str:
-    """Return the whole page as HTML."""
+    contents = RunContents.read(run)
     body = (
         _header(run, contents),
         *_what_to_do(run, contents),
@@ -65,16 +42,14 @@ def render(run: RunDirectory, contents: RunContents) -> str:
         _settings(contents),
         element("footer", f"Written {now()} from ", element("code", str(run.path))),
     )
-    template = Template(files("reports").joinpath("page.html").read_text(encoding="utf-8"))
-    title = escape(f"{run.name} · training report")
-    return template.substitute(title=title, body="\n".join(body), plotly=get_plotlyjs())
+    return write_page(run.report, f"{run.name} · training report", body)
 
 
 def _header(run: RunDirectory, contents: RunContents) -> Markup:
     outcome, steps = contents.outcome, contents.steps
-    status = element("span", "no outcome yet", class_="status idle")
+    status, style = "no outcome yet", "idle"
     if outcome is not None:
-        status = element("span", outcome.status, class_=f"status {STATUS_STYLE.get(outcome.status, 'bad')}")
+        status, style = outcome.status, STATUS_STYLE.get(outcome.status, "bad")
     done = _last(steps, "step") if outcome is None else outcome.step
     planned = _last(steps, "total_steps") or contents.setting("training", "steps")
     facts = {
@@ -84,13 +59,7 @@ def _header(run: RunDirectory, contents: RunContents) -> Markup:
         "Time in steps": None if steps.empty else format_duration(steps["step_seconds"].sum()),
         "Measured on": contents.benchmark and contents.benchmark.device,
     }
-    listed = (
-        element("div", element("dt", name), element("dd", "not known" if fact is None else str(fact)))
-        for name, fact in facts.items()
-    )
-    return element(
-        "header", element("div", element("h1", run.name), status, class_="head"), element("dl", *listed, class_="facts")
-    )
+    return header(run.name, status, style, facts)
 
 
 def _what_to_do(run: RunDirectory, contents: RunContents) -> Iterator[Markup]:
@@ -131,11 +100,6 @@ def _cards(contents: RunContents) -> Markup:
     return element("section", *cards, class_="cards", aria_label="Headline numbers")
 
 
-def _card(title: str, value: str | None, unit: str, lines: Sequence[str]) -> Markup:
-    number = [NOTHING] if value is None else [f"{value} ", element("small", unit)]
-    return element("div", element("h2", title), element("p", *number, class_="value"), paragraphs(lines), class_="card")
-
-
 def _held_out_loss(contents: RunContents) -> Markup:
     training, steps = contents.training, contents.steps
     if training is None:
@@ -154,7 +118,7 @@ def _held_out_loss(contents: RunContents) -> Markup:
             if entropy is not None
         ] or ["No byte entropies to compare with: the tokenizer is not the byte one."]
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
-    return _card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
+    return card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
 
 
 def _against(loss: float, entropy: float) -> str:
@@ -176,18 +140,18 @@ def _throughput(contents: RunContents) -> Markup:
         lines = [contents.missing["benchmark"]]
         if not rates.empty:
             lines.insert(0, f"Median of the {len(rates)} training steps.")
-    return _card("Throughput", value, "tokens/s", lines)
+    return card("Throughput", value, "tokens/s", lines)
 
 
 def _mfu(contents: RunContents) -> Markup:
     title, benchmark, steps = "Model FLOP/s utilisation", contents.benchmark, contents.steps
     if benchmark is None and steps.empty:
-        return _card(title, None, "", [contents.missing["benchmark"]])
+        return card(title, None, "", [contents.missing["benchmark"]])
     mfu = steps["mfu"].median() if benchmark is None else benchmark.mfu
     if mfu is None or pd.isna(mfu):
-        return _card(title, None, "", ["No MFU: the peak rate of this device is not known."])
+        return card(title, None, "", ["No MFU: the peak rate of this device is not known."])
     source = "training" if benchmark is None else "timed"
-    return _card(
+    return card(
         title,
         f"{mfu:.1%}",
         "MFU",
@@ -204,9 +168,9 @@ def _peak_memory(contents: RunContents) -> Markup:
         for how, field, profile in contents.predictions
     ]
     if measured is None:
-        return _card("Peak memory", None, "", [contents.missing["training"], *lines])
+        return card("Peak memory", None, "", [contents.missing["training"], *lines])
     value, unit = format_bytes(measured).split(" ")
-    return _card("Peak memory", value, f"{unit} measured", lines)
+    return card("Peak memory", value, f"{unit} measured", lines)
 
 
 def _error(profile: Record, measured: int | None) -> str:
@@ -214,67 +178,42 @@ def _error(profile: Record, measured: int | None) -> str:
     return f" ({100 * (profile['peak_bytes'] / measured - 1):+.1f} %)" if measured else ""
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One figure and what is said about it."""
-
-    title: str
-    figure: go.Figure | None
-    summary: str
-    """What the figure shows, in numbers, for those who cannot see it."""
-    notes: Sequence[str]
-    """Sentences below the figure; where there is none, they say why."""
-    wide: bool = False
-
-
 def _panels(contents: RunContents) -> Markup:
     first, *others = _panels_by_step(contents)
-    panels = (first, _comparison_panel(contents), *others)
-    return element("section", *(_render_panel(panel) for panel in panels), class_="panels", aria_label="Figures")
+    return panels([first, _comparison_panel(contents), *others])
 
 
-def _render_panel(panel: _Panel) -> Markup:
-    drawn = []
-    if panel.figure is not None:
-        # Plotly writes <, > and / as escapes in its JSON, so that no text in it can end the script element.
-        drawn.append(element("script", Markup(panel.figure.to_json()), type="application/json"))
-        drawn.append(element("div", class_="plot", role="img", aria_label=f"{panel.title}. {panel.summary}"))
-    caption = element("figcaption", paragraphs(panel.notes))
-    style = "panel wide" if panel.wide else "panel"
-    return element("figure", element("h2", panel.title), *drawn, caption, class_=style)
-
-
-def _panels_by_step(contents: RunContents) -> list[_Panel]:
+def _panels_by_step(contents: RunContents) -> list[Panel]:
     steps, training, benchmark = contents.steps, contents.training, contents.benchmark
     if steps.empty:
-        return [_Panel("Training by step", None, "", [contents.missing["steps"]], wide=True)]
+        return [Panel("Training by step", None, "", [contents.missing["steps"]], wide=True)]
     entropies = (training.unigram_entropy, training.bigram_entropy) if training else (None, None)
     first, last = steps.iloc[0], steps.iloc[-1]
     span = f"Steps {first['step']} to {last['step']}"
     shares = _time_shares(steps)
     return [
-        _Panel(
+        Panel(
             "Loss",
             figures.loss(steps, *entropies),
             f"{span}: training loss from {first['loss']:.4f} to {last['loss']:.4f} nats per token.",
             list(_loss_notes(steps, *entropies)),
             wide=True,
         ),
-        _Panel(
+        Panel(
             "Throughput",
             figures.throughput(steps, benchmark),
             f"{span}: median {steps['tokens_per_second'].median():,.0f} tokens/s.",
             ["Tokens of all devices together." if benchmark else contents.missing["benchmark"]],
         ),
-        _Panel("Where the time of a step goes", figures.step_time(steps), f"{span}. {shares}", [shares]),
-        _Panel(
+        Panel("Where the time of a step goes", figures.step_time(steps), f"{span}. {shares}", [shares]),
+        Panel(
             "Learning rate and gradient norm",
             figures.learning_rate_and_gradient_norm(steps),
             f"{span}: learning rate up to {steps['learning_rate'].max():.3g}, "
             f"median gradient norm {steps['grad_norm'].median():.4g}.",
             ["The gradient norm is the global one, before clipping."],
         ),
-        _Panel(
+        Panel(
             "Memory by step",
             figures.memory_by_step(steps),
             f"{span}: up to {format_bytes(steps['memory_peak_bytes'].max())}.",
@@ -301,7 +240,7 @@ def _time_shares(steps: pd.DataFrame) -> str:
     return f"Of the time of all steps: {', '.join(shares)}."
 
 
-def _comparison_panel(contents: RunContents) -> _Panel:
+def _comparison_panel(contents: RunContents) -> Panel:
     measured = contents.measured_bytes
     peaks = [
         f"{how} {format_bytes(profile['peak_bytes'])} in the {profile['peak_phase']} phase{_error(profile, measured)}"
@@ -323,7 +262,7 @@ def _comparison_panel(contents: RunContents) -> _Panel:
     if peaks:
         figure = figures.memory_comparison(contents.estimate, contents.dry_run, measured)
         notes.insert(0, f"Peaks: {summary}.")
-    return _Panel("Peak memory: estimated, rehearsed, measured", figure, summary, notes + _fit(contents), wide=True)
+    return Panel("Peak memory: estimated, rehearsed, measured", figure, summary, notes + _fit(contents), wide=True)
 
 
 def _fit(contents: RunContents) -> list[str]:
@@ -343,7 +282,7 @@ def _measure(contents: RunContents) -> str:
 def _environment(contents: RunContents) -> Markup:
     environment = contents.environment
     if environment is None:
-        return _section("Environment", element("p", contents.missing["environment"], class_="note"))
+        return section("Environment", element("p", contents.missing["environment"], class_="note"))
     findings = [
         element("li", element("strong", kind, class_=style), f": {text}")
         for kind, style in (("error", "bad"), ("warning", "warn"))
@@ -351,7 +290,7 @@ def _environment(contents: RunContents) -> Markup:
     ]
     found = element("ul", *findings) if findings else element("p", "No errors and no warnings.", class_="note")
     facts = [(name, _show(value)) for name, value in environment.get("facts", {}).items()]
-    return _section("Environment", found, details("What was found", table(("Fact", "Value"), facts)))
+    return section("Environment", found, details("What was found", table(("Fact", "Value"), facts)))
 
 
 def _attempts(contents: RunContents) -> Iterator[Markup]:
@@ -359,7 +298,7 @@ def _attempts(contents: RunContents) -> Iterator[Markup]:
     if len(attempts) > 1:
         keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
         rows = [(str(number), *(_show(attempt.get(key)) for key in keys)) for number, attempt in enumerate(attempts, 1)]
-        yield _section("Attempts", table(("Attempt", *(_words(key) for key in keys)), rows))
+        yield section("Attempts", table(("Attempt", *(_words(key) for key in keys)), rows))
 
 
 def _settings(contents: RunContents) -> Markup:
@@ -374,11 +313,7 @@ def _settings(contents: RunContents) -> Markup:
         note = f"{len(changed)} of {len(values)} differ from their defaults" if field == "config" else ""
         rows = [(key, _show(value)) for key, value in values.items()]
         folded.append(details(title, table(("Key", "Value"), rows, emphasised=changed), note=note))
-    return _section("Configuration", *folded)
-
-
-def _section(title: str, *children: str) -> Markup:
-    return element("section", element("h2", title), *children, class_="panel")
+    return section("Configuration", *folded)
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from flows.service import SERVE_VARIABLE
+from flows.service import SERVE_VARIABLE, answers
 from llama_core.artifacts import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +61,19 @@ class Serving:
         )
 
     def run(self, config, *parameters):
-        """Start a flow run; return its id."""
-        words = [word for parameter in (f"config={json.dumps(config)}", *parameters) for word in ("-p", parameter)]
-        told = self.prefect("deployment", "run", "train/tiny_llama3_50m", *words)
+        """Start a flow run of a configuration; return its id."""
+        return self.deploy("train/tiny_llama3_50m", f"config={json.dumps(config)}", *parameters)
+
+    def deploy(self, deployment, *parameters):
+        """Start a flow run of a deployment; return its id."""
+        words = [word for parameter in parameters for word in ("-p", parameter)]
+        told = self.prefect("deployment", "run", deployment, *words)
         assert told.returncode == 0, told.stdout + told.stderr
         return re.search(r"UUID: (\S+)", told.stdout)[1]
 
     def state(self, flow_run_id):
+        """Return the state of a flow run, once there is a server to ask."""
+        until(lambda: answers(self.url))
         return httpx.get(f"{self.url}/flow_runs/{flow_run_id}").json()["state"]
 
     def end(self, flow_run_id):

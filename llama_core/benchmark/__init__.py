@@ -1,0 +1,1 @@
+"""Sweeps: many configurations timed alike, to be compared. Imports no torch."""

@@ -1,0 +1,180 @@
+"""``SweepConfig``: one base configuration and a grid over its keys, which together make a run for each element."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from llama_core.config.run import RunConfig, config_keys, parse_yaml
+from llama_core.config.section import Section
+from llama_core.errors import ConfigError, did_you_mean
+
+LONGEST_NAME = 120
+"""Characters of an element's name, which is that of a directory."""
+
+GridValue = bool | int | float | str | None
+SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
+Values = Annotated[list[GridValue], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Element:
+    """One combination of a grid's values."""
+
+    name: str
+    """What people call it, and its run directory too: such as ``tp=2,microbatch_size=4``."""
+    settings: Mapping[str, GridValue]
+    """Its value of each key of the grid."""
+
+    def config(self, base: RunConfig) -> RunConfig:
+        """Return the configuration of the element's run.
+
+        Raises:
+            ConfigError: if its values contradict each other or those of ``base``.
+        """
+        return base.with_overrides(*(f"{key}={json.dumps(value)}" for key, value in self.settings.items()))
+
+
+class SweepConfig(Section):
+    """Everything that defines one sweep."""
+
+    name: SweepName
+    """What the sweep is called; its directory is named after it."""
+    base: RunConfig = RunConfig()
+    """What all elements have in common; in a file also the path of a configuration, seen from that file."""
+    grid: dict[str, Values] = Field(min_length=1)
+    """Values to try for keys of the run configuration, such as {parallel.microbatch_size: [1, 2, 4]}."""
+    exclude: list[dict[str, GridValue]] = Field(default_factory=list)
+    """Combinations to leave out: every element that has all the values of one of these."""
+
+    @field_validator("base", mode="before")
+    @classmethod
+    def _explain_base(cls, value: Any) -> Any:
+        return RunConfig.from_mapping(value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _grid_is_possible(self) -> Self:
+        problems = [*_grid_problems(self.grid), *_exclude_problems(self.exclude, self.grid)]
+        if not problems and not self.elements():
+            problems.append("exclude leaves no element of the grid")
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    def elements(self) -> list[Element]:
+        """Return one element for each combination that is not excluded; the last key varies fastest."""
+        every = (dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values()))
+        return [
+            Element(_element_name(settings), settings)
+            for settings in every
+            if not any(unwanted.items() <= settings.items() for unwanted in self.exclude)
+        ]
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """Build a sweep from nested keys.
+
+        Raises:
+            ConfigError: naming every problem found.
+        """
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise ConfigError(*(problem for detail in error.errors() for problem in _describe(detail))) from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a YAML file.
+
+        Raises:
+            ConfigError: if the file cannot be read, is not a mapping, or does not describe a sweep.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read sweep {str(path)!r}: {error}") from None
+        mapping = parse_yaml(text, str(path))
+        if not isinstance(mapping, dict):
+            raise ConfigError(f"sweep {str(path)!r} is not a mapping of keys to values")
+        if isinstance(mapping.get("base"), str):
+            mapping["base"] = RunConfig.load(path.parent / mapping["base"])
+        return cls.from_mapping(mapping)
+
+
+def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[str]:
+    known = config_keys()
+    for key, values in grid.items():
+        if key not in known:
+            yield f"grid: unknown key {key!r}{did_you_mean(key, known)}"
+            continue
+        for value in values:
+            yield from _value_problems(key, value)
+        times = Counter(map(_text, values))
+        yield from (f"grid.{key}: {text} is given twice" for text in times if times[text] > 1)
+
+
+def _value_problems(key: str, value: GridValue) -> Iterator[str]:
+    """Yield what is wrong with a value by itself: no element could ever have it."""
+    section: Any = RunConfig
+    *sections, field = key.split(".")
+    for name in sections:
+        section = section.model_fields[name].annotation
+    try:
+        section.model_validate({field: value})
+    except ValidationError as error:
+        for detail in error.errors():
+            problems = _describe(detail)
+            yield from (f"grid.{key}: {problem.removeprefix(f'{field}=')}" for problem in problems)
+
+
+def _exclude_problems(
+    exclude: Iterable[Mapping[str, GridValue]], grid: Mapping[str, Sequence[GridValue]]
+) -> Iterator[str]:
+    for unwanted in exclude:
+        for key, value in unwanted.items():
+            if value not in grid.get(key, ()):
+                yield f"exclude: {key}={_text(value)} is not in the grid"
+        if not unwanted:
+            yield "exclude: an empty combination would leave out every element"
+
+
+def _describe(detail: ErrorDetails) -> Sequence[str]:
+    """Return the sentences for one of Pydantic's error details."""
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause.problems
+    key, message = ".".join(map(str, detail["loc"])), detail["msg"]
+    if detail["type"] == "extra_forbidden":
+        return [f"unknown key {key!r}{did_you_mean(key, SweepConfig.model_fields)}"]
+    if detail["type"] == "missing":
+        return [f"{key} is missing"]
+    return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
+
+
+def _element_name(settings: Mapping[str, GridValue]) -> str:
+    """Return a name that tells an element from the others of its grid, and stays when the grid gets more values."""
+    endings = Counter(_ending(key) for key in settings)
+    written = ",".join(
+        f"{_ending(key) if endings[_ending(key)] == 1 else key}={_text(value)}" for key, value in settings.items()
+    )
+    safe = re.sub(r"[^A-Za-z0-9_.,=+-]", "-", written)
+    if safe == written and len(safe) <= LONGEST_NAME:
+        return safe
+    digest = hashlib.sha256(written.encode()).hexdigest()[:8]
+    return f"{safe[: LONGEST_NAME - 9]}-{digest}"
+
+
+def _ending(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _text(value: GridValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

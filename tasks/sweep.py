@@ -1,0 +1,92 @@
+"""A sweep: prepare its elements, submit them, follow them to their ends, compare them."""
+
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import Flow, State, task
+from prefect.artifacts import create_link_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import FlowRun
+from prefect.runtime import flow_run as current_flow_run
+
+from llama_core import sweeps
+from llama_core.artifacts import RunDirectory
+from llama_core.benchmark.directory import SweepDirectory, read_record
+from llama_core.benchmark.sweep import SweepConfig
+from llama_core.launch.watch import say
+from reports.sweep import write_report as write_page
+from tasks.announce import unless_the_server_is_away
+from tasks.follow import follow, followers
+
+
+@task(name="prepare-sweep", cache_policy=NO_CACHE)
+def prepare(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> SweepDirectory:
+    """Make the sweep's directory and runs, or find what this flow run has begun; a table shows the elements."""
+    flow_run_id = UUID(current_flow_run.get_id())
+    begun = _sweep_of(flow_run_id, sweep_dir)
+    sweep = sweeps.prepare(config, begun.path if begun else sweep_dir, resume=resume or begun is not None)
+    follow(_as_run(sweep), flow_run_id)
+    record = read_record(sweep)
+    rows = [{"element": element.name, "skipped": element.skipped} for element in record.elements]
+    create_table_artifact(rows, key="sweep")
+    say("sweep", f"{sweep.path}: {len(record.runnable)} of {len(record.elements)} elements can be run")
+    return sweep
+
+
+@task(name="validate-environment", cache_policy=NO_CACHE)
+def validate(sweep: SweepDirectory) -> None:
+    """Check the machine, and Slurm, for all elements."""
+    sweeps.validate(sweep)
+
+
+@task(name="dry-run", cache_policy=NO_CACHE)
+def rehearse(sweep: SweepDirectory) -> None:
+    """Count the bytes of a step of every element on fake tensors; what does not fit is skipped."""
+    sweeps.rehearse(sweep, lambda name, summary: say("dry-run", f"{name}: {summary}"))
+
+
+@task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
+def submit(sweep: SweepDirectory) -> None:
+    """Submit a job array for each group of elements that ask Slurm for the same; a retry finds what is at work."""
+    sweeps.submit(sweep)
+
+
+@task(name="sweep", cache_policy=NO_CACHE)
+def run(sweep: SweepDirectory) -> None:
+    """Follow every element to its end."""
+    sweeps.follow(sweep, sweeps.say_end)
+
+
+@task(name="report", cache_policy=NO_CACHE)
+def write_report(sweep: SweepDirectory) -> Path:
+    """Write the sweep's ``report.html`` and link to it."""
+    path = write_page(sweep)
+    with unless_the_server_is_away():
+        create_link_artifact(path.resolve().as_uri(), key="sweep-report", link_text=f"report of {sweep.name}")
+    say("report", str(path))
+    return path
+
+
+def cancel_sweep(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Cancel every job of the sweep that a cancelled flow run follows. Prefect calls this in its worker.
+
+    Jobs that another flow run follows by now go on.
+    """
+    sweep_dir = flow_run.parameters.get("sweep_dir")
+    sweep = _sweep_of(flow_run.id, Path(sweep_dir) if sweep_dir else None)
+    if sweep is not None and followers(_as_run(sweep))[-1] == flow_run.id:
+        sweeps.cancel(sweep)
+        write_page(sweep)
+
+
+def _sweep_of(flow_run_id: UUID, sweep_dir: Path | None) -> SweepDirectory | None:
+    """Return the sweep that a flow run follows or has followed, or None if it has not begun one."""
+    paths = [sweep_dir] if sweep_dir else [path.parent for path in sweeps.SWEEPS.glob("*/flow_run.json")]
+    found = map(SweepDirectory, paths)
+    return next((sweep for sweep in found if flow_run_id in followers(_as_run(sweep))), None)
+
+
+def _as_run(sweep: SweepDirectory) -> RunDirectory:
+    """Return the sweep's directory as the place where its flow runs are recorded, as those of a run are."""
+    return RunDirectory(sweep.path)

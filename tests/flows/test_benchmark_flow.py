@@ -1,0 +1,112 @@
+"""The flow of a sweep on a Prefect server that lives as long as the flow run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun
+
+from llama_core import steps, sweeps
+from llama_core.artifacts import read_json, write_json
+from llama_core.benchmark.directory import SweepDirectory, is_timed
+from llama_core.benchmark.sweep import SweepConfig
+from llama_core.launch import launchers
+from llama_core.launch.outcome import read_outcome
+from tasks.sweep import cancel_sweep
+
+ROOT = Path(__file__).parents[2]
+FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "launch" / "fake_worker.py"), "serve")
+NAMES = ["microbatch_size=1", "microbatch_size=2"]
+PROGRAM = """
+import json
+from pathlib import Path
+from flows.benchmark import benchmark
+from llama_core.benchmark.sweep import SweepConfig
+
+config = SweepConfig.from_mapping({
+    "name": "tiny",
+    "base": {
+        "architecture": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 64,
+                         "head_dim": 16, "vocab_size": 512},
+        "training": {"seq_len": 16, "batch_size": 4, "steps": 1},
+        "launch": {"device": "cpu"},
+        "benchmark": {"warmup_steps": 1, "steps": 2},
+        "tracking": {"tensorboard": False},
+    },
+    "grid": {"parallel.microbatch_size": [1, 2, 3]},
+})
+report = benchmark(config)
+print(json.dumps({"report": str(report.resolve())}))
+"""
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The directory of a sweep that the flow has run, in a folder of its own."""
+    home = tmp_path_factory.mktemp("prefect")
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_LOGGING_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "DO_NOT_TRACK": "1",
+        "XDG_CACHE_HOME": str(home / "cache"),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=home, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return SweepDirectory(Path(json.loads(ended.stdout.splitlines()[-1])["report"]).parent)
+
+
+def test_the_flow_times_every_element_and_leaves_one_report(sweep):
+    assert sweep.path.parent.name == "sweeps"
+    assert [is_timed(sweep.run(name)) for name in NAMES] == [True, True]
+    assert "2 of 2 timed" in sweep.report.read_text()
+
+
+def test_the_sweep_knows_its_flow_run_so_that_a_retry_finds_it(sweep):
+    assert len(read_json(sweep.path / "flow_run.json")["flow_runs"]) == 1
+
+
+@pytest.fixture
+def at_work(tmp_path, monkeypatch):
+    """A sweep that a flow run follows, one element of which is at work on this machine; with that flow run."""
+    monkeypatch.chdir(tmp_path)
+    base = {"training": {"seq_len": 16, "batch_size": 1}, "launch": {"device": "cpu"}}
+    config = SweepConfig.from_mapping({"name": "tiny", "base": base, "grid": {"parallel.microbatch_size": [1]}})
+    sweep, flow_run = sweeps.prepare(config), FlowRun(flow_id=uuid4())
+    write_json(sweep.path / "flow_run.json", {"flow_runs": [str(flow_run.id)]})
+    run = sweep.run("microbatch_size=1")
+    job = launchers.submit(run, steps.load_config(run), 1, "benchmark", worker=FAKE_WORKER)
+    while not run.progress.exists():
+        time.sleep(0.05)
+    yield sweep, flow_run, job
+    job.cancel(grace_seconds=0)
+
+
+def test_cancelling_the_flow_run_cancels_the_jobs_and_leaves_a_report(at_work):
+    sweep, flow_run, job = at_work
+    cancel_sweep(None, flow_run, None)
+    assert read_outcome(job.run).status == "cancelled"
+    assert "0 of 1 timed" in sweep.report.read_text()
+
+
+def test_a_sweep_that_another_flow_run_follows_by_now_goes_on(at_work):
+    sweep, flow_run, job = at_work
+    write_json(sweep.path / "flow_run.json", {"flow_runs": [str(flow_run.id), str(uuid4())]})
+    cancel_sweep(None, flow_run, None)
+    assert job.is_running()
+
+
+def test_the_parameters_of_the_flow_make_a_form():
+    program = "import json; from flows.benchmark import benchmark; print(json.dumps(benchmark.parameters.model_dump()))"
+    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for text in ("Values to try for keys", "Combinations to leave out", "the newest unfinished one of this name"):
+        assert text in told

@@ -1,0 +1,61 @@
+"""A synthetic sweep, written through the records that a real one is written through."""
+
+from dataclasses import replace
+
+from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED
+
+from llama_core.artifacts import JobRecord, write_json
+from llama_core.benchmark.directory import ElementRecord, SweepDirectory, SweepRecord, write_record
+from llama_core.benchmark.sweep import SweepConfig
+from llama_core.units import MIB
+
+DOES_NOT_FIT = "tp=1 needs 91.2 GB of the 80 GB per device; use tp=2"
+
+
+def write_sweep(path, num_elements=4, *, skipped=1, failed=1, waiting=1):
+    """Write a sweep of ``num_elements`` timed elements, of which the last is the fastest, and others after them."""
+    grid = {
+        "parallel.microbatch_size": [2**i for i in range(-(-(num_elements + skipped + failed + waiting) // 2))],
+        "parallel.recompute": ["none", "selective"],
+    }
+    config = SweepConfig.from_mapping(
+        {"name": path.name, "base": {"model": "llama3_8b", "launch": {"device": "cpu"}}, "grid": grid}
+    )
+    sweep, elements = SweepDirectory(path), config.elements()
+    records = []
+    for number, element in enumerate(elements):
+        record = ElementRecord(element.name, element.settings)
+        run = sweep.run(element.name)
+        if number < num_elements:
+            _write_timed(run, number)
+        elif number < num_elements + failed:
+            run.create()
+            write_json(run.estimate, ESTIMATE)
+            write_json(run.outcome, FAILED)
+        elif number < num_elements + failed + waiting:
+            run.create()
+            write_json(run.job, JobRecord("slurm", f"12_{number}", "login1", "2026-11-21T09:50:00+00:00"))
+        else:
+            record = replace(record, skipped=DOES_NOT_FIT)
+        records.append(record)
+    write_record(sweep, SweepRecord(config.model_dump(), tuple(records)))
+    return sweep
+
+
+def _write_timed(run, number):
+    run.create()
+    rate = 1 + 0.25 * number
+    seconds = tuple(value / rate for value in BENCHMARK.step_seconds)
+    timed = replace(
+        BENCHMARK,
+        step_seconds=seconds,
+        median_seconds=12.1 / rate,
+        tokens_per_second=16_384 * rate / 12.1,
+        mfu=0.3 + 0.01 * number,
+        memory_peak_bytes=(2000 + 150 * number) * MIB,
+    )
+    run.config.write_text("launch: {device: cpu}\n")
+    write_json(run.estimate, ESTIMATE)
+    write_json(run.dry_run, DRY_RUN)
+    write_json(run.benchmark, timed)
+    write_json(run.outcome, FINISHED)

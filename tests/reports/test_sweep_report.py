@@ -1,0 +1,98 @@
+import re
+
+import pytest
+from synthetic_sweep import DOES_NOT_FIT, write_sweep
+
+from llama_core.artifacts import read_json
+from llama_core.benchmark.directory import SweepDirectory
+from llama_core.errors import RunDirectoryError
+from llama_core.units import GIB
+from reports.contents import RunContents
+from reports.sweep import write_report
+from reports.sweep_figures import memory_by_element, throughput_by_element
+
+
+def text_of(page, heading):
+    """Return the text of the part of the page under ``heading``, tags replaced by spaces."""
+    part = page.split(f"<h2>{heading}", 1)[1].split("<h2>", 1)[0]
+    return " ".join(re.sub(r"<[^>]+>", " ", part).split())
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return write_sweep(tmp_path / "sweep", 3)
+
+
+@pytest.fixture
+def page(sweep):
+    return write_report(sweep).read_text()
+
+
+def test_the_fastest_element_comes_first_and_those_without_a_speed_last(page):
+    table = text_of(page, "Every element")
+    names = re.findall(r"microbatch_size=\d+,recompute=\w+", table)
+    assert names == [
+        "microbatch_size=2,recompute=none",
+        "microbatch_size=1,recompute=selective",
+        "microbatch_size=1,recompute=none",
+        "microbatch_size=2,recompute=selective",
+        "microbatch_size=4,recompute=none",
+    ]
+
+
+def test_a_row_holds_speed_spread_and_the_three_peaks(page):
+    row = re.search(r"microbatch_size=2,recompute=none (.*?) microbatch", text_of(page, "Every element"))[1]
+    assert row == "finished 2,031 1,998 to 2,048 8.067 s 32.0% 1.70 GiB 1.70 GiB 2.25 GiB"
+
+
+def test_what_was_skipped_or_failed_is_there_with_the_reason(page):
+    assert f"microbatch_size=4,recompute=selective {DOES_NOT_FIT}" in text_of(page, "Skipped")
+    failed = text_of(page, "Ended without being timed")
+    assert "microbatch_size=2,recompute=selective oom: the step asked for 2.1 GiB where 1.3 GiB were free" in failed
+
+
+def test_the_head_counts_what_has_been_timed(page):
+    assert "3 of 5 timed" in page
+    assert "llama3_8b" in page
+
+
+def test_elements_that_differ_by_less_than_their_spread_are_not_ranked_in_silence(tmp_path):
+    sweep = write_sweep(tmp_path / "close", 2, failed=0, waiting=0, skipped=0)
+    fast, slow = (sweep.run(f"microbatch_size=1,recompute={how}") for how in ("selective", "none"))
+    assert "overlaps" not in write_report(sweep).read_text()
+    slow.benchmark.write_text(fast.benchmark.read_text())
+    assert "Its middle half overlaps with that of" in text_of(write_report(sweep).read_text(), "Fastest")
+
+
+def test_a_sweep_that_has_timed_nothing_yet_has_a_page_all_the_same(tmp_path):
+    page = write_report(write_sweep(tmp_path / "new", 0)).read_text()
+    assert "0 of 2 timed" in page
+    assert "No element has been timed yet." in page
+
+
+def test_names_and_reasons_are_text_not_markup(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", 1)
+    record = read_json(sweep.record)
+    sweep.record.write_text(sweep.record.read_text().replace(DOES_NOT_FIT, "<script>alert(1)</script>"))
+    assert record != read_json(sweep.record)
+    assert "<script>alert(1)" not in write_report(sweep).read_text()
+
+
+def test_a_directory_without_a_sweep_is_refused(tmp_path):
+    with pytest.raises(RunDirectoryError):
+        write_report(SweepDirectory(tmp_path))
+
+
+def test_bars_are_as_long_as_the_medians_and_lines_span_the_middle_half(sweep):
+    name = "microbatch_size=1,recompute=none"
+    timed = RunContents.read(sweep.run(name)).benchmark
+    bars = throughput_by_element({name: timed}).data[0]
+    assert bars.x == (timed.tokens_per_second,)
+    spread = bars.error_x
+    assert spread.array[0] == pytest.approx(16_384 / 12.0 - timed.tokens_per_second)
+    assert spread.arrayminus[0] == pytest.approx(timed.tokens_per_second - 16_384 / 12.3)
+
+
+def test_each_way_to_know_the_peak_is_a_bar_in_one_unit():
+    figure = memory_by_element({"a": {"estimated": 2 * GIB, "rehearsed": None, "measured": 3 * GIB}})
+    assert {bars.name: bars.x for bars in figure.data} == {"estimated": (2,), "rehearsed": (None,), "measured": (3,)}

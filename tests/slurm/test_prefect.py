@@ -1,0 +1,117 @@
+"""What people do at work: deployments on a Prefect server, jobs in a Slurm queue."""
+
+import sys
+from pathlib import Path
+
+import cluster
+import pytest
+from launch_harness import eventually
+
+from llama_core.artifacts import JobRecord, RunDirectory, read_json
+from llama_core.launch.outcome import read_outcome
+
+sys.path.append(str(Path(__file__).parents[1] / "flows"))
+
+from serving import Serving, until
+
+SMALL = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
+SLURM = {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10, "options": {"exclusive": True}}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    started = Serving(tmp_path_factory.mktemp("serving"))
+    yield started
+    started.stop()
+    for left in started.processes():
+        left.kill()
+    for job_id in cluster.states():
+        cluster.cancel(job_id)
+
+
+def request(seed, steps):
+    """Return a configuration of two nodes with two ranks each, tp 2 x dp 2, that a test can tell from others."""
+    return {
+        "architecture": SMALL,
+        "training": {"seq_len": 32, "batch_size": 4, "steps": steps, "seed": seed, "eval_sequences": 2},
+        "parallel": {"gpus": 4, "tp": 2},
+        "launch": {"launcher": "slurm", "device": "cpu", "nodes": 2, "slurm": SLURM},
+    }
+
+
+def job_of(run):
+    return JobRecord(**read_json(run.job))
+
+
+def test_the_deployment_of_the_smoke_test_trains_on_two_nodes_and_its_report_arrives(serving):
+    told = serving.prefect("deployment", "run", "train/tiny_llama3_50m_slurm", "--watch")
+    assert told.returncode == 0, told.stdout + told.stderr
+    (path,) = serving.checkout.glob("runs/tiny_llama3_50m-*/job.json")
+    run = RunDirectory(path.parent)
+    assert read_outcome(run).status == "finished"
+    hosts = [rank["host"] for rank in read_json(run.environment)["ranks"]]
+    assert len(hosts) == 4
+    assert len(set(hosts)) == 2
+    assert run.report.exists()
+
+
+def test_whatever_is_killed_the_job_goes_on_and_is_never_submitted_twice(serving):
+    flow_run = serving.run(request(seed=1, steps=600))
+    run = serving.followed(flow_run)
+    job = job_of(run)
+    serving.kill("prefect.engine")
+    assert serving.end(flow_run) == "Crashed"
+    until(lambda: "flow_runs.worker - Check whether" in serving.log.read_text())  # it reports a crash twice
+    assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
+    assert serving.followed(flow_run, times=2) == run
+    serving.kill("worker")
+    serving.kill("server")
+    assert serving.end(flow_run) == "Completed"
+    assert job_of(run) == job
+    assert [attempt["status"] for attempt in read_outcome(run).attempts] == ["finished"]
+    assert run.report.exists()
+
+
+def test_cancelling_a_flow_run_takes_its_job_out_of_the_queue(serving):
+    flow_run = serving.run(request(seed=2, steps=1_000_000))
+    run = serving.followed(flow_run)
+    job_id = job_of(run).job_id
+    assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
+    assert serving.end(flow_run) == "Cancelled"
+    eventually(lambda: job_id not in cluster.states(), seconds=120)
+    assert read_outcome(run).status == "cancelled"
+
+
+def test_a_job_cancelled_in_slurm_shows_as_cancelled(serving):
+    flow_run = serving.run(request(seed=3, steps=1_000_000))
+    run = serving.followed(flow_run)
+    cluster.cancel(job_of(run).job_id)
+    assert serving.end(flow_run) == "Cancelled"
+    assert run.report.exists()
+
+
+def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serving):
+    with cluster.held_node():  # or it would start 64 ranks here
+        flow_run = serving.deploy("train/llama3_405b")
+        recorded = serving.checkout.glob
+        path = eventually(lambda: next(recorded("runs/llama3_405b-*/job.json"), None), seconds=600)
+        run = RunDirectory(path.parent)
+        assert run.estimate.exists()
+        assert run.dry_run.exists()
+        fields = cluster.job_fields(job_of(run).job_id)
+        assert fields["JobState"] == "PENDING"
+        assert fields["NumNodes"].split("-")[0] == "8"
+        assert fields["TresPerNode"] == "gres:gpu:8"
+        assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
+        assert serving.end(flow_run) == "Cancelled"
+        eventually(lambda: job_of(run).job_id not in cluster.states(), seconds=120)
+
+
+def test_405b_on_h100_stops_at_the_gate_with_the_arithmetic(serving):
+    before = cluster.states()
+    config = {"model": "llama3_405b", "training": {"batch_size": 64}, "parallel": {"gpus": 64}}
+    launch = {"launcher": "slurm", "device": "cuda", "gpu_type": "h100", "nodes": 8}
+    flow_run = serving.run(config | {"launch": launch})
+    assert serving.end(flow_run) == "Failed"
+    assert "16 bytes x 405.85e9 parameters / 64 = 101.5 GB per device" in serving.state(flow_run)["message"]
+    assert cluster.states() == before

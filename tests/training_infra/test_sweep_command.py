@@ -1,0 +1,84 @@
+"""``training-infra sweep`` on this machine: real runs of a tiny model, one after the other."""
+
+import json
+
+import pytest
+import yaml
+
+from llama_core.artifacts import read_json
+from llama_core.benchmark.directory import SweepDirectory
+from training_infra.cli import main
+
+SWEEP = {
+    "name": "tiny",
+    "base": {
+        "architecture": {
+            "hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 64, "head_dim": 16,
+            "vocab_size": 512,
+        },
+        "training": {"seq_len": 16, "batch_size": 4, "steps": 2},
+        "launch": {"device": "cpu"},
+        "benchmark": {"warmup_steps": 1, "steps": 3},
+        "tracking": {"tensorboard": False},
+    },
+    "grid": {"parallel.microbatch_size": [1, 2, 4, 3]},
+}  # fmt: skip
+NAMES = ["microbatch_size=1", "microbatch_size=2", "microbatch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """A sweep that has been run to its end."""
+    assert main(["sweep", "--config", str(place / "sweep.yaml"), "--sweep-dir", str(place / "sweep"), "--json"]) == 0
+    return SweepDirectory(place / "sweep")
+
+
+def resume(sweep, capsys):
+    assert main(["sweep", "--sweep-dir", str(sweep.path), "--resume", "--json"]) == 0
+    return {element["name"]: element for element in json.loads(capsys.readouterr().out)["elements"]}
+
+
+def test_every_element_is_timed_and_what_cannot_be_run_is_skipped(finished, capsys):
+    elements = resume(finished, capsys)
+    assert {name: elements[name]["outcome"]["status"] for name in NAMES} == dict.fromkeys(NAMES, "finished")
+    assert all(len(elements[name]["benchmark"]["step_seconds"]) == 3 for name in NAMES)
+    assert "not a multiple of 3" in elements["microbatch_size=3"]["skipped"]
+
+
+def test_all_elements_arrive_in_one_report(finished):
+    page = finished.report.read_text()
+    assert "3 of 3 timed" in page
+    assert all(page.count(name) >= 3 for name in NAMES)
+    assert "microbatch_size=3" in page
+
+
+def test_nothing_was_trained(finished):
+    assert not any(finished.run(name).training.exists() for name in NAMES)
+
+
+def test_a_finished_sweep_runs_nothing_again(finished, capsys):
+    before = {name: read_json(finished.run(name).job) for name in NAMES}
+    resume(finished, capsys)
+    assert {name: read_json(finished.run(name).job) for name in NAMES} == before
+
+
+def test_only_what_is_not_finished_runs_again(finished, capsys):
+    before = {name: read_json(finished.run(name).job) for name in NAMES}
+    finished.run(NAMES[1]).benchmark.unlink()
+    elements = resume(finished, capsys)
+    after = {name: read_json(finished.run(name).job) for name in NAMES}
+    assert [name for name in NAMES if after[name] != before[name]] == [NAMES[1]]
+    assert elements[NAMES[1]]["outcome"]["status"] == "finished"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume"], ["--sweep-dir", "sweep"]])
+def test_without_a_configuration_it_asks_for_one(arguments, capsys):
+    assert main(["sweep", *arguments]) == 2
+    assert "which sweep? give --config FILE" in capsys.readouterr().err
