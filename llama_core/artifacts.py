@@ -262,6 +262,10 @@ class JobRecord:
     submitted_at: str
     name: str = ""
     """Its name in Slurm's queue."""
+    cluster: str = ""
+    """The name of the Slurm cluster; empty on this machine."""
+    grace_seconds: float = 120.0
+    """Time the job gets to finish its step and save a checkpoint before it is killed."""
     folder: str = ""
     """Where submitit keeps what the job starts from, and what it prints before its ranks begin."""
 

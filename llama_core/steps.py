@@ -63,6 +63,7 @@ __all__ = [
     "plan_run",
     "prepare_loader_run",
     "prepare_run",
+    "reasons",
     "records",
     "rehearse",
     "rehearse_plan",
@@ -76,6 +77,11 @@ __all__ = [
 ]
 
 NOT_REHEARSED = "left out: DeepSpeed works with real ranks only"
+
+
+def reasons(run: RunDirectory) -> list[str]:
+    """Return why the run's plan is as it is, a sentence for each choice; none for a plan that follows from rules."""
+    return list(read_json(run.choice)["reasons"].values()) if run.choice.exists() else []
 
 
 def validate(run: RunDirectory) -> EnvironmentReport:
@@ -171,8 +177,7 @@ def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
     """
     if only != "benchmark" and is_finished(run):
         return None
-    config = load_config(run)
-    return attach(run) or launchers.submit(run, config, load_plan(run).world_size, only)
+    return launchers.submit(run, load_config(run), load_plan(run).world_size, only)
 
 
 def attach(run: RunDirectory) -> JobHandle | None:
@@ -201,7 +206,7 @@ def wait(
     if handle is None:
         return check_outcome(read_outcome(run))
     try:
-        return check_outcome(handle.wait(on_progress, on_output))
+        return check_outcome(handle.wait(on_progress, on_output, lambda reason: say("waiting", f"for {reason}")))
     except KeyboardInterrupt:
         say("stopping", "after this step, with a checkpoint")
         outcome = handle.cancel()

@@ -25,7 +25,9 @@ def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Run
     run = steps.prepare_run(config, begun.path if begun else run_dir, resume=resume or begun is not None)
     follow(run, flow_run_id)
     plan = steps.load_plan(run).as_dict()
-    create_table_artifact([{"setting": key, "value": str(value)} for key, value in plan.items()], key="plan")
+    reasons = "\n".join(f"* {reason}" for reason in steps.reasons(run))
+    rows = [{"setting": key, "value": str(value)} for key, value in plan.items()]
+    create_table_artifact(rows, key="plan", description=reasons or None)
     say("run", steps.describe(run))
     return run
 

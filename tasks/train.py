@@ -11,7 +11,7 @@ from prefect.runtime import deployment
 from llama_core import steps
 from llama_core.artifacts import RunDirectory, StepRecord
 from llama_core.launch.outcome import read_outcome
-from llama_core.launch.watch import say, watch
+from llama_core.launch.watch import say, say_output, watch
 from tasks.announce import unless_the_server_is_away
 from tasks.follow import cancellation_heeded
 
@@ -19,7 +19,9 @@ from tasks.follow import cancellation_heeded
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
 def submit(run: RunDirectory) -> None:
     """Start the job unless one is at work or the run is finished; a retry finds the job of the try before."""
-    steps.submit(run)
+    handle = steps.submit(run)
+    if handle is not None:
+        say("submit", handle.describe())
 
 
 @task(name="train", cache_policy=NO_CACHE)
@@ -34,7 +36,7 @@ def train(run: RunDirectory) -> None:
             progress(record)
 
         try:
-            steps.wait(run, steps.attach(run), follow)
+            steps.wait(run, steps.attach(run), follow, say_output)
         finally:
             if run.outcome.exists():
                 with unless_the_server_is_away():

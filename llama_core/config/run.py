@@ -231,6 +231,8 @@ class LaunchConfig(Section):
     """Seconds that ranks wait for each other before the run is given up as hung."""
     hang_timeout_s: int = Field(1800, ge=1)
     """Seconds without a step, after the first, before the run is given up as hung."""
+    save_timeout_s: int = Field(300, ge=1)
+    """Seconds that a run which is to stop gets for its step and a checkpoint, at a time limit and when cancelled."""
     force: bool = False
     """Submit even what does not fit the memory of the device."""
     slurm: SlurmConfig = SlurmConfig()

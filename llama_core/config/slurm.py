@@ -9,10 +9,10 @@ from pydantic_core import PydanticCustomError
 from llama_core.config.section import Section
 
 _TAKEN = frozenset(
-    ("account", "array", "chdir", "comment", "constraint", "cpus-per-task", "error", "gpus", "gpus-per-node",
-     "gpus-per-task", "input", "job-name", "kill-on-bad-exit", "mem", "no-requeue", "nodes", "ntasks",
-     "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "requeue", "signal", "time", "wait",
-     "wrap")
+    ("account", "array", "chdir", "clusters", "comment", "constraint", "cpus-per-task", "error", "export",
+     "export-file", "gpus", "gpus-per-node", "gpus-per-task", "help", "input", "job-name", "kill-on-bad-exit", "mem",
+     "multi-prog", "no-kill", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
+     "partition", "qos", "quiet", "requeue", "signal", "test-only", "time", "usage", "version", "wait", "wrap")
 )  # fmt: skip
 """Options that have keys of their own here, or that this software relies on."""
 

@@ -6,13 +6,18 @@ for a later one.
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_core.artifacts import JobRecord, RunDirectory, StepRecord, read_json
+from llama_core.artifacts import JobRecord, RunDirectory, StepRecord, now, read_json, write_json
+from llama_core.errors import RunDirectoryError
 
 JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
 """Environment variable that tells a rank which job it belongs to; unset where a worker was started by hand."""
+
+RESTART_VARIABLE = "TRAINING_INFRA_RESTART"
+"""Environment variable that tells a rank how often Slurm had started its job before."""
 
 LOG_HEADER = "=== job "
 """How the line begins that separates the attempts in a rank's log."""
@@ -49,7 +54,7 @@ class RankExit:
     oom_killed: bool
     """Whether the kernel's out-of-memory killer struck on the machine as the process was killed."""
     stopped: bool
-    """Whether the supervisor ended it because another rank had failed."""
+    """Whether the supervisor ended it because another rank had failed, or a later attempt had begun."""
     num_ranks: int
     """Ranks of the job."""
     ended_at: float
@@ -92,14 +97,28 @@ def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[Ran
     return sorted(exits, key=lambda rank_exit: rank_exit.ended_at)
 
 
-def cancel_path(run: RunDirectory) -> Path:
-    """Return the file whose presence says that the newest job was asked to stop."""
+def request_cancellation(run: RunDirectory, job: JobRecord) -> None:
+    """Leave word for the ranks of ``job`` that it is to end for good."""
+    write_json(_cancel_path(run), {"job_id": job.job_id, "submitted_at": job.submitted_at, "requested_at": now()})
+
+
+def is_cancellation_requested(run: RunDirectory, job: JobRecord) -> bool:
+    """Return whether ``job`` is to end for good."""
+    with suppress(RunDirectoryError):
+        asked = read_json(_cancel_path(run))
+        return (asked["job_id"], asked["submitted_at"]) == (job.job_id, job.submitted_at)
+    return False
+
+
+def _cancel_path(run: RunDirectory) -> Path:
     return run.logs / "cancel.json"
 
 
 def newest_step(run: RunDirectory) -> StepRecord | None:
-    """Return the record of the last completed step, or None if there is none."""
-    return StepRecord(**read_json(run.progress)) if run.progress.exists() else None
+    """Return the record of the last completed step, or None if there is none that can be read now."""
+    with suppress(RunDirectoryError):
+        return StepRecord(**read_json(run.progress))
+    return None
 
 
 def own_job(run: RunDirectory) -> JobRecord | None:
@@ -109,6 +128,11 @@ def own_job(run: RunDirectory) -> JobRecord | None:
         return None
     job = JobRecord(**read_json(run.job))
     return job if job.job_id == job_id else None
+
+
+def own_restart() -> int:
+    """Return how often Slurm had started the job of this process before."""
+    return int(os.environ.get(RESTART_VARIABLE, "0"))
 
 
 def end_of_log(run: RunDirectory, rank: int) -> str:

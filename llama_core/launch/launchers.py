@@ -4,7 +4,10 @@ Both ways go through submitit and end in the same ``Supervisor`` on every rank.
 """
 
 import fcntl
+import grp
+import hashlib
 import os
+import pwd
 import shutil
 import socket
 import stat
@@ -16,11 +19,10 @@ from typing import IO
 from llama_core.artifacts import JobRecord, RunDirectory, read_json, write_json
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
-from llama_core.launch.attempts import cancel_path
 from llama_core.launch.jobs import WORKER, JobHandle, Part, Submission
 from llama_core.launch.local import LocalJobHandle, start_local
 from llama_core.launch.outcome import concluded
-from llama_core.launch.scheduler import Ask, job_status
+from llama_core.launch.scheduler import Ask, cluster_name, job_status
 from llama_core.launch.slurm import SlurmJobHandle, find_unrecorded, start_slurm
 
 _PRIVATE = 0o700  # what submitit starts from is a pickle: nobody else may write there
@@ -33,7 +35,7 @@ def submit(
     only: Part | None = None,
     worker: tuple[str, ...] = WORKER,
 ) -> JobHandle:
-    """Start a job on ``run`` and return at once.
+    """Start a job on ``run``, or find the one at work on it, and return at once.
 
     Args:
         run: the run directory, with its configuration and plan.
@@ -43,16 +45,17 @@ def submit(
         worker: the command line that every rank runs, with the run directory as its next argument.
 
     Raises:
-        RunDirectoryError: if a job of this run is still alive, or others may write where its files go.
+        RunDirectoryError: if a job of this run may be at work where this machine cannot see it.
         EnvironmentMismatchError: if this machine or Slurm does not take the job.
     """
     submission = _submission(run, config, num_ranks, only, worker)
     run = submission.run
     with _only_one_submission(run.logs) as lock:
         _recover_unrecorded(run, config)
-        _refuse_second_job(run)
+        at_work = attach(run)
+        if at_work is not None:
+            return at_work
         folder = _fresh_folder(run.logs)
-        cancel_path(run).unlink(missing_ok=True)
         if config.launch.launcher == "slurm":
             start_slurm(folder, [submission], run.name)
         else:
@@ -88,7 +91,6 @@ def submit_array(
     with _only_one_submission(logs):
         for submission in submissions:
             _refuse_second_job(submission.run, ask)
-            cancel_path(submission.run).unlink(missing_ok=True)
         start_slurm(_fresh_folder(logs), submissions, folder.name)
     return [_handle(s.run, JobRecord(**read_json(s.run.job)), ask) for s in submissions]
 
@@ -137,7 +139,8 @@ def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobH
 def _is_visible(record: JobRecord) -> bool:
     """Return whether this machine can tell if the job is at work."""
     if record.launcher == "slurm":
-        return shutil.which("scontrol") is not None
+        here = shutil.which("scontrol") is not None
+        return here and (not record.cluster or cluster_name() in {record.cluster, ""})
     return record.host == socket.gethostname()
 
 
@@ -156,7 +159,7 @@ def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
     if config.launch.launcher != "slurm" or not folders or shutil.which("squeue") is None:
         return
     recorded = run.job.exists() and JobRecord(**read_json(run.job)).folder == str(folders[-1])
-    found = None if recorded else find_unrecorded(folders[-1], run.name)
+    found = None if recorded else find_unrecorded(folders[-1], run.name, config)
     if found is not None:
         write_json(run.job, found)
 
@@ -166,34 +169,67 @@ def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
     """Keep a second process that submits the same waiting until ``job.json`` is there for it to find."""
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "submit.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot lock {lock.name} ({error.strerror}): have its file system mounted with locks (Lustre: "
+                "-o flock), or choose another --run-dir"
+            ) from None
         yield lock
 
 
 def submission_folders(logs: Path) -> list[Path]:
     """Return the folders that submitit was given, one for each submission, oldest first."""
-    return sorted((logs / "submitit").glob("submission-*"))
+    return sorted(_place_of_submissions(logs).glob("submission-*"))
 
 
 def _fresh_folder(logs: Path) -> Path:
     """Make the folder of the next submission.
 
     submitit returns the old result of a job id it has seen before, and a fresh cluster counts ids from 1 again.
+    """
+    folder = _place_of_submissions(logs) / f"submission-{len(submission_folders(logs)):05d}"
+    folder.mkdir(mode=_PRIVATE, parents=True)
+    return folder
+
+
+def _place_of_submissions(logs: Path) -> Path:
+    """Return where submitit keeps what jobs start from: with the run, or in the user's home where others may write.
+
+    A job starts from a pickle, and whoever can put another in its place decides what the job runs.
 
     Raises:
-        RunDirectoryError: if somebody else could put a pickle of theirs there.
+        RunDirectoryError: if others may write there too.
     """
-    submissions = logs / "submitit"
-    submissions.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-    if submissions.stat().st_uid != os.getuid():
-        raise RunDirectoryError(f"{submissions} belongs to another user; choose another --run-dir")
-    for path in submissions.parents:
-        mode = path.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise RunDirectoryError(
-                f"every user may write to {path}, and so decide what a job below it runs; "
-                "chmod o-w it, or choose another --run-dir"
-            )
-    folder = submissions / f"submission-{len(submission_folders(logs)):05d}"
-    folder.mkdir(mode=_PRIVATE)
-    return folder
+    digest = hashlib.sha256(os.fsencode(logs)).hexdigest()[:16]
+    home = Path.home() / ".local" / "state" / "llama-training-infra" / f"submissions-{digest}"
+    for place in (logs / "submitit", home):
+        if all(map(_is_private, (place, *place.parents))):
+            return place
+    raise RunDirectoryError(
+        f"other users may write to {logs} and to {home.parent}, or above, and so decide what a job runs; "
+        "chmod go-w them, or choose another --run-dir"
+    )
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether nobody but this user and the administrator can put something else in the place of ``path``."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return True
+    if found.st_uid not in {os.getuid(), 0}:
+        return False
+    others = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_group_of_one(found.st_gid))
+    return not others or bool(found.st_mode & stat.S_ISVTX)
+
+
+def _is_group_of_one(group: int) -> bool:
+    """Return whether a group is this user's own, as many systems make one for every user."""
+    user = pwd.getpwuid(os.getuid())
+    try:
+        found = grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}

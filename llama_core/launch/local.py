@@ -20,9 +20,6 @@ from llama_core.launch.supervisor import Supervisor
 if TYPE_CHECKING:
     import psutil
 
-KILL_SECONDS = 10.0
-"""How long the kernel may take to end a killed process."""
-
 _NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs cannot do without a limit
 
 
@@ -59,7 +56,7 @@ class LocalJobHandle(JobHandle):
         if controller is not None:
             with suppress(psutil.NoSuchProcess):
                 controller.kill()
-            psutil.wait_procs([controller], timeout=KILL_SECONDS)
+            psutil.wait_procs([controller], timeout=self.kill_seconds)
 
     def _conclude(self) -> Outcome:
         self._sweep()
@@ -76,7 +73,7 @@ class LocalJobHandle(JobHandle):
                 if process.environ().get("SUBMITIT_FOLDER") == self.record.folder:
                     process.kill()
                     left.append(process)
-        psutil.wait_procs(left, timeout=KILL_SECONDS)
+        psutil.wait_procs(left, timeout=self.kill_seconds)
 
 
 def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
@@ -98,6 +95,7 @@ def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
         config.device,
         submission.num_ranks,
         config.hang_timeout_s,
+        config.save_timeout_s,
     )
     log = folder / "controller.log"
     # A process and a session of its own: an interrupt or a hang-up of the terminal must reach the job through
@@ -125,6 +123,7 @@ class _Request:
     device: Device
     num_ranks: int
     hang_timeout_s: int
+    save_timeout_s: int
 
 
 def _start_controller(request: _Request) -> None:
@@ -145,7 +144,9 @@ def _start_controller(request: _Request) -> None:
     submitted_at = timestamp()
     supervisor = Supervisor(run.path, tuple(request.command), request.device, request.hang_timeout_s, environment)
     job = executor.submit(supervisor)
-    write_json(run.job, JobRecord("local", job.job_id, socket.gethostname(), submitted_at, folder=str(executor.folder)))
+    folder, grace_seconds = str(executor.folder), request.save_timeout_s
+    host = socket.gethostname()
+    write_json(run.job, JobRecord("local", job.job_id, host, submitted_at, grace_seconds=grace_seconds, folder=folder))
 
 
 def _free_port() -> int:

@@ -34,7 +34,10 @@ class LogFollower:
                 continue
             with path.open("rb") as file:
                 file.seek(start)
-                complete, newline, _ = file.read(_MOST_BYTES).rpartition(b"\n")
+                read = file.read(_MOST_BYTES)
+            complete, newline, _ = read.rpartition(b"\n")
+            if len(read) == _MOST_BYTES and not newline:
+                complete = read  # a line that long is a progress bar's
             self._read_to[path] = start + len(complete) + len(newline)
             rank = int(path.stem.removeprefix("rank-"))
             for line in complete.decode(errors="replace").splitlines():
@@ -52,7 +55,10 @@ def _start(path: Path, last_lines: int | None) -> int:
     """Return the offset of the last lines of a file: the newest attempt's, where it began more than once."""
     if last_lines is None:
         return 0
-    content = path.read_bytes()[-_MOST_BYTES:]
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, size - _MOST_BYTES))
+        content = file.read(_MOST_BYTES)
     newest = content.rfind(LOG_HEADER.encode())
     lines = content[max(0, newest) :].splitlines(keepends=True)
-    return path.stat().st_size - sum(map(len, lines[len(lines) - last_lines :] if last_lines else ()))
+    return size - sum(map(len, lines[len(lines) - last_lines :] if last_lines else ()))

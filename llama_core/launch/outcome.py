@@ -14,7 +14,14 @@ from llama_core.artifacts import (
     read_metrics,
     write_json,
 )
-from llama_core.launch.attempts import Attempt, cancel_path, current_attempt, newest_step, own_job
+from llama_core.launch.attempts import (
+    Attempt,
+    current_attempt,
+    is_cancellation_requested,
+    newest_step,
+    own_job,
+    own_restart,
+)
 from llama_core.launch.verdict import RESUME, VERDICT_OF_STATE, Verdict, verdict_of_ranks
 
 
@@ -30,8 +37,7 @@ def record_outcome(
         next_action: what to try next; empty when the run finished.
         step: last completed step; by default the one of the newest ``StepRecord``.
     """
-    job = own_job(run)
-    return _record(run, job, _restart(run, job), Verdict(status, reason, next_action), step=step)
+    return _record(run, own_job(run), own_restart(), Verdict(status, reason, next_action), step=step)
 
 
 def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict) -> Outcome:
@@ -47,12 +53,9 @@ def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict:
     return _record(run, job, attempt.restart, waiting, requeued=True)
 
 
-def record_surrender(
-    run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, max_attempts: int
-) -> Outcome:
-    """Write why ``attempt`` ended, and that ``job`` does not start again."""
-    tried = f"attempt {attempt.restart + 1} of at most {max_attempts} (launch.slurm.max_attempts)"
-    return _record(run, job, attempt.restart, Verdict(verdict.status, f"{verdict.reason}; {tried}", RESUME))
+def record_surrender(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, why: str) -> Outcome:
+    """Write why ``attempt`` ended, and why ``job`` does not start again."""
+    return _record(run, job, attempt.restart, Verdict(verdict.status, f"{verdict.reason}; {why}", RESUME))
 
 
 def is_requeued(run: RunDirectory, attempt: Attempt) -> bool:
@@ -112,7 +115,7 @@ def _restart(run: RunDirectory, job: JobRecord | None) -> int:
 
 
 def _verdict(run: RunDirectory, job: JobRecord, restart: int, scheduled: Verdict | None) -> Verdict:
-    if cancel_path(run).exists():
+    if is_cancellation_requested(run, job):
         return Verdict("cancelled", "the job was asked to stop", RESUME)
     return scheduled or verdict_of_ranks(run, job, restart)
 

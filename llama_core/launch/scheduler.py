@@ -2,13 +2,10 @@
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from llama_core.errors import EnvironmentMismatchError
 
 ANSWER_SECONDS = 60
 """How long a controller that many users share may take to answer."""
@@ -32,9 +29,6 @@ def job_status(job_id: str, name: str) -> JobStatus | None:
     """Return the status of a job, or None if Slurm does not answer.
 
     It is 'UNKNOWN' for a job that Slurm has forgotten, or whose id is by now that of a job of another name.
-
-    Raises:
-        EnvironmentMismatchError: if this machine has no Slurm commands.
     """
     shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
     if shown is None:
@@ -48,11 +42,7 @@ def job_status(job_id: str, name: str) -> JobStatus | None:
 
 
 def array_statuses(array_id: str, name: str) -> dict[str, JobStatus] | None:
-    """Return the status of each element of an array that Slurm still knows, by its job id; None without an answer.
-
-    Raises:
-        EnvironmentMismatchError: if this machine has no Slurm commands.
-    """
+    """Return the status of each element of an array that Slurm still knows, by its job id; None without an answer."""
     shown = _slurm("scontrol", "--oneliner", "show", "job", array_id)
     if shown is None or (shown.returncode and "Invalid job id" not in shown.stderr):
         return None
@@ -66,7 +56,9 @@ def array_statuses(array_id: str, name: str) -> dict[str, JobStatus] | None:
 
 def _status(shown: str, name: str) -> JobStatus:
     """Return the status in a line of ``scontrol show job``."""
-    fields = dict(re.findall(r"\b(JobName|JobState|Reason|PreemptTime)=(\S+)", shown))
+    fields: dict[str, str] = {}
+    for key, value in re.findall(r"(?<!\S)(JobName|JobState|Reason|PreemptTime)=(\S+)", shown):
+        fields.setdefault(key, value)  # a later one is part of a path
     if fields.get("JobName") != name:
         return JobStatus("UNKNOWN")
     is_preempted = fields.get("PreemptTime", "None") != "None"
@@ -109,8 +101,6 @@ def earlier_states(job_id: str, name: str) -> list[str]:
 
 
 def _accounted(job_id: str, name: str, *options: str) -> list[str]:
-    if shutil.which("sacct") is None:
-        return []
     asked = ("--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}", f"--name={name}")
     answer = _slurm("sacct", *asked, *options)
     return [line.split()[0] for line in answer.stdout.splitlines() if line.split()] if answer else []
@@ -147,16 +137,19 @@ def send_signal(job_id: str, name: str) -> None:
     _slurm("scancel", f"--signal={name}", job_id)
 
 
+def cluster_name() -> str:
+    """Return the name of the cluster that this machine belongs to; empty where Slurm does not tell."""
+    answer = _slurm("scontrol", "show", "config")
+    found = re.search(r"^ClusterName\s*= (\S+)", answer.stdout, re.MULTILINE) if answer else None
+    return found[1] if found else ""
+
+
 def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Return what a command of Slurm answered, or None if its controller did not."""
+    """Return what a command of Slurm answered; None if its controller did not, or the command is not here."""
     environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # else the elements of a long array are cut short
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment
         )
-    except FileNotFoundError:
-        raise EnvironmentMismatchError(
-            f"this machine has no {command[0]}; log in to a node of the cluster that runs the job"
-        ) from None
-    except subprocess.TimeoutExpired:
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return None

@@ -4,15 +4,17 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llama_core.artifacts import JobRecord, Outcome, RunDirectory, write_json
+from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.attempts import current_attempt, read_rank_exits
 from llama_core.launch.jobs import JobHandle, Submission, timestamp
 from llama_core.launch.outcome import conclude, concluded
-from llama_core.launch.scheduler import Ask, cancel, job_status, queued_job, send_signal
-from llama_core.launch.slurm_request import comment_of, job_name, slurm_parameters
+from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
+from llama_core.launch.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
 from llama_core.launch.supervisor import Supervisor
 
 FIRST_POLL_SECONDS = 5.0
@@ -21,8 +23,6 @@ SLOWEST_POLL_SECONDS = 30.0
 """Time between two questions about a job that has not changed for long."""
 FILES_SECONDS = 15.0
 """How long records written on a node may take to show on this machine's side of the shared file system."""
-KILL_SECONDS = 120.0
-"""How long Slurm may take to clear away a job it was told to kill."""
 
 _ENDED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -35,6 +35,8 @@ class SlurmJobHandle(JobHandle):
     """A job that Slurm runs or keeps in its queue."""
 
     poll_seconds = 1.0
+    log_seconds = 5.0
+    kill_seconds = 120.0
 
     def __init__(self, run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> None:
         super().__init__(run, record)
@@ -57,6 +59,8 @@ class SlurmJobHandle(JobHandle):
     def _ask(self) -> None:
         status = self._ask_slurm(self.record.job_id, self.record.name)
         self._asked_at = time.monotonic()
+        if status is not None:
+            self.waits_for = status.reason if status.state == "PENDING" else ""
         if status is None or status.state == self._state:
             self._interval = min(SLOWEST_POLL_SECONDS, 1.5 * self._interval)
         else:
@@ -64,7 +68,7 @@ class SlurmJobHandle(JobHandle):
 
     def _ask_to_stop(self) -> None:
         status = self._ask_slurm(self.record.job_id, self.record.name)
-        if status is not None and status.state == "RUNNING":
+        if status is None or status.state == "RUNNING":
             send_signal(self.record.job_id, "TERM")
         else:
             cancel(self.record.job_id)
@@ -72,7 +76,7 @@ class SlurmJobHandle(JobHandle):
 
     def _kill(self) -> None:
         cancel(self.record.job_id)
-        self._ends_within(KILL_SECONDS)
+        self._interval = FIRST_POLL_SECONDS
 
     def _conclude(self) -> Outcome:
         deadline = time.monotonic() + FILES_SECONDS
@@ -99,7 +103,7 @@ def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> N
         EnvironmentMismatchError: if there is no Slurm here, or it refuses the job.
     """
     from submitit import SlurmExecutor
-    from submitit.core.utils import FailedJobError
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     if SlurmExecutor.affinity() < 0:
         raise EnvironmentMismatchError(
@@ -121,24 +125,31 @@ def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> N
     ]
     submitted_at = timestamp()
     try:
-        jobs = executor.submit_array(supervisors) if len(supervisors) > 1 else [executor.submit(supervisors[0])]
-    except FailedJobError as error:
+        with submission_environment():
+            jobs = executor.submit_array(supervisors) if len(supervisors) > 1 else [executor.submit(supervisors[0])]
+    except (FailedJobError, FailedSubmissionError) as error:
         raise EnvironmentMismatchError(
             f"Slurm refused the job: {' '.join(str(error).split())}; change launch.slurm or the request"
         ) from None
+    unnamed = _record("", submitted_at, folder, name, config)
     for submission, job in zip(submissions, jobs, strict=True):
-        record = JobRecord("slurm", job.job_id, socket.gethostname(), submitted_at, job_name(name), str(folder))
-        write_json(submission.run.job, record)
+        write_json(submission.run.job, replace(unnamed, job_id=job.job_id))
 
 
-def find_unrecorded(folder: Path, name: str) -> JobRecord | None:
+def find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | None:
     """Return the job of the submission in ``folder`` if it is in the queue, for a submitter that died before it wrote.
 
     Args:
         folder: the submission folder.
         name: what the queue shows.
+        config: the configuration of the run.
     """
     job_id = queued_job(os.getuid(), job_name(name), comment_of(folder))
     if job_id is None:
         return None
-    return JobRecord("slurm", job_id, socket.gethostname(), timestamp(), job_name(name), str(folder))
+    return _record(job_id, timestamp(), folder, name, config)
+
+
+def _record(job_id: str, submitted_at: str, folder: Path, name: str, config: RunConfig) -> JobRecord:
+    host, grace_seconds = socket.gethostname(), config.launch.save_timeout_s
+    return JobRecord("slurm", job_id, host, submitted_at, job_name(name), cluster_name(), grace_seconds, str(folder))

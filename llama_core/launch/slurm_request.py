@@ -4,6 +4,8 @@ import hashlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,10 @@ _CHECKED = (
     "partition", "account", "qos", "constraint", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem",
     "gpus_per_node",
 )  # fmt: skip
+_OF_THE_USER = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_RESERVATION"}
+"""Variables that say which cluster it is, or what its jobs are charged to."""
 _ONLY_NOW = "node not available (down, drained or reserved)"
 """How Slurm refuses to say when a job may start whose nodes are away for the moment."""
-
-SIGNAL_DELAY_SECONDS = 300
-"""How long before its time limit Slurm tells a job to save a checkpoint."""
 
 
 def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "array_parallelism": slurm.max_parallel_jobs,
     }
     # srun no longer takes the cores from sbatch (Slurm 22.05), and leaves the other ranks alone when one fails.
-    srun = {"cpus-per-task": slurm.cpus_per_rank, "kill-on-bad-exit": 1} | slurm.srun_options
+    # It waits as long as the first rank needs to have the job queued again.
+    srun = {"cpus-per-task": slurm.cpus_per_rank, "kill-on-bad-exit": 1, "wait": 0} | slurm.srun_options
     return {
         "job_name": job_name(name),
         "comment": comment,
@@ -50,7 +52,7 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "nodes": nodes,
         "ntasks_per_node": num_ranks // nodes,
         "cpus_per_task": slurm.cpus_per_rank,
-        "signal_delay_s": min(SIGNAL_DELAY_SECONDS, limit_seconds // 4),
+        "signal_delay_s": min(config.launch.save_timeout_s, limit_seconds // 4),
         "stderr_to_stdout": True,
         "wckey": None,  # submitit's own is refused by clusters that account by it
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
@@ -64,9 +66,14 @@ def refusal(config: RunConfig) -> str | None:
     options = {key: asked[key] for key in _CHECKED if key in asked} | asked["additional_parameters"]
     flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
     try:
-        answer = subprocess.run(
-            ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, check=False, timeout=60
-        )
+        with submission_environment():
+            answer = subprocess.run(
+                ["sbatch", "--test-only", *flags, "--wrap=true"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if answer.returncode == 0:
@@ -74,6 +81,22 @@ def refusal(config: RunConfig) -> str | None:
     lines = [line.rpartition("error: ")[2] for line in answer.stderr.splitlines() if "error: " in line]
     reasons = [line for line in dict.fromkeys(lines) if _ONLY_NOW not in line]
     return "; ".join(reasons) or None
+
+
+@contextmanager
+def submission_environment() -> Iterator[None]:
+    """Hide what a job inherits from one that its submitter runs in, and what would go before its configuration."""
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("SLURM_", "SBATCH_", "SUBMITIT_", "MASTER_")) and name not in _OF_THE_USER
+    }
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def job_name(name: str) -> str:

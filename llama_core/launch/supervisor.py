@@ -22,9 +22,10 @@ from llama_core.config.run import Device
 from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
+    RESTART_VARIABLE,
     RankExit,
-    cancel_path,
     exit_path,
+    is_cancellation_requested,
     log_path,
 )
 from llama_core.launch.environment import available_cores
@@ -73,8 +74,9 @@ class Supervisor:
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
 
-        job, restart = JobEnvironment(), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        job, restart, nodes = JobEnvironment(), 0, ""
         if job.cluster == "slurm":
+            restart, nodes = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["SLURM_JOB_NODELIST"]
             os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if job.cluster == "local":
@@ -83,15 +85,14 @@ class Supervisor:
         environment = worker_environment(
             {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes
         )
-        environment[JOB_ID_VARIABLE] = job.job_id
+        environment |= {JOB_ID_VARIABLE: job.job_id, RESTART_VARIABLE: str(restart)}
         rank = _Rank(self, job.job_id, restart, job.global_rank, job.num_tasks)
-        if not rank.is_recorded() or cancel_path(rank.run_directory).exists():
+        if not rank.is_recorded() or is_cancellation_requested(rank.run_directory, rank.job):
             sys.exit(1)
-        nodes = os.environ.get("SLURM_JOB_NODELIST", "")
         if job.global_rank == 0 and not begin_attempt(rank.run_directory, rank.job, restart, nodes, self.max_attempts):
             sys.exit(1)
         rank_exit = rank.run(environment, watch_siblings=job.cluster == "local" and job.num_tasks > 1)
-        if job.cluster == "slurm" and rank_exit.exit_code == STOPPED_EXIT and self._goes_on(rank):
+        if job.cluster == "slurm" and rank_exit.failed and rank.was_told_to_stop(rank_exit) and self._goes_on(rank):
             return
         if rank_exit.failed:
             sys.exit(rank_exit.exit_code or 1)
@@ -99,9 +100,11 @@ class Supervisor:
     def _goes_on(self, rank: "_Rank") -> bool:
         """Return whether the job starts again, which its first rank sees to; the others leave that to it."""
         if rank.rank > 0:
-            return not cancel_path(rank.run_directory).exists()
+            return not is_cancellation_requested(rank.run_directory, rank.job)
         announced = signal.SIGUSR2 in rank.received
-        return start_again(rank.run_directory, rank.job, announced=announced, max_attempts=self.max_attempts)
+        return start_again(
+            rank.run_directory, rank.job, rank.restart, announced=announced, max_attempts=self.max_attempts
+        )
 
 
 def rendezvous_port(job_id: int, restart: int) -> int:
@@ -172,6 +175,10 @@ class _Rank:
             time.sleep(0.1)
         return False
 
+    def was_told_to_stop(self, rank_exit: RankExit) -> bool:
+        """Return whether the worker ended since its job was asked to: after a step, or before it could heed that."""
+        return rank_exit.exit_code == STOPPED_EXIT or not {signal.SIGTERM, signal.SIGUSR2}.isdisjoint(self.received)
+
     def run(self, environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit:
         """Run the worker to its end and record how it ended."""
         job = self.job
@@ -191,7 +198,7 @@ class _Rank:
             self.worker.send_signal(received)
         watchers: list[Watcher] = []
         if watch_siblings:
-            watchers.append(Siblings(self.run_directory, job, self.num_ranks))
+            watchers.append(Siblings(self.run_directory, job, self.restart, self.num_ranks))
         if self.rank == 0:
             watchers.append(Successor(self.run_directory, job, self.restart))
         heartbeat = Heartbeat(self.run_directory, self.supervisor.hang_timeout_s)

@@ -56,7 +56,9 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
     """Return why an attempt ended, by what its ranks left; the first that failed by itself is the one to blame."""
     exits = read_rank_exits(run, job, restart)
     lost = [rank_exit for rank_exit in exits if _lost_the_others(run, rank_exit)]
-    culprit = next((e for e in exits if e.failed and not e.stopped and e not in lost), None)
+    failed = [e for e in exits if e.failed and not e.stopped and e not in lost]
+    # Slurm ends the others by SIGTERM once one has failed, and the clocks of two nodes may tell another order.
+    culprit = next((e for e in failed if e.signal != signal.SIGTERM), failed[0] if failed else None)
     if culprit is not None and culprit.silent_seconds is not None:
         return _of_silence(culprit.silent_seconds)
     if culprit is not None:
@@ -66,6 +68,8 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
     missing = set(range(exits[0].num_ranks)) - {rank_exit.rank for rank_exit in exits} if exits else {0}
     if missing:
         return _of_vanished_rank(job, min(missing))
+    if any(rank_exit.failed for rank_exit in exits):
+        return Verdict("crashed", "the ranks were ended, but none of them had failed", RESUME)
     return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", READ_LOG)
 
 
@@ -119,7 +123,9 @@ def _of_signal(rank: int, number: int) -> Verdict:
         case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
             return Verdict("cancelled", f"rank {rank} was stopped by {name} before it could save", RESUME)
         case signal.SIGUSR2:
-            return Verdict("preempted", f"rank {rank} was stopped by {name} before it could save", RESUME)
+            return Verdict(
+                "preempted", f"rank {rank} was told by {name} that its time was up, and could not save", RESUME
+            )
         case signal.SIGKILL:
             return Verdict("crashed", f"rank {rank} was killed by signal 9 (possibly out of memory)", RESUME)
     return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", READ_LOG)

@@ -3,12 +3,14 @@
 import os
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 from llama_core.artifacts import JobRecord, RunDirectory
+from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import current_attempt, read_rank_exits
 
 LOOK_SECONDS = 10.0
-"""How often a file is looked at that the supervisors of all ranks look at."""
+"""How often a file on the shared file system is looked at."""
 
 SURVIVOR_SECONDS = 5
 """How long ranks may go on after one has failed, to end by themselves before they are killed."""
@@ -25,17 +27,19 @@ class Watcher(ABC):
 class Siblings(Watcher):
     """The ranks' supervisors, children of one parent. A rank whose peer is gone may wait for it for ever."""
 
-    def __init__(self, run: RunDirectory, job: JobRecord, num_ranks: int) -> None:
-        self.run, self.job, self.num_ranks = run, job, num_ranks
+    def __init__(self, run: RunDirectory, job: JobRecord, restart: int, num_ranks: int) -> None:
+        self.run, self.job, self.restart, self.num_ranks = run, job, restart, num_ranks
         self.complete_at = time.monotonic()
 
     def gives_up(self) -> bool:
         """Return whether for ``SURVIVOR_SECONDS`` a rank has been neither at work nor finished."""
         import psutil
 
-        children = psutil.Process(os.getppid()).children()
-        present = sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
-        finished = sum(not rank_exit.failed for rank_exit in read_rank_exits(self.run, self.job, 0))
+        present = 0
+        for child in psutil.Process(os.getppid()).children():
+            with suppress(psutil.NoSuchProcess):
+                present += child.status() != psutil.STATUS_ZOMBIE
+        finished = sum(not rank_exit.failed for rank_exit in read_rank_exits(self.run, self.job, self.restart))
         if present + finished >= self.num_ranks:
             self.complete_at = time.monotonic()
         return time.monotonic() - self.complete_at > SURVIVOR_SECONDS
@@ -53,28 +57,35 @@ class Successor(Watcher):
         if time.monotonic() - self.looked_at < LOOK_SECONDS:
             return False
         self.looked_at = time.monotonic()
-        attempt = current_attempt(self.run, self.job)
-        return attempt is None or attempt.restart != self.restart
+        with suppress(RunDirectoryError):  # what cannot be read now is no news
+            attempt = current_attempt(self.run, self.job)
+            return attempt is None or attempt.restart != self.restart
+        return False
 
 
 class Heartbeat:
-    """The steps that the first rank records. They are timed by this machine's own clock."""
+    """The steps that the first rank records, and what else it shows that it is at work by.
+
+    Silence is added up from one look to the next: while the processes of a job are suspended, nobody looks.
+    """
 
     def __init__(self, run: RunDirectory, limit_seconds: float) -> None:
         self.run, self.limit_seconds = run, limit_seconds
         self._newest = self._look()
         self._has_beaten = False
-        self._changed_at = self._looked_at = time.monotonic()
+        self._silent = 0.0
+        self._looked_at = time.monotonic()
 
     def silent_seconds(self) -> float | None:
         """Return how long there has been no step, once that is too long; None before the first one."""
+        every = min(LOOK_SECONDS, self.limit_seconds)
         now = time.monotonic()
-        if now - self._looked_at >= min(LOOK_SECONDS, self.limit_seconds):
+        if now - self._looked_at >= every:
+            self._silent += min(now - self._looked_at, 2 * every)
             self._looked_at, found = now, self._look()
-            if found != self._newest:
-                self._newest, self._changed_at, self._has_beaten = found, now, True
-        silent = now - self._changed_at
-        return silent if self._has_beaten and silent > self.limit_seconds else None
+            if found and found != self._newest:
+                self._newest, self._silent, self._has_beaten = found, 0.0, True
+        return self._silent if self._has_beaten and self._silent > self.limit_seconds else None
 
     def _look(self) -> int:
         try:

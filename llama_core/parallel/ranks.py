@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed import distributed_c10d
 
 from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(days=1)
 """How long ranks wait for what may well take hours: a data set to be tokenised, a checkpoint to be written."""
@@ -112,6 +115,15 @@ _LIBRARIES_SAY = (
 def is_first_rank() -> bool:
     """Return whether this is rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_first_rank(value: T) -> T:
+    """Return the value that rank 0 gives, on all ranks; it has to be picklable."""
+    if not dist.is_initialized():
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, device=torch.device("cpu"))
+    return holder[0]
 
 
 def most_over_ranks(*values: int) -> tuple[int, ...]:

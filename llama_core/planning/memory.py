@@ -25,6 +25,7 @@ from llama_core.config.run import Precision, RecomputeMode
 from llama_core.planning.actions import RELEASES, Action, Kind
 from llama_core.planning.moments import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.prefetch import Prefetch, Prefetches
 from llama_core.planning.profile import Category, MemoryProfile, Phase
 from llama_core.planning.strategies import tensors_by_layer
 from llama_core.planning.tensors import FP32_BYTES, Tensors
@@ -125,7 +126,10 @@ class _Rank:
         self._under_way: Counter[int] = Counter()  # microbatches between their forward and their backward, by stage
         self._put_off: Counter[int] = Counter()  # microbatches whose weight gradients wait, by stage
         self._accumulated: Counter[int] = Counter()  # parameters with gradients, by stage
+        self._num_backwards: Counter[int] = Counter()  # by stage
         self._gathered: set[int] = set()  # stages whose weights have been gathered
+        drops = plan.uses_fully_shard and plan.effective_zero_stage == 3
+        self._prefetches = self._watch_prefetches() if drops else None
         self._buffer = 0
 
     def profile(self) -> MemoryProfile:
@@ -174,23 +178,20 @@ class _Rank:
             self._under_way[index] -= 1
         if action.kind is Kind.WEIGHT_GRADIENT:
             self._put_off[index] -= 1
+        prefetch = self._prefetches.enter(index, action.kind) if self._prefetches else Prefetch()
+        others = [s for s in self.hosted if s != index]
         return Around(
-            when=When(
-                is_first=index not in self._gathered,
-                after_forward=after_forward,
-                accumulated=self._accumulated[index],
-                final=final,
-            ),
+            when=self._when(index, after_forward=after_forward, final=final),
             activations=self.inputs
             + sum(stages[s].kept * n for s, n in self._under_way.items())
             + sum(stages[s].put_off * n for s, n in self._put_off.items()),
             loss=sum(stages[s].kept_loss * n for s, n in self._under_way.items()),
-            gradients=sum(self._gradients(s) for s in self.hosted if s != index),
-            gathered=sum(
-                stages[s].weights.stay_gathered if s in self._gathered else stages[s].weights.root_gathered
-                for s in self.hosted
-                if s != index
-            ),
+            gradients=sum(stages[s].weights.gradients(self._when(s), 0) for s in others),
+            communication=sum(self._communication(s) for s in others)
+            + sum(self._last_layer(s) for s in prefetch.waiting - {index}),
+            root=sum(stages[s].weights.root_gathered for s in others) if final or self._prefetches else 0,
+            early=self._last_layer(index) if index in prefetch.waiting else 0,
+            ahead=0 if prefetch.ahead is None else self._last_layer(prefetch.ahead),
             buffer=self._buffer,
         )
 
@@ -205,12 +206,35 @@ class _Rank:
         weights = self.stages[index].weights
         if action.kind in RELEASES:
             self._accumulated[index] = weights.trained.total
+            self._num_backwards[index] += 1
         elif action.kind is Kind.INPUT_GRADIENT:  # those of norms and tables are not put off
             self._accumulated[index] = max(self._accumulated[index], weights.trained.tables)
         if action.kind in _BACKWARDS and len(self.hosted) == 1:  # groups that take no part in a backward release it
             self._buffer = weights.last_buffer
 
-    def _gradients(self, stage: int) -> int:
-        """Return the bytes of a stage's gradients while another one runs."""
-        between = When(is_first=False, after_forward=False, accumulated=self._accumulated[stage], final=False)
-        return self.stages[stage].weights.gradients(between, 0)
+    def _when(self, stage: int, *, after_forward: bool = False, final: bool = False) -> When:
+        """Return where a stage stands, be it at work or not."""
+        return When(
+            is_first=stage not in self._gathered,
+            after_forward=after_forward,
+            accumulated=self._accumulated[stage],
+            final=final,
+            repeated=self._num_backwards[stage] > 1,
+        )
+
+    def _communication(self, stage: int) -> int:
+        """Return the bytes that a stage keeps of what was gathered and averaged while another one runs."""
+        weights, when = self.stages[stage].weights, self._when(stage)
+        return weights.averaged(when, 0) + (weights.root_gathered if when.is_first else weights.stay_gathered)
+
+    def _last_layer(self, stage: int) -> int:
+        """Return the bytes that fetching a stage's last layer fills."""
+        weights = self.stages[stage].weights
+        return weights.at_work(weights.num_layers - 1)
+
+    def _watch_prefetches(self) -> Prefetches:
+        held = {stage: self.stages[stage].weights.held for stage in self.hosted}
+        return Prefetches(
+            has_root=any(own.root for own in held.values()),
+            single_groups=[stage for stage, own in held.items() if len(own.layers) == 1 and not own.embedding],
+        )

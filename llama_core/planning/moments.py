@@ -1,15 +1,16 @@
 """The moments of one forward and one backward of a stage at which a rank may hold most, by category.
 
 A forward walks the layers from the first to the last, and each leaves what its backward needs. So it holds most at its
-end: after the last layer or, on the last stage, in the last chunk of the loss.
+end: after the last layer or, on the last stage, in the last chunk of the loss; or while ``fully_shard`` gathers one of
+the last layers.
 
 A backward walks the same way back: gradients come into being, and each layer drops what was left for it. Over layers
 that are alike memory goes evenly up or down, so that the ends of such runs tell the peak. A layer holds most after
-``w2``, its widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; and
-while ``fully_shard`` reduces its gradients. Before the layers come the loss and the final norm, and after them the
-embedding, whose gradient is made in one piece, and what is reduced last.
+``w2``, its widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; with
+few tokens after ``wq``, with the gradients of all; and while ``fully_shard`` reduces them. Before the layers come the
+loss and the final norm, and after them the embedding, whose gradient is made in one piece, and what is reduced last.
 
-Moments that were never the peak under a wide range of plans, such as those of attention, are left out.
+Moments that were hardly ever the peak under a wide range of plans, such as those inside attention, are left out.
 """
 
 from collections import Counter
@@ -35,8 +36,14 @@ class Around:
     """Gradients of the hidden states and the head that wait for their backward."""
     gradients: int
     """Of other stages of this rank."""
-    gathered: int
-    """Weights of other stages of this rank that stay gathered."""
+    communication: int
+    """Of other stages of this rank: weights that stay gathered or are fetched early, and averages of gradients."""
+    root: int
+    """Those of the root among them, where a backward drops them before it comes to the embedding."""
+    early: int
+    """Of the stage's own last layer, where it was fetched before its forward."""
+    ahead: int
+    """Of the stage whose last layer is fetched as a backward ends."""
     buffer: int
     """Of the last reduction, which ``fully_shard`` keeps until the next."""
 
@@ -117,9 +124,10 @@ class StageMoments:
         last = self.weights.num_layers - 1
         kinds = list(zip(self.stage.modes, self.layers, strict=True))
         starts = {layer for layer in range(1, last + 1) if kinds[layer] != kinds[layer - 1]}
-        # the last but one is the first that finds the buffer of a reduction
-        telling = {0, last - 1, last} | starts | {start - 1 for start in starts}
-        return sorted(telling - {-1}, reverse=True)
+        # the last but one is the first that finds the buffer of a reduction, and the second one the last that another
+        # layer is fetched in
+        telling = {0, 1, last - 1, last} | starts | {start - 1 for start in starts}
+        return sorted(telling & set(range(last + 1)), reverse=True)
 
     def _in_head(self, around: Around) -> Iterator[Moment]:
         t, weights, when = self.tensors, self.weights, around.when
@@ -150,25 +158,31 @@ class StageMoments:
         if recomputed and t.narrow:  # in fp32 the first norm keeps the very tensor that checkpointing kept
             below += t.stream
         buffer = around.buffer if is_last else weights.reduction_buffer(when, weights.trained.layers[layer + 1])
-        matrix = t.ffn_parameters * self._made
+        matrix, layer_trained = t.ffn_parameters * self._made, t.layer_trained * self._made
         # beside what the layer itself needs: the gradient of its output, that of the stage's, and one to be added
         others = t.stream + FP32_BYTES * matrix * weights.adds(when)
         others += 0 if is_last else self._gradient_received
         copy = t.ffn_parameters * t.itemsize if t.narrow else 0  # a matrix's, and its gradient before it is widened
-        for kept, temporaries, num_made in (
+        for kept, temporaries, made in (
             # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's own before it is widened
-            (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), 1),
+            (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
             # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
-            (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3),
+            (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3 * matrix),
+            # after wq: the gradient of the queries, and two of its input
+            (t.norm + t.whole, t.queries + 2 * t.whole, layer_trained),
         ):
             yield self._moment(
                 around,
-                gradients=weights.gradients(when, done, num_made * matrix) + weights.waiting_head(when),
+                gradients=weights.gradients(when, done, made) + weights.waiting_head(when),
                 activations=below + (0 if recomputed else kept),
                 temporaries=temporaries + others + (kept if recomputed else 0),
-                communication=weights.at_work(layer) + weights.fetched_ahead(layer) + buffer,
+                communication=weights.at_work(layer) + self._ahead(around, layer) + buffer,
                 done=done,
             )
+
+    def _ahead(self, around: Around, layer: int) -> int:
+        """Return what is fetched while the backward is in a layer, be it of another stage."""
+        return self.weights.fetched_ahead(layer) or (0 if layer else around.ahead)
 
     def _done_above(self, layer: int) -> int:
         """Return the parameters whose gradients are done when the backward comes to a layer."""
@@ -218,16 +232,18 @@ class StageMoments:
         communication: int = 0,
         temporaries: int = 0,
         done: int = 0,
+        group: int = 0,
     ) -> Moment:
-        """Return a moment with what is around, after ``done`` parameters' gradients have been reduced."""
-        when = around.when
-        own = self.weights.gradients(when, 0) if gradients is None else gradients
+        """Return a moment with what is around, as ``group`` parameters' gradients are reduced after ``done`` others."""
+        weights, when = self.weights, around.when
+        own = weights.gradients(when, 0) if gradients is None else gradients
+        communication += weights.gathered(when, done + group) + weights.averaged(when, done, group)
         return Counter(
             {
                 "gradients": around.gradients + own,
                 "activations": around.activations + activations,
                 "loss": around.loss + loss,
-                "communication": around.gathered + self.weights.gathered(when, done) + communication,
+                "communication": around.communication + communication,
                 "temporaries": temporaries,
             }
         )
@@ -247,25 +263,38 @@ class ShardedMoments(StageMoments):
 
     def forward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a forward."""
-        yield from self._fetching(around, 0, self.weights.held.embedding, self._kept_below(0))
+        yield from self._gathering(around)
         yield from super().forward(around)
 
     def backward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a backward, in their order."""
-        if not self.stage.is_last:  # else the head is at work before the layers
-            last = self.weights.num_layers - 1
-            yield from self._fetching(around, last, 0, self._kept_below(last + 1))
-        yield from super().backward(around)
-
-    def _fetching(self, around: Around, layer: int, embedding: int, activations: int) -> Iterator[Moment]:
-        """Yield the moment at which the first layer is fetched: beside the buffer of what was fetched before it."""
-        weights = self.weights
-        if weights.drops:
-            before = embedding or (0 if around.when.after_forward else weights.held.root)
+        weights, last = self.weights, self.weights.num_layers - 1
+        if weights.drops and not self.stage.is_last:  # else the head is at work before the layers
+            root = 0 if around.when.after_forward else weights.held.root
             yield self._moment(
                 around,
-                activations=activations,
-                communication=weights.itemsize * before + 2 * weights.at_work(layer) + around.buffer,
+                activations=self._kept_below(last + 1),
+                communication=weights.itemsize * root + 2 * weights.at_work(last) + around.buffer,
+                temporaries=self.tensors.stream,
+            )
+        yield from super().backward(around)
+
+    def _gathering(self, around: Around) -> Iterator[Moment]:
+        """Yield moments of a forward at which a layer is gathered: beside the buffer of what was gathered before it."""
+        weights, held, last = self.weights, self.weights.held, self.weights.num_layers - 1
+        if not weights.fetched(around.when):
+            return
+        root = 0 if around.when.after_forward else held.root
+        before = (held.embedding or root, *held.layers)
+        # where layers stay gathered, the last one finds most
+        for layer in {0, max(0, last - 1), last} if weights.drops else {last}:
+            yield self._moment(
+                around,
+                activations=self._kept_below(layer),
+                communication=weights.itemsize * (before[layer] + held.layers[layer])
+                + weights.at_work(layer)
+                + (around.early if layer < last else 0)
+                + around.buffer,
                 temporaries=self.tensors.stream,
             )
 
@@ -288,11 +317,11 @@ class ShardedMoments(StageMoments):
             )
         root = table if self.stage.shares_table else trained.root
         if root:
-            waiting = weights.fetched_ahead(0) + weights.itemsize * trained.embedding  # its gradient is there as well
+            waiting = self._ahead(around, 0) + weights.itemsize * trained.embedding  # its gradient is there as well
             yield self._reduction(around, root, largest=table, done=layers, waiting=waiting)
         if trained.embedding:
             done = layers + trained.root
-            waiting = weights.at_work(0)
+            waiting = around.ahead - around.root
             yield self._reduction(around, trained.embedding, largest=table, done=done, waiting=waiting)
 
     def _reduction(
@@ -306,7 +335,7 @@ class ShardedMoments(StageMoments):
             largest: parameters of its last matrix.
             done: parameters of this stage that were reduced before.
             layer: the layers before this one are still to come.
-            waiting: bytes of the group whose turn is next.
+            waiting: bytes of the group whose turn is next, less those that have been dropped.
         """
         weights, when = self.weights, around.when
         return self._moment(
@@ -315,5 +344,6 @@ class ShardedMoments(StageMoments):
             activations=self._kept_below(layer),
             temporaries=self.tensors.stream + self._gradient_received,
             communication=weights.reduction_buffer(when, group) + waiting,
-            done=done + group,
+            done=done,
+            group=group,
         )

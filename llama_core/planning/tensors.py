@@ -67,6 +67,8 @@ class Tensors:
         # inputs of wq to wv, wo, w1 and w3, w2, and the gradients of what they return
         matrices = 4 * self.stream + 2 * self.queries + 2 * self.keys + 3 * self.ffn
         self.put_off = matrices if splits else 0
+        # around a ring, attention to each block of another rank has a result of its own, over half of the queries
+        self.ring = (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
 
         self.layer_parameters = spec.layer_matmul_parameters // tp + 2 * spec.hidden_size
         self.layer_trained = self.layer_parameters  # those with gradients
@@ -112,7 +114,7 @@ class Tensors:
         if mode == "full":
             return self.stream
         if mode == "selective":  # its input, the products wq, wv, wo and w1, and attention
-            return self.stream + 2 * self.queries + self.keys + self.log_sum_exp + self.whole + self.ffn
+            return self.stream + 2 * self.queries + self.keys + self.log_sum_exp + self.whole + self.ffn + self.ring
         attention = (
             self.norm
             + self.whole  # the norm's output: input of wq, wk, wv
@@ -129,7 +131,7 @@ class Tensors:
         """Return what one layer holds at the end of its forward beside what it keeps."""
         # the stream before it, w2's output and, of a divided sequence, its parts; their sum
         joined = self.stream * (2 if self.narrow else 1) + self.whole * (2 if self.is_divided else 1)
-        if mode != "full":
+        if mode == "none":
             return joined
         return max(joined, 3 * self.ffn + self.stream + self.whole)  # silu(gate), up, their product; the norm's output
 

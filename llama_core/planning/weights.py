@@ -79,6 +79,8 @@ class When:
     """Parameters of the stage that have gradients of earlier microbatches: most often none or all."""
     final: bool
     """Whether this is the rank's last backward of the step."""
+    repeated: bool = False
+    """Whether the stage has had two backwards or more."""
 
 
 class StageWeights:
@@ -127,7 +129,11 @@ class StageWeights:
         return 0
 
     def fetched_ahead(self, layer: int) -> int:
-        """Return the bytes fetched while the backward is in a layer, counted from the stage's first."""
+        """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
+        return 0
+
+    def averaged(self, when: When, done: int, group: int = 0) -> int:
+        """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones."""
         return 0
 
     def gradients(self, when: When, done: int, fresh: int = 0) -> int:
@@ -178,6 +184,9 @@ class ShardedWeights(StageWeights):
         self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
         self.table_gradient = self.itemsize * tensors.table_trained
         self.head_done = 0
+        several_stages = len(plan.build_schedule().stages_of(0)) > 1
+        # else copies average once a step
+        self._averages_often = self.zero_stage >= 2 and plan.dp_replicate > 1 and several_stages
         last_group = self.trained.embedding or self.trained.root or self.trained.layers[0]
         self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
 
@@ -202,16 +211,31 @@ class ShardedWeights(StageWeights):
         return self.itemsize * self.held.layers[-1] if gathers else 0
 
     def fetched_ahead(self, layer: int) -> int:
-        """Return the bytes fetched while the backward is in a layer, counted from the stage's first."""
+        """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
         if layer:
             return self.at_work(layer - 1)
-        return self.itemsize * (self.held.embedding or self.held.layers[0]) if self.drops else 0
+        return self.itemsize * self.held.embedding if self.drops else 0
+
+    def averaged(self, when: When, done: int, group: int = 0) -> int:
+        """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones.
+
+        The first average of a step becomes the gradient itself.
+
+        Args:
+            when: which backward.
+            done: parameters whose gradients this backward has reduced.
+            group: parameters of the group that it reduces now, whose last average is gone.
+        """
+        if not self._averages_often or not when.accumulated:
+            return 0
+        kept = self.trained.total - group if when.repeated else done
+        return int(FP32_BYTES * kept // self.num_shards)
 
     def gradients(self, when: When, done: int, fresh: int = 0) -> int:
         """Return the bytes of the gradients in a backward."""
         reduced = FP32_BYTES * done
         held = max(reduced, FP32_BYTES * when.accumulated)
-        unreduced = self.itemsize * fresh
+        unreduced = 0 if self.adds(when) else self.itemsize * fresh
         if self.zero_stage >= 2:
             return int(held // self.num_shards) + unreduced
         if when.final:
@@ -219,13 +243,12 @@ class ShardedWeights(StageWeights):
         return held + unreduced
 
     def adds(self, when: When) -> bool:
-        """Return whether a gradient is made beside the one that it is then added to: it is reduced first."""
-        return False
+        """Return whether a gradient is made beside the one that it is then added to; else it is reduced or widened."""
+        return when.accumulated > 0 and self.itemsize == FP32_BYTES and self.zero_stage < 2
 
     def waiting_head(self, when: When) -> int:
         """Return the bytes of the head's gradient while the backward is in the layers: it is reduced after them."""
-        added = when.accumulated > 0 and self.itemsize == FP32_BYTES and self.zero_stage < 2
-        return self.table_gradient if self.stage.is_last and not added else 0
+        return self.table_gradient if self.stage.is_last and not self.adds(when) else 0
 
     def reduction_buffer(self, when: When, group: int) -> int:
         """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
@@ -244,7 +267,7 @@ class ShardedWeights(StageWeights):
         """
         made, reduces = self.itemsize * group, self._reduces(when)
         if not reduces and self.itemsize == FP32_BYTES:
-            return made
+            return 0 if self.adds(when) else made
         result = int(FP32_BYTES * group // (self.num_shards if reduces else 1))
         if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to what was there
             made, result = (0 if reduces else made), 0

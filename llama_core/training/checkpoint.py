@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 from llama_core.artifacts import RunDirectory, atomic_write, read_json, write_json
 from llama_core.errors import CheckpointError, RunDirectoryError
-from llama_core.parallel.ranks import is_first_rank
+from llama_core.parallel.ranks import from_first_rank, is_first_rank, most_over_ranks
 from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ class Checkpointer:
         paths = sorted(path for path in writing.rglob("*") if path.is_file())
         files = {str(path.relative_to(writing)): path.stat().st_size for path in paths}
         write_json(writing / STATE, {"step": step, **state, "files": files})
-        if final.exists():
-            shutil.rmtree(final)  # incomplete, or this step would not have been taken again
+        if final.exists():  # damaged, or this step would not have been taken again
+            final.replace(self.run.checkpoints / f".{final.name}.damaged.writing")
         writing.replace(final)
         with atomic_write(self.run.checkpoints / LATEST) as temporary:
             temporary.write_text(final.name + "\n")
@@ -124,15 +124,22 @@ class Checkpointer:
         if is_first_rank():
             for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
                 shutil.rmtree(unfinished)
-        candidates = list(reversed(list(_steps(self.run))))
-        for path in candidates:
-            try:
-                state = _complete(path)
-                engine.load(path)
-            except (CheckpointError, dcp.CheckpointException) as error:
-                logger.warning("checkpoint %s is damaged (%s); trying the one before", path.name, _one_line(error))
-                continue
-            return state
+        # The first rank looks, and the others take its word: a shared file system may show them another state.
+        candidates = from_first_rank([path.name for path in reversed(list(_steps(self.run)))])
+        for name in candidates:
+            path = self.run.checkpoints / name
+            state, problem = from_first_rank(_state_or_problem(path) if is_first_rank() else (None, ""))
+            if state is not None:
+                try:
+                    engine.load(path)
+                except (CheckpointError, dcp.CheckpointException) as error:
+                    problem = _one_line(error)
+                (any_problem,) = most_over_ranks(int(problem != ""))
+                if not any_problem:
+                    return state
+            logger.warning(
+                "checkpoint %s is damaged (%s); trying the one before", name, problem or "another rank cannot read it"
+            )
         if candidates:
             raise CheckpointError(
                 f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read; "
@@ -165,6 +172,14 @@ def newest_checkpoint(run: RunDirectory) -> Path | None:
 
 def _steps(run: RunDirectory) -> Iterator[Path]:
     yield from sorted(path for path in run.checkpoints.glob(f"{PREFIX}*") if path.is_dir())
+
+
+def _state_or_problem(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """Return the counters of the checkpoint in ``path``, or what is wrong with it."""
+    try:
+        return _complete(path), ""
+    except CheckpointError as error:
+        return None, _one_line(error)
 
 
 def _complete(path: Path) -> dict[str, Any]:

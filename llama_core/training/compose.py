@@ -34,13 +34,16 @@ class Hosting:
     """The ZeRO stage that takes effect."""
     has_rest: bool
     """Whether it holds weights outside the layers and the untied embedding, which every stage's forward gathers."""
+    averages_often: bool
+    """Whether copies average after every backward, and keep what they add to gradients until the next."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return what a pipeline rank hosts."""
         stages, last = plan.build_schedule().stages_of(pp_rank), plan.num_stages - 1
         has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
-        return cls(stages, plan.effective_zero_stage, has_rest)
+        averages_often = plan.effective_zero_stage >= 2 and plan.dp_replicate > 1 and len(stages) > 1
+        return cls(stages, plan.effective_zero_stage, has_rest, averages_often)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Situation:
     """Whether it is the last of its kind."""
     done: frozenset[tuple[int, Kind]]
     """Backwards that there have been, and whether this stage's forward has: what is accumulated and gathered."""
+    repeated: frozenset[int]
+    """Stages that have had two backwards or more, where copies average often: they keep an average already."""
     buffer: int | None
     """The stage that ran the last backward, if the buffer of the gradients that it has reduced is still there."""
     fetching: tuple[object, ...]
@@ -105,6 +110,7 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
     received = {(action.stage, action.microbatch, action.kind) for action in actions}
     fetching = _Fetching(has_rest=hosting.has_rest) if hosting.zero_stage == 3 else None
     done: set[tuple[int, Kind]] = set()
+    num_backwards: Counter[int] = Counter()
     buffer, found = None, []
     for place, action in _computations(actions):
         slot, kind = slots[action.stage], action.kind
@@ -117,11 +123,13 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
                 is_received=(action.stage, action.microbatch, source) in received,
                 is_last=place == last_places[kind],
                 done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
+                repeated=frozenset(s for s, n in num_backwards.items() if n > 1 and hosting.averages_often),
                 buffer=buffer if hosting.zero_stage >= 2 else None,
                 fetching=fetching.enter(slot, kind) if fetching else (),
             )
         )
         done.add((slot, kind))
+        num_backwards[slot] += kind in _BACKWARDS
         buffer = slot if kind in _BACKWARDS else buffer
     return found
 

@@ -146,7 +146,7 @@ class Trainer:
         """Time whole steps at the current state, after warm-up; nothing of them is recorded or saved."""
         timing = self.config.benchmark
         record = time_steps(
-            lambda: self._optimize(self.batches.next_batch(), on_phase=lambda phase: None),
+            self._time_step,
             warmup_steps=timing.warmup_steps,
             num_steps=timing.steps,
             tokens_per_step=self.config.batch_size * self.config.seq_len,
@@ -156,6 +156,11 @@ class Trainer:
         )
         (peak,) = most_over_ranks(record.memory_peak_bytes)
         return replace(record, memory_peak_bytes=peak)
+
+    def _time_step(self) -> None:
+        self._optimize(self.batches.next_batch(), on_phase=lambda phase: None)
+        if is_first_rank() and self.run.progress.exists():
+            self.run.progress.touch()  # no step is recorded, but the run is at work
 
     def _take_step(self) -> tuple[StepRecord, bool]:
         """Train on the next batch; return its record, and whether a rank was asked to stop."""

@@ -82,7 +82,7 @@ def test_the_flow_leaves_a_finished_run_and_its_report(prefect, flow_run):
 
 def test_the_terminal_shows_a_line_for_each_step_and_nothing_of_prefect(flow_run):
     names = dict.fromkeys(line.split()[0] for line in flow_run.stdout.splitlines())
-    assert list(names) == ["run", "validate", "estimate", "dry-run", "train", "benchmark", "report"]
+    assert list(names) == ["run", "validate", "estimate", "dry-run", "submit", "train", "benchmark", "report"]
     assert flow_run.stderr == ""
 
 

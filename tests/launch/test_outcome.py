@@ -6,7 +6,7 @@ import pytest
 from launch_harness import step_record
 
 from llama_core.artifacts import JobRecord, read_json, write_json, write_metrics_part
-from llama_core.launch.attempts import JOB_ID_VARIABLE, LOG_HEADER, RankExit, cancel_path, exit_path, log_path
+from llama_core.launch.attempts import JOB_ID_VARIABLE, LOG_HEADER, RankExit, exit_path, log_path, request_cancellation
 from llama_core.launch.outcome import conclude, record_outcome
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"x.py\", line 1, in <module>\nKeyError: 'tokens'\n"
@@ -49,7 +49,7 @@ def test_an_outcome_of_an_earlier_job_says_nothing_about_this_one(run, job):
         ({"by": signal.SIGKILL, "oom_killed": True}, "oom", "the kernel ran out of memory and killed rank 0"),
         ({"by": signal.SIGABRT}, "crashed", "rank 0 was killed by signal 6 (SIGABRT)"),
         ({"by": signal.SIGTERM}, "cancelled", "rank 0 was stopped by SIGTERM before it could save"),
-        ({"by": signal.SIGUSR2}, "preempted", "rank 0 was stopped by SIGUSR2 before it could save"),
+        ({"by": signal.SIGUSR2}, "preempted", "rank 0 was told by SIGUSR2 that its time was up, and could not save"),
         (
             {"exit_code": 1, "log": f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n"},
             "oom",
@@ -120,7 +120,7 @@ def test_slurm_knows_better_than_the_worker_why_it_was_stopped(run, under_the_jo
 
 
 def test_a_job_that_was_asked_to_stop_was_cancelled_however_it_ended(run, job):
-    write_json(cancel_path(run), {})
+    request_cancellation(run, job)
     leave(run, by=signal.SIGKILL)
     assert conclude(run, job).status == "cancelled"
 

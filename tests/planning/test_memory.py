@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_names, model_spec
+from llama_core.config.run import RunConfig
 from llama_core.planning.memory import estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.profile import MemoryEstimate, MemoryProfile
+from llama_core.training.trace import trace_rank
 
 
 def data_parallel(ranks, zero_stage, **choices):
@@ -72,6 +74,62 @@ def test_stage_3_gathers_no_more_than_the_head_and_two_layers():
     head = spec.embedding_parameters + spec.hidden_size
     last_reduction = 4 * spec.embedding_parameters  # whose buffer is kept until the next
     assert forward["communication"] <= 2 * (head + 2 * spec.layer_parameters) + last_reduction
+
+
+@pytest.mark.parametrize("place", range(1, 4))
+def test_stage_3_gathers_a_layer_beside_the_buffers_of_that_layer_and_of_the_one_before(place):
+    spec, plan = model_spec("llama3_70b"), ParallelPlan(dp_shard=8, pp=5, zero_stage=3)
+    forward = estimate_memory(spec, plan, seq_len=512, precision="bf16", document_mask=False, pp_rank=place).phases[
+        "forward"
+    ]
+    assert forward["communication"] == 3 * 2 * spec.layer_parameters
+
+
+@pytest.mark.parametrize(
+    ("choices", "num_bytes"),
+    [
+        ({"zero_stage": 2, "schedule": "interleaved", "num_chunks": 2}, 4),
+        ({"zero_stage": 2, "schedule": "1f1b"}, 0),
+        ({"zero_stage": 1, "schedule": "interleaved", "num_chunks": 2}, 0),
+    ],
+    ids=["several stages", "one stage", "whole gradients"],
+)
+def test_copies_that_average_after_every_backward_keep_each_average_to_the_next(choices, num_bytes):
+    spec, plan = model_spec("llama3_8b"), ParallelPlan(dp_shard=2, pp=2, num_microbatches=8, **choices)
+    alone, copied = (
+        estimate(spec, dataclasses.replace(plan, dp_replicate=copies)).phases["forward"]["communication"]
+        for copies in (1, 2)
+    )
+    kept = num_bytes * spec.num_parameters / 2 / plan.dp_shard  # a rank has half of the parameters
+    assert copied - alone == pytest.approx(kept, rel=1e-5)
+
+
+def pipeline(schedule, zero_stage, pp=2, **choices):
+    sizes = {"dp_shard": 2, "num_microbatches": 2 * pp} | choices
+    return ParallelPlan(schedule=schedule, zero_stage=zero_stage, pp=pp, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "pp_rank", "precision"),
+    [
+        (pipeline("interleaved", 2, num_chunks=2, dp_replicate=2), 0, "bf16"),
+        (pipeline("chimera_doubling", 3, recompute="full"), 0, "bf16"),
+        (pipeline("chimera", 3, pp=4), 1, "fp32"),
+        (pipeline("interleaved", 3, num_chunks=2), 0, "bf16"),
+        (pipeline("1f1b", 3, pp=4), 1, "bf16"),
+        (pipeline("chimera", 1), 0, "fp32"),
+    ],
+    ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else value,
+)
+def test_large_weights_and_few_tokens_are_estimated_as_they_are_counted_in_a_whole_step(plan, pp_rank, precision):
+    overrides = ("architecture.num_layers=10", "training.seq_len=512", f"training.precision={precision}")
+    config = RunConfig.from_mapping({"model": "llama3_8b", "data": {"document_mask": False}}, overrides)
+    counted = trace_rank(config, plan, pp_rank * plan.world_size // plan.pp, in_full=True).counter.peaks
+    estimated = estimate_memory(
+        config.spec, plan, seq_len=512, precision=precision, document_mask=False, pp_rank=pp_rank
+    )
+    for phase in ("forward", "backward"):
+        assert sum(estimated.phases[phase].values()) == pytest.approx(counted[phase].num_bytes, rel=0.01)
 
 
 @given(models, plans, st.sampled_from(["bf16", "fp32"]))

@@ -296,7 +296,7 @@ def test_experts_are_held_where_they_are(layers, plan):
 
 @given(st.integers(1, 7))
 def test_a_token_is_kept_once_for_every_expert_it_goes_through(experts_per_token):
-    dense, plan = model_spec("llama3_8b"), ParallelPlan(dp_shard=8, zero_stage=3)
+    dense, plan = model_spec("llama3_8b"), ParallelPlan()
     fewer, more = (
         estimate(with_experts("llama3_8b", 8, count), plan).phases["forward"]["activations"]
         for count in (experts_per_token, experts_per_token + 1)

@@ -110,7 +110,8 @@ def last_node():
         return numbers[0]
 
     yield number_of
-    cluster.start_node(numbers[0])
+    for number in numbers:
+        cluster.start_node(number)
 
 
 def test_a_run_that_loses_a_node_starts_again_on_others(interrupted, last_node):
@@ -137,8 +138,19 @@ def test_a_job_at_its_time_limit_starts_again_until_it_may_not(submit, run):
         ("timeout", True),
         ("timeout", False),
     ]
-    assert outcome.reason.endswith("attempt 2 of at most 2 (launch.slurm.max_attempts)")
+    assert outcome.reason.endswith("the last of 2 attempts (launch.slurm.max_attempts)")
     assert [read_json(path)["exit_code"] for path in run.logs.glob("exits/*/rank-*.json")] == [STOPPED_EXIT] * 4
+
+
+def test_a_job_that_is_told_to_stop_before_its_ranks_can_heed_it_starts_again(submit, run):
+    job = submit("start_slowly", nodes=1)
+    eventually((run.path / "starting.json").exists)
+    cluster.send_signal(job.handle.record.job_id, "USR2")
+    outcome = job.handle.wait()
+    assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [
+        ("timeout", True),
+        ("finished", False),
+    ]
 
 
 def test_a_job_that_may_not_be_requeued_ends_at_its_time_limit(submit):

@@ -28,6 +28,28 @@ def test_every_rank_learns_its_place_among_the_others_from_slurm(submit):
     assert len({env["MASTER_PORT"] for env in environments}) == 1
 
 
+def test_a_job_submitted_from_inside_another_is_a_job_of_its_own(submit, monkeypatch):
+    inherited = {
+        "SLURM_ARRAY_JOB_ID": "999",
+        "SLURM_ARRAY_TASK_ID": "4",
+        "SLURM_RESTART_COUNT": "7",
+        "MASTER_PORT": "1",
+    }
+    for name, value in (inherited | {"SBATCH_PARTITION": "short", "SBATCH_NO_REQUEUE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    handle = submit("finish", partition="train").handle
+    fields = cluster.job_fields(handle.record.job_id)
+    assert (fields["Partition"], fields["Requeue"]) == ("train", "1")
+    outcome = handle.wait()
+    assert (outcome.status, outcome.attempts[0]["restart"]) == ("finished", 0)
+
+
+def test_a_job_whose_submitter_died_before_it_recorded_it_is_found_in_the_queue(submit, run):
+    first = submit("serve").handle.record
+    run.job.unlink()
+    assert submit("serve").handle.record.job_id == first.job_id
+
+
 def test_cancelling_a_job_that_waits_takes_it_out_of_the_queue(submit, run):
     with cluster.held_node():
         handle = submit("serve", nodes=cluster.NUM_NODES, ranks_per_node=1).handle

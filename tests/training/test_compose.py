@@ -56,6 +56,7 @@ PLANS = [
     plan_of("1f1b", pp=4, dp_shard=2, zero_stage=3),
     plan_of("chimera", dp_shard=2, zero_stage=3),
     plan_of("chimera", dp_shard=2, zero_stage=1),
+    plan_of("interleaved", dp_shard=2, dp_replicate=2, zero_stage=3),
     plan_of("1f1b", tp=2),
     plan_of("1f1b", recompute="full", recomputed_layers=(2, 1)),
 ]
