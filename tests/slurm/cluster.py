@@ -55,6 +55,12 @@ def states():
     return dict(line.split() for line in lines)
 
 
+def jobs_named(beginning):
+    """Return the ids of the jobs in the queue whose names begin so."""
+    lines = _ask("squeue", "--noheader", "--format=%i %j").splitlines()
+    return [job_id for job_id, name in map(str.split, lines) if name.startswith(beginning)]
+
+
 def job_fields(job_id):
     """Return what Slurm shows of a job, such as ``{"JobState": "RUNNING", "NumNodes": "2"}``."""
     return dict(re.findall(r"(?<!\S)([\w/]+)=(\S*)", _ask("scontrol", "--oneliner", "show", "job", job_id)))

@@ -25,8 +25,8 @@ def serving(tmp_path_factory):
     started.stop()
     for left in started.processes():
         left.kill()
-    for job_id in cluster.states():
-        cluster.cancel(job_id)
+    for path in started.checkout.glob("runs/*/job.json"):
+        cluster.cancel(JobRecord(**read_json(path)).job_id)
 
 
 def request(seed, steps):
@@ -108,10 +108,9 @@ def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serv
 
 
 def test_405b_on_h100_stops_at_the_gate_with_the_arithmetic(serving):
-    before = cluster.states()
     config = {"model": "llama3_405b", "training": {"batch_size": 64}, "parallel": {"gpus": 64}}
     launch = {"launcher": "slurm", "device": "cuda", "gpu_type": "h100", "nodes": 8}
     flow_run = serving.run(config | {"launch": launch})
     assert serving.end(flow_run) == "Failed"
     assert "16 bytes x 405.85e9 parameters / 64 = 101.5 GB per device" in serving.state(flow_run)["message"]
-    assert cluster.states() == before
+    assert cluster.jobs_named("llama3_405b") == []
