@@ -12,6 +12,7 @@ from llama_core.planning.leanest import NothingFitsError
 from llama_core.planning.memory import estimate_ranks
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.profile import MemoryEstimate
+from llama_core.units import GIB
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def planned_as(
     """
     gpu = None
     if config.launch.device == "cpu":
-        label, usable = "this machine's memory", machine.memory_bytes // config.parallel.gpus
+        label, usable = _host_memory(config, machine)
     else:
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label, usable = gpu.label, gpu.usable_bytes
@@ -99,6 +100,15 @@ def planned_as(
     )
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
     return PlannedRun(config, plan, MemoryEstimate(fullest, label, usable, ranks), choices, choice, refusal)
+
+
+def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:
+    """Return whose memory the ranks compute in, and the bytes that each has of it."""
+    launch = config.launch
+    asked = launch.slurm.memory_gb_per_node
+    if launch.launcher == "slurm" and asked is not None:
+        return f"{asked} GB of each node", asked * GIB * launch.nodes // config.parallel.gpus  # Slurm's G are GiB
+    return "this machine's memory", machine.memory_bytes * launch.nodes // config.parallel.gpus
 
 
 def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

@@ -9,6 +9,7 @@ from llama_core import steps
 from llama_core.artifacts import Outcome, RunDirectory, read_json, write_json
 from llama_core.config.run import RunConfig
 from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError
+from llama_core.units import GIB
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,12 @@ def test_resume_takes_the_newest_unfinished_run_of_the_configuration():
     finish(first)
     first.report.touch()
     assert steps.prepare_run(config(), resume=True).name.endswith("-3")
+
+
+def test_a_slurm_job_on_the_cpu_has_the_memory_that_it_asks_for():
+    asked = {"launcher": "slurm", "device": "cpu", "nodes": 2, "slurm": {"memory_gb_per_node": 6}}
+    four_ranks = RunConfig.from_mapping({"launch": asked, "parallel": {"gpus": 4}})
+    assert steps.plan_run(four_ranks).estimate.usable_bytes == 3 * GIB
 
 
 def test_resume_may_change_how_often_is_saved_but_not_what_is_trained(tmp_path):
