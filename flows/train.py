@@ -10,6 +10,7 @@ from llama_core.artifacts import RunDirectory
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingFailedError, TrainingInfraError
 from llama_core.launch.outcome import read_outcome
+from llama_core.steps import stopping_on_interrupt
 from tasks import benchmark, preflight, report
 from tasks import train as training
 from tasks.announce import lines_where_they_are_read
@@ -31,9 +32,10 @@ def train(config: RunConfig, run_dir: Path | None = None, resume: bool = False) 
         preflight.estimate_memory(run)
         preflight.dry_run(run)
         try:
-            training.submit(run)
-            training.train(run)
-            benchmark.benchmark(run)
+            with stopping_on_interrupt(run):
+                training.submit(run)
+                training.train(run)
+                benchmark.benchmark(run)
         except TrainingInfraError as error:
             report.write_report(run)
             return _ended(run, error)

@@ -5,6 +5,7 @@ them in order; the Prefect flow calls the same functions as tasks. Each can be c
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ __all__ = [
     "rehearse_plan",
     "run_twin",
     "stopped",
+    "stopping_on_interrupt",
     "submit",
     "train_here",
     "training_summary",
@@ -208,11 +210,31 @@ def wait(
     try:
         return check_outcome(handle.wait(on_progress, on_output, lambda reason: say("waiting", f"for {reason}")))
     except KeyboardInterrupt:
-        say("stopping", "after this step, with a checkpoint")
-        outcome = handle.cancel()
-        if outcome.status == "cancelled":
-            raise stopped(run, outcome) from None
-        return check_outcome(outcome)  # it came to its own end first
+        return _stop(run, handle)
+
+
+@contextmanager
+def stopping_on_interrupt(run: RunDirectory) -> Iterator[None]:
+    """Stop the run's job if the block is interrupted (Ctrl-C) where nobody waits for it.
+
+    Raises:
+        StoppedError: with the command that resumes the run.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        handle = attach(run)
+        if handle is None:
+            raise
+        _stop(run, handle)
+
+
+def _stop(run: RunDirectory, handle: JobHandle) -> Outcome:
+    say("stopping", "after this step, with a checkpoint")
+    outcome = handle.cancel()
+    if outcome.status == "cancelled":
+        raise stopped(run, outcome) from None
+    return check_outcome(outcome)  # it came to its own end first
 
 
 def cancel(run: RunDirectory) -> Outcome | None:

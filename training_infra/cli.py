@@ -299,13 +299,14 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
         rehearsed = steps.rehearse(run)
         say("dry-run", rehearsed.summary() if rehearsed else steps.NOT_REHEARSED)
         try:
-            handle = steps.submit(run)
-            if handle is not None:
-                say("submit", handle.describe())
-            with watch(run) as on_progress:
-                steps.wait(run, handle, on_progress, say_output)
-            say("train", steps.training_summary(run).summary())
-            say("benchmark", steps.benchmark(run).summary())
+            with steps.stopping_on_interrupt(run):
+                handle = steps.submit(run)
+                if handle is not None:
+                    say("submit", handle.describe())
+                with watch(run) as on_progress:
+                    steps.wait(run, handle, on_progress, say_output)
+                say("train", steps.training_summary(run).summary())
+                say("benchmark", steps.benchmark(run).summary())
         finally:
             say("report", str(write_report(run)))
     if options.json:

@@ -11,7 +11,7 @@ from launch_harness import FAKE_WORKER, eventually, is_alive
 
 from llama_core.artifacts import JobRecord, read_json, write_json
 from llama_core.config.run import RunConfig
-from llama_core.errors import EnvironmentMismatchError, RunDirectoryError
+from llama_core.errors import EnvironmentMismatchError, RunDirectoryError, StoppedError
 from llama_core.launch import launchers
 from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
 from llama_core.launch.launchers import attach
@@ -19,6 +19,7 @@ from llama_core.launch.local import LocalJobHandle
 from llama_core.launch.scheduler import JobStatus, job_status
 from llama_core.launch.slurm_request import job_name
 from llama_core.launch.slurm_request import slurm_parameters as parameters
+from llama_core.steps import stopping_on_interrupt
 
 SUBMIT_AND_DIE = """
 import os, signal, sys
@@ -84,6 +85,15 @@ def test_cancelling_kills_a_worker_that_does_not_stop_and_all_it_started(submit)
     processes = job.processes()
     assert job.handle.cancel(grace_seconds=0.5).status == "cancelled"
     eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=10)
+
+
+def test_an_interrupt_while_nobody_waits_for_the_job_stops_it_too(submit, run, config):
+    run.config.write_text(config.to_yaml())
+    job = submit("serve")
+    job.worker()
+    with pytest.raises(StoppedError, match="continue with"), stopping_on_interrupt(run):
+        raise KeyboardInterrupt
+    assert not job.handle.is_running()
 
 
 def test_a_job_cancelled_before_its_worker_starts_never_starts_it(submit, run):

@@ -12,7 +12,7 @@ from llama_core.launch.outcome import read_outcome
 
 sys.path.append(str(Path(__file__).parents[1] / "flows"))
 
-from serving import Serving, until
+from serving import SECRET, Serving, until
 
 SMALL = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
 SLURM = {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10, "options": {"exclusive": True}}
@@ -53,6 +53,7 @@ def test_the_deployment_of_the_smoke_test_trains_on_two_nodes_and_its_report_arr
     assert len(hosts) == 4
     assert len(set(hosts)) == 2
     assert run.report.exists()
+    assert [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
 
 
 def test_whatever_is_killed_the_job_goes_on_and_is_never_submitted_twice(serving):
