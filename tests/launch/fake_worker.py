@@ -67,7 +67,7 @@ def start_slowly():
     if os.environ[RESTART_VARIABLE] == "0":
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        write_json(run.path / "starting.json", {})
+        write_json(run.path / f"starting-{rank}.json", {})
         time.sleep(600)
     finish()
 

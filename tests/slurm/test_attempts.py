@@ -144,7 +144,7 @@ def test_a_job_at_its_time_limit_starts_again_until_it_may_not(submit, run):
 
 def test_a_job_that_is_told_to_stop_before_its_ranks_can_heed_it_starts_again(submit, run):
     job = submit("start_slowly", nodes=1)
-    eventually((run.path / "starting.json").exists)
+    eventually(lambda: len(list(run.path.glob("starting-*.json"))) == 2)
     cluster.send_signal(job.handle.record.job_id, "USR2")
     outcome = job.handle.wait()
     assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [
