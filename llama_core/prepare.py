@@ -43,20 +43,21 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         raise RunDirectoryError(
             f"cannot write run directory {str(run_dir)!r}: {error.strerror}; choose another --run-dir"
         ) from None
-    plan = planned.plan
     if run is None:
         run = new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
-        plan = load_plan(run)
-    if planned.refusal and plan == planned.plan and not planned.config.launch.force:
+        kept = load_plan(run)
+        if kept != planned.plan:
+            planned = planned_as(planned.config, detect_machine(), plan=kept)
+    if planned.refusal and not planned.config.launch.force:
         raise DoesNotFitError(f"{planned.refusal}; {_ALL_THE_SAME}")
-    refuse_unfit(planned_as(planned.config, detect_machine(), plan=plan).estimate, planned.config, "estimated")
+    refuse_unfit(planned.estimate, planned.config, "estimated")
     run.create()
     sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
     with atomic_write(run.config) as temporary:
         temporary.write_text(with_keys(planned.config, training=sizes).to_yaml())
-    write_json(run.plan, plan.as_dict())
-    if planned.choice is not None and plan == planned.plan:
+    write_json(run.plan, planned.plan.as_dict())
+    if planned.choice is not None:
         write_json(run.choice, planned.choice.as_dict())
     return run
 

@@ -63,9 +63,7 @@ def cancel_job(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     """
     run = followed_by(flow_run)
     if run is not None:
-        job = steps.attach(run)
-        if job is not None:
-            job.cancel()
+        steps.cancel(run)
         write_report(run)
 
 
@@ -86,7 +84,5 @@ def _heed_cancellation(run: RunDirectory, flow_run_id: UUID, over: threading.Eve
         with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             state = client.read_flow_run(flow_run_id).state
             if state is not None and state.is_cancelling():
-                job = steps.attach(run)
-                if job is not None:
-                    job.cancel()
+                steps.cancel(run)
                 return

@@ -1,5 +1,6 @@
 """What a training strategy does to a model: low-rank adapters beside its matrices, or experts in its layers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,8 +15,21 @@ MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
 """The matrices of a layer, as Hugging Face calls them."""
 
 
+class _Checked(ABC):
+    """Settings that are refused, all at once, where they contradict themselves."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(*problems)
+
+    @abstractmethod
+    def _problems(self) -> Iterator[str]:
+        """Yield one sentence for each setting that is wrong."""
+
+
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(_Checked):
     """Adapters: the model is frozen, and beside a matrix W, ``alpha / rank * B A`` is trained.
 
     Raises:
@@ -31,11 +45,6 @@ class LoRA:
     targets: tuple[str, ...] = ATTENTION_MATRICES
     """The matrices of every layer that are adapted."""
 
-    def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError(*problems)
-
     def _problems(self) -> Iterator[str]:
         if self.rank < 1:
             yield f"lora_rank={self.rank} is not at least 1"
@@ -49,7 +58,7 @@ class LoRA:
 
 
 @dataclass(frozen=True)
-class MoE:
+class MoE(_Checked):
     """A mixture of experts: in some layers, each token goes through a few of many feed-forwards, chosen by a router.
 
     Raises:
@@ -64,11 +73,6 @@ class MoE:
     """How many of them a token goes through."""
     layers: tuple[int, ...] | None = None
     """The layers that have experts, counted from 0; None means all."""
-
-    def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError(*problems)
 
     def _problems(self) -> Iterator[str]:
         if self.num_experts < 1:

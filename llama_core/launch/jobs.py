@@ -1,7 +1,7 @@
 """Jobs, whatever runs them: starting one on a run, following it, stopping it.
 
 ``job.json`` is written before anyone waits, and a rank whose job is not recorded there does not start: a run never has
-a job that nobody can find.
+ranks at work that nobody can find.
 """
 
 import sys

@@ -19,8 +19,9 @@ from llama_core.launch.jobs import timestamp
 from llama_core.launch.outcome import is_requeued, record_requeue, record_surrender
 from llama_core.launch.scheduler import JobStatus, earlier_states, failed_nodes, job_status, requeue
 from llama_core.launch.verdict import RESUME, VERDICT_OF_STATE, Verdict
+from llama_core.launch.watchers import LOOK_SECONDS
 
-SUPERSEDED_SECONDS = 15.0
+SUPERSEDED_SECONDS = 1.5 * LOOK_SECONDS
 """How long ranks that Slurm has lost may go on after another attempt has begun: see ``watchers.Successor``."""
 
 ANSWER_PATIENCE_SECONDS = 240.0

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 ANSWER_SECONDS = 60
 """How long a controller that many users share may take to answer."""
@@ -137,6 +138,7 @@ def send_signal(job_id: str, name: str) -> None:
     _slurm("scancel", f"--signal={name}", job_id)
 
 
+@cache
 def cluster_name() -> str:
     """Return the name of the cluster that this machine belongs to; empty where Slurm does not tell."""
     answer = _slurm("scontrol", "show", "config")
