@@ -18,8 +18,8 @@ from statistics import fmean, geometric_mean, median
 from llama_core.config.hardware import DeviceSpec, gpu_spec
 from llama_core.config.models import ModelSpec, model_spec
 from llama_core.config.run import RecomputeMode
-from llama_core.planning.cost import flops_per_token, step_time
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.step_time import flops_per_token, step_time
 
 ROWS = Path(__file__).parent / "data" / "published_memory.csv"
 PAGE = Path(__file__).parents[1] / "docs" / "cost.md"

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from llama_core.config.run import Precision, RecomputeMode, RunConfig, literal_values
+from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.errors import ConfigError, PlanError
-from llama_core.planning.memory import estimate_memory
-from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.schedules import ScheduleName
-from llama_core.training.dry_run import rehearse
+from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.rehearsal.dry_run import rehearse
+from llama_core.schedules.registry import schedule_names
 from llama_core.units import format_bytes
 
 SEED = 2026
@@ -49,7 +50,7 @@ def draw_cases(number: int, seed: int = SEED) -> Iterator[Case]:
 
 def _draw(chance: random.Random) -> Case | None:
     zero_stage, ranks = chance.choice((0, 1, 2, 3)), chance.choice((1, 1, 2, 4, 8))
-    mode: RecomputeMode = chance.choice(literal_values(RecomputeMode))
+    mode: RecomputeMode = chance.choice(get_args(RecomputeMode))
     pp = chance.choice((1, 1, 2, 4, 8))
     precision: Precision = chance.choice(("bf16", "bf16", "fp32"))
     document_mask = chance.random() < 0.5
@@ -62,7 +63,7 @@ def _draw(chance: random.Random) -> Case | None:
             dp_replicate=chance.choice((1, 1, 2)) if zero_stage else ranks,
             sequence_parallel=chance.random() < 0.8,
             zero_stage=zero_stage,
-            schedule=chance.choice(literal_values(ScheduleName)) if pp > 1 else "1f1b",
+            schedule=chance.choice(schedule_names()) if pp > 1 else "1f1b",
             num_chunks=chance.choice((1, 2)),
             microbatch_size=chance.choice((1, 1, 2)),
             num_microbatches=chance.choice((1, 2, pp, 2 * pp)),
@@ -72,6 +73,7 @@ def _draw(chance: random.Random) -> Case | None:
             {
                 "model": chance.choice(MODELS),
                 "data": {"document_mask": document_mask},
+                "launch": {"device": "cuda"},
                 "training": {"seq_len": chance.choice(SEQ_LENS), "precision": precision, "batch_size": plan.batch_size},
             }
         )
@@ -90,7 +92,7 @@ def estimate(case: Case) -> int:
         case.plan,
         seq_len=case.config.seq_len,
         precision=training.precision,
-        document_mask=case.config.data.document_mask,
+        documents=document_attention(case.config, case.plan),
         pp_rank=case.pp_rank,
     ).peak_bytes
 

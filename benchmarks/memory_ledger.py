@@ -1,27 +1,51 @@
-"""Predict the published figures in ``data/published_memory.csv`` and rewrite their section of ``docs/memory.md``.
+"""Predict published memory measurements, row by row: ``python -m benchmarks.memory_ledger --csv IN [--out OUT]``.
 
-``python -m benchmarks.memory_ledger`` is run after a change of ``llama_core.planning.published``.
+``OUT`` has a row for each of ``IN``, with ``id``, ``predicted_gib`` and ``reason`` (empty where it was predicted).
+``--page docs/memory.md`` also rewrites the tables of that page; it is run after a change of ``benchmarks.published``.
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from llama_core.planning.published import ledger, read_rows
-from llama_core.planning.published.tables import section, summary_table
+from benchmarks.published import ledger, read_rows, write_predictions
+from benchmarks.published.comparison import Ledger
+from benchmarks.published.tables import remarks, rows_table, section, summary_table
+from llama_core.errors import TrainingInfraError
 
-ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- published ledger -->", "<!-- end of published ledger -->"
 
 
-def main() -> None:
-    """Predict, rewrite the section, and print the summary."""
-    result = ledger(read_rows(ROOT / "benchmarks/data/published_memory.csv"))
-    page = ROOT / "docs/memory.md"
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Predict, write the predictions, print the tables, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory_ledger", description="Predict published memory measurements."
+    )
+    parser.add_argument("--csv", type=Path, required=True, metavar="IN", help="measurements, a row each")
+    parser.add_argument(
+        "--out", type=Path, default=Path("memory-ledger.csv"), metavar="OUT", help="where predictions go, a row each"
+    )
+    parser.add_argument("--page", type=Path, help="a page whose tables are rewritten")
+    options = parser.parse_args(arguments)
+    try:
+        result = ledger(read_rows(options.csv))
+        write_predictions(result, options.out)
+    except (TrainingInfraError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return getattr(error, "exit_code", 1)
+    if options.page is not None:
+        _rewrite(options.page, result)
+    lines = [rows_table(result), summary_table(result), *remarks(result), f"predictions: {options.out}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _rewrite(page: Path, result: Ledger) -> None:
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
     page.write_text(f"{before}{BEGIN}\n{section(result)}\n{END}{after}", encoding="utf-8")
-    sys.stdout.write(summary_table(result) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,8 +6,9 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Cancelled, Failed
 
-from llama_core.benchmark.sweep import SweepConfig
-from llama_core.errors import StoppedError, TrainingInfraError
+from llama_core.errors import CancelledError, StoppedError, TrainingInfraError
+from llama_core.sweep.chain import SweepSteps, run_sweep
+from llama_core.sweep.grid import SweepConfig
 from tasks import sweep as sweep_tasks
 from tasks.announce import lines_where_they_are_read
 
@@ -21,15 +22,17 @@ def benchmark(sweep: SweepConfig, sweep_dir: Path | None = None, resume: bool = 
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
     """
+    steps = SweepSteps(
+        validate=sweep_tasks.validate,
+        rehearse=sweep_tasks.rehearse,
+        submit=sweep_tasks.submit,
+        follow=sweep_tasks.follow_elements,
+        report=sweep_tasks.write_report,
+    )
     with lines_where_they_are_read():
-        directory = sweep_tasks.prepare(sweep, sweep_dir, resume=resume)
-        sweep_tasks.validate(directory)
-        sweep_tasks.rehearse(directory)
         try:
-            sweep_tasks.submit(directory)
-            sweep_tasks.run(directory)
+            return run_sweep(sweep_tasks.prepare(sweep, sweep_dir, resume=resume), steps)
+        except (CancelledError, StoppedError) as error:
+            return Cancelled(message=str(error), data=error)
         except TrainingInfraError as error:
-            sweep_tasks.write_report(directory)
-            ended = Cancelled if isinstance(error, StoppedError) else Failed
-            return ended(message=str(error), data=error)
-        return sweep_tasks.write_report(directory)
+            return Failed(message=str(error), data=error)

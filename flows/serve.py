@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flows.service import Service, answers, run_once, service
+from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError, TrainingInfraError
-from llama_core.launch.watch import say
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = ROOT / "prefect.toml"

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
+from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.launch.watch import say
 
 SERVE_VARIABLE = "TRAINING_INFRA_SERVE"
 """Environment variable by which all that ``make serve`` has started is known; its value is the process id."""

@@ -10,9 +10,9 @@ import psutil
 from prefect import get_client
 
 from flows.service import SERVE_VARIABLE, STOP_SECONDS
-from llama_core import steps
-from llama_core.artifacts import RunDirectory
-from llama_core.launch.watch import say
+from llama_core.chain import steps
+from llama_core.chain.console import say
+from llama_core.records.directory import RunDirectory
 from tasks.follow import followed_by, run_of
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"

@@ -6,11 +6,9 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Cancelled, Failed
 
-from llama_core.artifacts import RunDirectory
+from llama_core.chain.chain import Steps, run_chain
 from llama_core.config.run import RunConfig
-from llama_core.errors import TrainingFailedError, TrainingInfraError
-from llama_core.launch.outcome import read_outcome
-from llama_core.steps import stopping_on_interrupt
+from llama_core.errors import CancelledError, TrainingInfraError
 from tasks import benchmark, preflight, report
 from tasks import train as training
 from tasks.announce import lines_where_they_are_read
@@ -19,31 +17,27 @@ from tasks.follow import cancel_job
 
 @flow(name="train", validate_parameters=True, on_cancellation=[cancel_job])
 def train(config: RunConfig, run_dir: Path | None = None, resume: bool = False) -> Path | State[Any]:
-    """Validate, estimate, rehearse, train, benchmark and report one run.
+    """Validate, estimate, rehearse, train, benchmark and report one run: ``run_chain``, each step of it a task.
 
     Args:
         config: everything that defines the run.
         run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
     """
+    steps = Steps(
+        prepare=lambda: preflight.prepare_run(config, run_dir, resume=resume),
+        validate=preflight.validate_environment,
+        estimate=preflight.estimate_memory,
+        rehearse=preflight.dry_run,
+        submit=training.submit,
+        train=training.train,
+        benchmark=benchmark.benchmark,
+        report=report.write_report,
+    )
     with lines_where_they_are_read():
-        run = preflight.prepare_run(config, run_dir, resume=resume)
-        preflight.validate_environment(run)
-        preflight.estimate_memory(run)
-        preflight.dry_run(run)
         try:
-            with stopping_on_interrupt(run):
-                training.submit(run)
-                training.train(run)
-                benchmark.benchmark(run)
-        except TrainingInfraError as error:
-            report.write_report(run)
-            return _ended(run, error)
-        return report.write_report(run)
-
-
-def _ended(run: RunDirectory, error: TrainingInfraError) -> State[Any]:
-    """Return the state of a flow run that an expected error ends; it shows the reason in one line."""
-    if isinstance(error, TrainingFailedError) and read_outcome(run).status == "cancelled":
-        return Cancelled(message=str(error), data=error)
-    return Failed(message=str(error), data=error)
+            return run_chain(steps).report
+        except CancelledError as error:
+            return Cancelled(message=str(error), data=error)
+        except TrainingInfraError as error:  # an expected error, which the state shows in one line
+            return Failed(message=str(error), data=error)

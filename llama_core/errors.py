@@ -64,6 +64,10 @@ class TrainingFailedError(TrainingInfraError):
     """A training job that ended without finishing: its ``outcome.json`` says why."""
 
 
+class CancelledError(TrainingFailedError):
+    """A job that somebody cancelled: resume the run."""
+
+
 class NonFiniteError(TrainingFailedError):
     """The loss or gradient stayed NaN or infinite: lower the learning rate, or look at the data of those steps."""
 

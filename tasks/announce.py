@@ -10,7 +10,7 @@ from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from rich.console import Console
 
-from llama_core.launch.watch import say
+from llama_core.chain.console import say
 
 ARTIFACT_RETRIES = 3
 """How often an artifact is offered to a server that is away, over 14 s; what ends a flow run is offered for longer."""

@@ -4,17 +4,17 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from llama_core import steps
-from llama_core.artifacts import RunDirectory
-from llama_core.launch.watch import say
+from llama_core.chain import steps
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import BenchmarkRecord
 from tasks.announce import unless_the_server_is_away
 
 
 @task(name="benchmark", cache_policy=NO_CACHE)
-def benchmark(run: RunDirectory) -> None:
+def benchmark(run: RunDirectory) -> BenchmarkRecord:
     """Read the steps that were timed inside the training job; they become a table."""
     record = steps.benchmark(run)
     rows = [{"timed step": number, "seconds": seconds} for number, seconds in enumerate(record.step_seconds, start=1)]
     with unless_the_server_is_away():
         create_table_artifact(rows, key="benchmark", description=record.summary())
-    say("benchmark", record.summary())
+    return record

@@ -16,10 +16,12 @@ from prefect import Flow, State, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run as current_flow_run
 
-from llama_core import steps
-from llama_core.artifacts import RunDirectory, read_json, write_json
+from llama_core.chain import steps
+from llama_core.chain.runs import RUNS
 from llama_core.errors import RunDirectoryError
-from reports.page import write_report
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+from training_reports.page import write_report
 
 CANCELLATION_POLL_SECONDS = 15.0
 """Time between two questions to Prefect's server whether the flow run is to be cancelled."""
@@ -45,7 +47,7 @@ def run_of(flow_run_id: UUID, run_dir: Path | None) -> RunDirectory | None:
         flow_run_id: Prefect's id of the flow run.
         run_dir: the flow run's parameter of that name; where it is None, all runs are looked through.
     """
-    paths = [run_dir] if run_dir else [path.parent for path in steps.RUNS.glob("*/flow_run.json")]
+    paths = [run_dir] if run_dir else [path.parent for path in RUNS.glob("*/flow_run.json")]
     return next((run for run in map(RunDirectory, paths) if flow_run_id in followers(run)), None)
 
 

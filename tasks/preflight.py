@@ -1,6 +1,7 @@
 """The steps before anything is trained: prepare the run, validate, estimate, rehearse."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 from prefect import task
@@ -8,13 +9,17 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
-from llama_core import steps
-from llama_core.artifacts import RunDirectory
+from llama_core.chain import prepare, steps
+from llama_core.chain.runs import load_plan
 from llama_core.config.run import RunConfig
-from llama_core.launch.watch import say
-from llama_core.planning.profile import MemoryProfile
+from llama_core.machine.validate import EnvironmentReport
+from llama_core.planning.memory.peaks import MemoryEstimate, MemoryProfile
+from llama_core.records.directory import RunDirectory
 from llama_core.units import format_bytes
 from tasks.follow import follow, run_of
+
+if TYPE_CHECKING:
+    from llama_core.rehearsal.dry_run import DryRunResult
 
 
 @task(name="prepare-run", cache_policy=NO_CACHE)
@@ -22,42 +27,39 @@ def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Run
     """Make the run's directory and plan, or find what this flow run has begun; a table shows the plan."""
     flow_run_id = UUID(flow_run.get_id())
     begun = run_of(flow_run_id, run_dir)
-    run = steps.prepare_run(config, begun.path if begun else run_dir, resume=resume or begun is not None)
+    run = prepare.prepare_run(config, begun.path if begun else run_dir, resume=resume or begun is not None)
     follow(run, flow_run_id)
-    plan = steps.load_plan(run).as_dict()
+    plan = load_plan(run).as_dict()
     reasons = "\n".join(f"* {reason}" for reason in steps.reasons(run))
     rows = [{"setting": key, "value": str(value)} for key, value in plan.items()]
     create_table_artifact(rows, key="plan", description=reasons or None)
-    say("run", steps.describe(run))
     return run
 
 
 @task(name="validate-environment", cache_policy=NO_CACHE)
-def validate_environment(run: RunDirectory) -> None:
+def validate_environment(run: RunDirectory) -> EnvironmentReport:
     """Check the machine; what it has becomes a table."""
     report = steps.validate(run)
     rows = [{"what": key, "found": str(value)} for key, value in report.facts.items()]
     create_table_artifact([*rows, *({"what": "warning", "found": text} for text in report.warnings)], key="environment")
-    say("validate", report.summary())
+    return report
 
 
 @task(name="estimate-memory", cache_policy=NO_CACHE)
-def estimate_memory(run: RunDirectory) -> None:
-    """Estimate the bytes of a rank by arithmetic; they become a table."""
+def estimate_memory(run: RunDirectory) -> MemoryEstimate:
+    """Say what a rank holds, by arithmetic; it becomes a table."""
     estimate = steps.estimate(run)
     create_table_artifact(_profile_rows(estimate.profile), key="memory-estimate", description=estimate.summary())
-    say("estimate", estimate.summary())
+    return estimate
 
 
 @task(name="dry-run", cache_policy=NO_CACHE)
-def dry_run(run: RunDirectory) -> None:
+def dry_run(run: RunDirectory) -> "DryRunResult | None":
     """Count the bytes of a real step on fake tensors; those of the fullest rank become a table."""
     rehearsed = steps.rehearse(run)
-    if rehearsed is None:
-        say("dry-run", steps.NOT_REHEARSED)
-        return
-    create_table_artifact(_profile_rows(rehearsed.profile), key="dry-run", description=rehearsed.summary())
-    say("dry-run", rehearsed.summary())
+    if rehearsed is not None:
+        create_table_artifact(_profile_rows(rehearsed.profile), key="dry-run", description=rehearsed.summary())
+    return rehearsed
 
 
 def _profile_rows(profile: MemoryProfile) -> list[dict[str, str]]:

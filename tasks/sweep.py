@@ -1,5 +1,6 @@
 """A sweep: prepare its elements, submit them, follow them to their ends, compare them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -10,14 +11,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run as current_flow_run
 
-from llama_core import sweeps
-from llama_core.artifacts import RunDirectory
-from llama_core.benchmark.directory import SweepDirectory, read_record
-from llama_core.benchmark.sweep import SweepConfig
-from llama_core.launch.watch import say
-from reports.sweep import write_report as write_page
+from llama_core.launch.jobs.handle import JobHandle
+from llama_core.records.directory import RunDirectory
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.directory import SweepDirectory, read_record
+from llama_core.sweep.grid import SweepConfig
 from tasks.announce import unless_the_server_is_away
 from tasks.follow import follow, followers
+from training_reports.sweep import write_report as write_page
 
 
 @task(name="prepare-sweep", cache_policy=NO_CACHE)
@@ -27,10 +28,8 @@ def prepare(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> Swe
     begun = _sweep_of(flow_run_id, sweep_dir)
     sweep = sweeps.prepare(config, begun.path if begun else sweep_dir, resume=resume or begun is not None)
     follow(_as_run(sweep), flow_run_id)
-    record = read_record(sweep)
-    rows = [{"element": element.name, "skipped": element.skipped} for element in record.elements]
+    rows = [{"element": element.name, "skipped": element.skipped} for element in read_record(sweep).elements]
     create_table_artifact(rows, key="sweep")
-    say("sweep", f"{sweep.path}: {len(record.runnable)} of {len(record.elements)} elements can be run")
     return sweep
 
 
@@ -43,19 +42,19 @@ def validate(sweep: SweepDirectory) -> None:
 @task(name="dry-run", cache_policy=NO_CACHE)
 def rehearse(sweep: SweepDirectory) -> None:
     """Count the bytes of a step of every element on fake tensors; what does not fit is skipped."""
-    sweeps.rehearse(sweep, lambda name, summary: say("dry-run", f"{name}: {summary}"))
+    sweeps.rehearse(sweep)
 
 
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
-def submit(sweep: SweepDirectory) -> None:
+def submit(sweep: SweepDirectory) -> list[JobHandle]:
     """Submit a job array for each group of elements that ask Slurm for the same; a retry finds what is at work."""
-    sweeps.submit(sweep)
+    return sweeps.submit(sweep)
 
 
 @task(name="sweep", cache_policy=NO_CACHE)
-def run(sweep: SweepDirectory) -> None:
+def follow_elements(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
     """Follow every element to its end."""
-    sweeps.follow(sweep, sweeps.say_end)
+    sweeps.follow(sweep, jobs)
 
 
 @task(name="report", cache_policy=NO_CACHE)
@@ -64,7 +63,6 @@ def write_report(sweep: SweepDirectory) -> Path:
     path = write_page(sweep)
     with unless_the_server_is_away():
         create_link_artifact(path.resolve().as_uri(), key="sweep-report", link_text=f"report of {sweep.name}")
-    say("report", str(path))
     return path
 
 

@@ -8,40 +8,31 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
-from llama_core import steps
-from llama_core.artifacts import RunDirectory, StepRecord
+from llama_core.chain import steps
+from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.outcome import read_outcome
-from llama_core.launch.watch import say, say_output, watch
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import StepRecord, TrainingSummary
 from tasks.announce import unless_the_server_is_away
 from tasks.follow import cancellation_heeded
 
 
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
-def submit(run: RunDirectory) -> None:
+def submit(run: RunDirectory) -> JobHandle | None:
     """Start the job unless one is at work or the run is finished; a retry finds the job of the try before."""
-    handle = steps.submit(run)
-    if handle is not None:
-        say("submit", handle.describe())
+    return steps.submit(run)
 
 
 @task(name="train", cache_policy=NO_CACHE)
-def train(run: RunDirectory) -> None:
+def train(run: RunDirectory) -> TrainingSummary | None:
     """Follow the job to its end; the outcome becomes a page, the progress a bar."""
-    heeded = cancellation_heeded(run) if deployment.id else nullcontext()
-    with heeded, watch(run) as on_progress:
-        progress = _Progress()
-
-        def follow(record: StepRecord) -> None:
-            on_progress(record)
-            progress(record)
-
+    with cancellation_heeded(run) if deployment.id else nullcontext():
         try:
-            steps.wait(run, steps.attach(run), follow, say_output)
+            return steps.follow(run, _Progress())
         finally:
             if run.outcome.exists():
                 with unless_the_server_is_away():
                     create_markdown_artifact(_outcome_page(run), key="outcome")
-    say("train", steps.training_summary(run).summary())
 
 
 class _Progress:

@@ -16,7 +16,7 @@ from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import NativeEngine, train_step
-from llama_core.training.optim import build_optimizer
+from llama_core.training.optimizer import build_optimizer
 
 NUM_STEPS = 5
 SEQ_LEN = 16
@@ -125,7 +125,7 @@ def own_microbatches(step, plan, documents=True):
     """Return the microbatches of a global batch that this rank trains on."""
     batch = make_batch(step, plan.batch_size, documents=documents)
     rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
-    return batch.split(len(batch.tokens_BS) // plan.dp)[rank].split(plan.microbatch_size)
+    return batch.split(len(batch.tokens_BS) // plan.dp)[rank].split(plan.rows_per_forward)
 
 
 def _whole(tensor):

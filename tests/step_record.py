@@ -1,6 +1,6 @@
 """A step's record for tests that need one and do not care what it measured."""
 
-from llama_core.artifacts import StepRecord
+from llama_core.records.measurements import StepRecord
 
 
 def record(step, **changes):

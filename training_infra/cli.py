@@ -11,11 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from llama_core.artifacts import RunDirectory
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import DATALOADER, RunConfig, config_keys
 from llama_core.errors import (
@@ -26,10 +25,8 @@ from llama_core.errors import (
     TrainingInfraError,
     did_you_mean,
 )
+from llama_core.records.directory import RunDirectory
 from training_infra.tables import print_choice, print_plan, print_profile, print_ranks
-
-if TYPE_CHECKING:
-    from llama_core.planning.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -194,12 +191,6 @@ def _parser() -> _Parser:
     cancel = command("cancel", _cancel, "end a run's job wherever it runs, after its step and with a checkpoint")
     cancel.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    published = command("memory-ledger", _memory_ledger, "predict published memory measurements, row by row")
-    published.add_argument("--csv", type=Path, required=True, metavar="FILE", help="measurements, a row each")
-    published.add_argument(
-        "--out", type=Path, default=Path("memory-ledger.csv"), metavar="FILE", help="where predictions go, a row each"
-    )
-
     models = command("models", _models, "list the model variants")
     models.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -257,14 +248,15 @@ def _config(options: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.dry_run:
-        _preview(config, as_json=options.json)
-    elif options.flow:
+        return _preview(config, here=True, as_json=options.json)
+    if options.flow:
         _run_flow(config, options)
     else:
         _run_chain(config, options)
+    return 0
 
 
 def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
@@ -286,125 +278,80 @@ def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
 
 
 def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
-    from llama_core import steps
-    from llama_core.launch.watch import say, say_output, watch
-    from reports.page import write_report
+    from llama_core.chain import steps
+    from llama_core.chain.chain import run_chain
+    from llama_core.chain.console import say
+    from training_infra.local import local_steps
 
     with say.silenced(options.json):
-        run = steps.prepare_run(config, options.run_dir, resume=options.resume)
-        say("run", steps.describe(run))
-        say("validate", steps.validate(run).summary())
-        _say_plan(steps.load_plan(run))
-        say("estimate", steps.estimate(run).summary())
-        rehearsed = steps.rehearse(run)
-        say("dry-run", rehearsed.summary() if rehearsed else steps.NOT_REHEARSED)
-        try:
-            with steps.stopping_on_interrupt(run):
-                handle = steps.submit(run)
-                if handle is not None:
-                    say("submit", handle.describe())
-                with watch(run) as on_progress:
-                    steps.wait(run, handle, on_progress, say_output)
-                say("train", steps.training_summary(run).summary())
-                say("benchmark", steps.benchmark(run).summary())
-        finally:
-            say("report", str(write_report(run)))
+        run = run_chain(local_steps(config, options.run_dir, resume=options.resume))
     if options.json:
         _print_json(steps.records(run))
 
 
-def _preview(config: RunConfig, *, as_json: bool) -> None:
-    """Validate, estimate and rehearse without making a run directory."""
-    from llama_core import steps
-    from llama_core.launch.watch import say
-
-    planned = steps.plan_run(config)
-    environment = steps.check_environment(planned.config)
-    rehearsed = steps.rehearse_plan(planned.config, planned.plan)
-    if as_json:
-        _print_json({"estimate": planned.estimate.as_dict(), "dry_run": rehearsed.as_dict()})
-        return
-    for choice in planned.choices:
-        say("default", choice)
-    say("validate", environment.summary())
-    _say_plan(planned.plan)
-    say("estimate", planned.estimate.summary())
-    say("dry-run", rehearsed.summary())
-
-
-def _say_plan(plan: "ParallelPlan") -> None:
-    from llama_core.launch.watch import say
-
-    say("plan", plan.summary())
-    for note in plan.notes:
-        say("note", note)
-
-
 def _estimate_memory(options: argparse.Namespace) -> int:
-    from llama_core import steps
+    from llama_core.chain.planned import plan_for_gpu
 
-    planned = steps.plan_for_gpu(_config(options))
+    planned = plan_for_gpu(_config(options))
     code = 0 if planned.estimate.fits else DoesNotFitError.exit_code
     if options.json:
         choice = planned.choice.as_dict() if planned.choice else {}
-        _print_json(choice | planned.estimate.as_dict() | {"plan": planned.plan.as_dict(), "refusal": planned.refusal})
+        _print_json(choice | planned.estimate.as_dict() | {"plan": planned.plan.as_dict()})
         return code
     print_plan(planned)
     print_profile(planned.estimate.profile)
     print_ranks(planned, planned.estimate.ranks)
     print_choice(planned)
     print(planned.estimate.summary())
-    for note in [planned.refusal] if planned.refusal else planned.estimate.notes:
+    for note in planned.estimate.notes:
         print(f"note: {note}")
     return code
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    from llama_core import steps
+    return _preview(_config(options), here=False, twin=options.twin, as_json=options.json)
 
-    planned = steps.plan_for_gpu(_config(options))
-    rehearsed = steps.rehearse_plan(planned.config, planned.plan)
-    twin = steps.run_twin(planned.config, planned.plan) if options.twin else None
-    counted = replace(planned.estimate, profile=rehearsed.profile)
-    code = 0 if counted.fits else DoesNotFitError.exit_code
-    if options.json:
-        record = rehearsed.as_dict() | {"plan": planned.plan.as_dict(), "fits": counted.fits}
-        _print_json(record | ({"twin": twin.as_dict()} if twin else {}))
-        return code
+
+def _preview(config: RunConfig, *, here: bool, twin: bool = False, as_json: bool) -> int:
+    from llama_core.chain.preview import preview
+
+    shown = preview(config, here=here, twin=twin)
+    if as_json:
+        _print_json(shown.as_dict())
+        return shown.exit_code
+    planned, rehearsed = shown.planned, shown.rehearsed
     print_plan(planned)
-    print_profile(rehearsed.profile)
-    print_ranks(planned, [rank.profile for rank in rehearsed.ranks])
+    print_profile(shown.verdict.profile)
+    print_ranks(planned, [rank.profile for rank in rehearsed.ranks] if rehearsed else planned.estimate.ranks)
     print(f"estimate: {planned.estimate.summary()}")
-    print(f"dry run:  {rehearsed.summary()}")
-    if rehearsed.device_overhead is not None:
-        print(f"the device adds, beside what is counted: {rehearsed.device_overhead.summary()}")
-    if twin is not None:
-        print(f"twin:     {twin.summary()}")
-    print(f"verdict:  {counted.summary()}")
-    for note in [planned.refusal] if planned.refusal else counted.notes:
+    if rehearsed is not None:
+        print(f"dry run:  {rehearsed.summary()}")
+        if rehearsed.device_overhead is not None:
+            print(f"the device adds, beside what is counted: {rehearsed.device_overhead.summary()}")
+    if shown.twin is not None:
+        print(f"twin:     {shown.twin.summary()}")
+    print(f"verdict:  {shown.verdict.summary()}")
+    for note in shown.notes:
         print(f"note: {note}")
-    return code
+    return shown.exit_code
 
 
 def _benchmark(options: argparse.Namespace) -> None:
-    from llama_core import steps
-    from llama_core.launch.watch import say
+    from llama_core.chain import steps
+    from llama_core.chain.chain import run_chain
+    from llama_core.chain.console import say
+    from training_infra.local import local_steps
 
     with say.silenced(options.json):
-        run = steps.prepare_run(_config(options), options.run_dir, resume=options.resume)
-        say("run", str(run.path))
-        say("validate", steps.validate(run).summary())
-        steps.wait(run, steps.submit(run, only="benchmark"))
-        record = steps.benchmark(run)
-        say("benchmark", record.summary())
+        run = run_chain(local_steps(_config(options), options.run_dir, resume=options.resume, only="benchmark"))
     if options.json:
-        _print_json({"run_dir": str(run.path)} | asdict(record))
+        _print_json({"run_dir": str(run.path)} | asdict(steps.benchmark(run)))
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    from training_infra.sweep import run_sweep
+    from training_infra.sweep import sweep_from_terminal
 
-    result = run_sweep(
+    result = sweep_from_terminal(
         options.config, options.sweep_dir, resume=options.resume, launcher=options.launcher, quiet=options.json
     )
     if options.json:
@@ -412,7 +359,7 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _validate_environment(options: argparse.Namespace) -> int:
-    from llama_core.launch.environment import validate_environment
+    from llama_core.chain.environment import validate_environment
 
     report = validate_environment(_config(options))
     if options.json:
@@ -428,20 +375,21 @@ def _validate_environment(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from llama_core import steps
-    from reports.page import write_report
+    from llama_core.chain.runs import load_config
+    from training_reports.page import write_report
 
     run = RunDirectory(options.run_dir)
-    steps.load_config(run)
+    load_config(run)
     print(write_report(run))
 
 
 def _logs(options: argparse.Namespace) -> None:
-    from llama_core import steps
+    from llama_core.chain import steps
+    from llama_core.chain.runs import load_config
     from llama_core.launch.logs import LogFollower
 
     run = RunDirectory(options.run_dir)
-    steps.load_config(run)
+    load_config(run)
     follower = LogFollower(run, options.rank, options.lines)
     job = steps.attach(run) if options.follow else None
     while True:
@@ -454,22 +402,13 @@ def _logs(options: argparse.Namespace) -> None:
 
 
 def _cancel(options: argparse.Namespace) -> None:
-    from llama_core import steps
+    from llama_core.chain import steps
 
     outcome = steps.cancel(RunDirectory(options.run_dir))
     if outcome is None:
         print(f"{options.run_dir}: no job is at work")
     else:
         print(f"{options.run_dir}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
-
-
-def _memory_ledger(options: argparse.Namespace) -> None:
-    from llama_core.planning.published import ledger, read_rows, write_predictions
-    from llama_core.planning.published.tables import remarks, rows_table, summary_table
-
-    result = ledger(read_rows(options.csv))
-    write_predictions(result, options.out)
-    print(rows_table(result), summary_table(result), *remarks(result), f"predictions: {options.out}", sep="\n")
 
 
 def _models(options: argparse.Namespace) -> None:

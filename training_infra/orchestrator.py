@@ -1,23 +1,27 @@
 """``LlamaTrainingOrchestrator``: one run as a Python object."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_core import steps
-from llama_core.artifacts import TrainingSummary
+from llama_core.chain import environment, steps
+from llama_core.chain.chain import run_chain
+from llama_core.chain.console import say
+from llama_core.chain.planned import plan_for_gpu, plan_run
+from llama_core.chain.prepare import prepare_loader_run
+from llama_core.chain.preview import preview
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.errors import ConfigError, did_you_mean
-from llama_core.launch import environment
-from llama_core.launch.watch import say, watch
-from llama_core.planning.profile import MemoryEstimate
+from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import TrainingSummary
 from llama_core.units import GB
-from reports.page import write_report
 from training_infra.config import TrainingStrategy
+from training_infra.local import local_steps
 
 if TYPE_CHECKING:
-    from llama_core.training.dry_run import DryRunResult
+    from llama_core.rehearsal.dry_run import DryRunResult
 
 
 class LlamaTrainingOrchestrator:
@@ -67,7 +71,7 @@ class LlamaTrainingOrchestrator:
 
     def print_configuration(self) -> None:
         """Print the model, the settings that were resolved from this machine, the plan and its memory."""
-        planned = steps.plan_run(self.config)
+        planned = plan_run(self.config)
         say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
         for choice in planned.choices:
             say("default", choice)
@@ -78,12 +82,11 @@ class LlamaTrainingOrchestrator:
 
     def estimate_memory(self) -> MemoryEstimate:
         """Return the bytes of a rank by category and phase, by arithmetic."""
-        return steps.plan_run(self.config).estimate
+        return plan_run(self.config).estimate
 
-    def dry_run(self) -> "DryRunResult":
-        """Return the bytes of a rank counted over two real steps on fake tensors; nothing is allocated."""
-        planned = steps.plan_run(self.config)
-        return steps.rehearse_plan(planned.config, planned.plan)
+    def dry_run(self) -> "DryRunResult | None":
+        """Return the bytes of every rank counted on fake tensors: no device is needed. None under DeepSpeed."""
+        return preview(self.config, here=True, data=False).rehearsed
 
     def launch_training(
         self,
@@ -108,23 +111,22 @@ class LlamaTrainingOrchestrator:
             TrainingInfraError: if the request is wrong or the run does not finish.
         """
         path = None if run_dir is None else Path(run_dir)
-        if train_dataloader is None:
-            run = steps.prepare_run(self.config, path, resume=resume)
-        else:
-            run = steps.prepare_loader_run(self.config, train_dataloader, val_dataloader, path, resume=resume)
-        self.run_dir = run.path
-        say("run", steps.describe(run))
-        say("validate", steps.validate(run).summary())
-        say("estimate", steps.estimate(run).summary())
-        try:
-            with watch(run) as on_progress:
-                if train_dataloader is None:
-                    steps.wait(run, steps.submit(run), on_progress)
-                else:
-                    steps.train_here(run, train_dataloader, val_dataloader, on_progress)
-        finally:
-            say("report", str(write_report(run)))
-        return steps.training_summary(run)
+        own = local_steps(self.config, path, resume=resume)
+        if train_dataloader is not None:
+            loaders = (train_dataloader, val_dataloader)
+            own = replace(
+                own,
+                prepare=lambda: prepare_loader_run(self.config, *loaders, run_dir=path, resume=resume),
+                submit=lambda run: None,
+                train=lambda run: steps.train_in_process(run, *loaders),
+            )
+
+        def prepare() -> RunDirectory:
+            run = own.prepare()
+            self.run_dir = run.path
+            return run
+
+        return steps.training_summary(run_chain(replace(own, prepare=prepare)))
 
 
 def quick_start(
@@ -167,7 +169,7 @@ def estimate_requirements(
     orchestrator = LlamaTrainingOrchestrator(
         model_variant, strategy, num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
     )
-    planned = steps.plan_for_gpu(orchestrator.config)
+    planned = plan_for_gpu(orchestrator.config)
     estimate = planned.estimate
     return {
         "memory_per_gpu_gb": estimate.profile.peak_bytes / GB,

@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from llama_core import sweeps
-from llama_core.benchmark.directory import SweepDirectory, read_record
-from llama_core.benchmark.sweep import SweepConfig
+from llama_core.chain.console import say
 from llama_core.errors import ConfigError
-from llama_core.launch.watch import say
-from reports.sweep import write_report
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.chain import run_sweep
+from llama_core.sweep.directory import SweepDirectory, read_record
+from llama_core.sweep.grid import SweepConfig
+from training_infra.local import local_sweep_steps
 
 
-def run_sweep(
+def sweep_from_terminal(
     file: Path | None, sweep_dir: Path | None, *, resume: bool, launcher: str | None, quiet: bool
 ) -> dict[str, Any]:
     """Prepare, rehearse, run and compare the elements of a sweep, and return what is known of them.
@@ -31,14 +32,7 @@ def run_sweep(
         config = config.model_copy(update={"base": config.base.with_overrides(f"launch.launcher={launcher}")})
     with say.silenced(quiet):
         sweep = sweeps.prepare(config, sweep_dir, resume=resume)
-        record = read_record(sweep)
-        say("sweep", f"{sweep.path}: {len(record.runnable)} of {len(record.elements)} elements can be run")
-        sweeps.validate(sweep)
-        sweeps.rehearse(sweep, lambda name, summary: say("dry-run", f"{name}: {summary}"))
-        try:
-            sweeps.follow(sweep, sweeps.say_end, sweeps.submit(sweep))
-        finally:
-            say("report", str(write_report(sweep)))
+        run_sweep(sweep, local_sweep_steps())
     return sweeps.records(sweep)
 
 

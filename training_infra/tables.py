@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
-from llama_core.planning.profile import STATES, Category, MemoryProfile, Phase
+from llama_core.planning.memory.peaks import STATES, Category, MemoryProfile, Phase
 from llama_core.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from llama_core.steps import PlannedRun
+    from llama_core.chain.planned import PlannedRun
 
 
 def print_plan(planned: "PlannedRun") -> None:

@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
@@ -31,6 +33,7 @@ from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import LoraConfig, MoeConfig
 from llama_core.errors import ConfigError, did_you_mean
+from llama_core.schedules.registry import schedule_names
 
 SAMPLE = "sample"
 """The data source that every machine has: the sources of Python's own standard library."""
@@ -44,7 +47,6 @@ GradientCompression = Literal["none", "bf16", "powersgd"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 RecomputeMode = Literal["none", "selective", "full"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "chimera", "chimera_doubling", "chimera_halving", "zb_h1", "zbv"]
 ZeroBackend = Literal["native", "deepspeed"]
 ZeroStage = Literal[0, 1, 2, 3]
 StrategyName = Literal["standard", "lora", "moe"]
@@ -54,7 +56,6 @@ Auto = Literal["auto"]
 """What a request leaves to the planner."""
 OffloadRequest = Literal["auto", Offload]
 RecomputeRequest = Literal["auto", "adaptive", RecomputeMode]
-ScheduleRequest = Literal["auto", ScheduleName]
 ZeroStageRequest = Literal["auto", ZeroStage]
 
 
@@ -68,6 +69,19 @@ def _count_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_auto)]
 """A number of at least 1, or ``auto``."""
+
+
+def _known_schedule(name: str) -> str:
+    known = ("auto", *schedule_names())
+    if name not in known:
+        raise PydanticCustomError("schedule", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+    return name
+
+
+ScheduleRequest = Annotated[
+    str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": ["auto", *schedule_names()]})
+]
+"""A schedule by its name, or ``auto``."""
 
 
 class ArchitectureConfig(Section):

@@ -10,8 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_core.artifacts import JobRecord, RunDirectory, StepRecord, now, read_json, write_json
 from llama_core.errors import RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now, read_json, write_json
+from llama_core.records.job import JobRecord
 
 JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
 """Environment variable that tells a rank which job it belongs to; unset where a worker was started by hand."""
@@ -112,13 +114,6 @@ def is_cancellation_requested(run: RunDirectory, job: JobRecord) -> bool:
 
 def _cancel_path(run: RunDirectory) -> Path:
     return run.logs / "cancel.json"
-
-
-def newest_step(run: RunDirectory) -> StepRecord | None:
-    """Return the record of the last completed step, or None if there is none that can be read now."""
-    with suppress(RunDirectoryError):
-        return StepRecord(**read_json(run.progress))
-    return None
 
 
 def own_job(run: RunDirectory) -> JobRecord | None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from llama_core.artifacts import RunDirectory
 from llama_core.launch.attempts import LOG_HEADER
+from llama_core.records.directory import RunDirectory
 
 NOTABLE = ("WARNING ", "ERROR ", "CRITICAL ")
 """How lines begin that whoever waits for a run should see."""

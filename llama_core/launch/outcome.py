@@ -4,25 +4,18 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from llama_core.artifacts import (
-    JobRecord,
-    Outcome,
-    OutcomeStatus,
-    RunDirectory,
-    now,
-    read_json,
-    read_metrics,
-    write_json,
-)
 from llama_core.launch.attempts import (
     Attempt,
     current_attempt,
     is_cancellation_requested,
-    newest_step,
     own_job,
     own_restart,
 )
 from llama_core.launch.verdict import RESUME, VERDICT_OF_STATE, Verdict, verdict_of_ranks
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now, read_json, write_json
+from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
+from llama_core.records.metrics import read_heartbeat, read_metrics
 
 
 def record_outcome(
@@ -147,7 +140,7 @@ def _record(
 ) -> Outcome:
     """Write the outcome of one attempt, in place of what was recorded of it before."""
     earlier = tuple(a for a in _attempts(run) if not (_is_of(a, job) and a["restart"] == restart))
-    newest = newest_step(run)
+    newest = read_heartbeat(run)
     if step is None:
         step = newest.step if newest else 0
     ended_at = now()
@@ -182,7 +175,7 @@ def _start_of_attempt(
 
 def _steps_since(run: RunDirectory, start: float) -> tuple[int | None, int | None]:
     """Return the first and last step completed after ``start``; a pair of None if there were none."""
-    newest = newest_step(run)
+    newest = read_heartbeat(run)
     if newest is None or newest.time < start:
         return None, None
     records = read_metrics(run).select(["step", "time"]).to_pylist()

@@ -4,8 +4,9 @@ import re
 import signal
 from dataclasses import dataclass
 
-from llama_core.artifacts import JobRecord, OutcomeStatus, RunDirectory
 from llama_core.launch.attempts import RankExit, end_of_log, read_rank_exits, submission_log
+from llama_core.records.directory import RunDirectory
+from llama_core.records.job import JobRecord, OutcomeStatus
 
 LOST_PEERS_EXIT = 75
 """Exit code of a rank that ended because others were gone, or did not answer: the cause is to be looked for there."""

@@ -1,7 +1,7 @@
 """What a model is trained on. Nothing here imports torch, so that data can be looked at without it."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -9,6 +9,26 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """The target of a token that does not count."""
+
+
+class Documents(NamedTuple):
+    """The documents of some rows that are laid end to end; a document ends at the end of its row."""
+
+    starts: "Tensor"
+    """Where each begins, and where the last one ends: int32 [documents + 1], ascending."""
+    longest: int
+    """Tokens of the longest one."""
+
+    @classmethod
+    def of_positions(cls, positions_BS: "Tensor") -> "Documents":
+        """Return the documents of rows in which positions restart at 0 with each; waits for the rows' device."""
+        import torch
+
+        is_start_BS = positions_BS == 0
+        is_start_BS[:, 0] = True
+        starts = torch.nonzero(is_start_BS.flatten()).flatten()
+        starts = torch.nn.functional.pad(starts, (0, 1), value=positions_BS.numel())
+        return cls(starts.to(torch.int32), int(starts.diff().max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +41,13 @@ class Batch:
     """Next tokens, int64; -100 where there is none to predict."""
     positions_BS: "Tensor | None"
     """Positions inside each document, int64, 0 at its first token; None where a row is one text."""
+    documents: Documents | None = None
+    """The same for kernels that take documents rather than a mask; None where a mask is used."""
+
+    def tensors(self) -> "list[Tensor]":
+        """Return all tensors of the batch."""
+        starts = self.documents and self.documents.starts
+        return [t for t in (self.tokens_BS, self.targets_BS, self.positions_BS, starts) if t is not None]
 
     def num_targets(self) -> "Tensor":
         """Return how many targets are not -100: an int64 scalar on the batch's device."""
@@ -34,7 +61,12 @@ class Batch:
     def to(self, device: "torch.device | str") -> "Batch":
         """Return the batch on ``device``."""
         positions_BS = None if self.positions_BS is None else self.positions_BS.to(device)
-        return Batch(self.tokens_BS.to(device), self.targets_BS.to(device), positions_BS)
+        documents = self.documents and self.documents._replace(starts=self.documents.starts.to(device))
+        return Batch(self.tokens_BS.to(device), self.targets_BS.to(device), positions_BS, documents)
+
+    def with_documents(self) -> "Batch":
+        """Return the batch with the documents that its positions tell of; best while it is in the host's memory."""
+        return self if self.positions_BS is None else replace(self, documents=Documents.of_positions(self.positions_BS))
 
     def _rows(self, rows: slice) -> "Batch":
         positions_BS = None if self.positions_BS is None else self.positions_BS[rows]

@@ -4,29 +4,45 @@ Mixed precision is explicit: activations have one dtype from the embedding to th
 one, and each layer casts its weight to the dtype of its input where it uses it.
 """
 
-# Shape suffixes: B batch, S sequence (i queries, j keys), D model dim, N query heads, K key/value heads,
-# H head dim, R half of a head (one entry per rotated pair), F feed-forward dim
+# Shape suffixes: B batch, S sequence (i queries, j keys), T tokens (B * S), D model dim, N query heads, K key/value
+# heads, H head dim, R half of a head (one entry per rotated pair), F feed-forward dim
 
 import math
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.traceback import annotate
+from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.config.models import ModelSpec
+from llama_core.models.batch import Documents
+
+KEPT = "kept"
+"""The annotation of operators whose results selective recomputation keeps, in eager and in compiled code alike."""
 
 
 class Linear(nn.Linear):
-    """A matrix without bias, cast to the dtype of its input at use."""
+    """A matrix without bias, cast to the dtype of its input at use.
+
+    Args:
+        in_features: columns of the matrix.
+        out_features: its rows.
+    """
+
+    kept = False
+    """Whether selective recomputation keeps what it returns."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` in the dtype of ``x``."""
-        return F.linear(x, self.weight.to(x.dtype))
+        with annotate({KEPT: self.kept}):
+            return F.linear(x, self.weight.to(x.dtype))
 
 
 class TokenEmbedding(nn.Embedding):
@@ -57,7 +73,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotary embedding, fp32 or wider, broadcastable to [B, 1, S, R]."""
+    """Cosines and sines of the rotary embedding, fp32 or wider, broadcastable to [B, S, 1, R]."""
 
     cos: Tensor
     sin: Tensor
@@ -83,21 +99,21 @@ def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Ten
 
 def rotation(spec: ModelSpec, positions_BS: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
     """Return the rotation of every token, computed in fp32; ``positions_BS`` counts from 0 (B may be 1)."""
-    angles_B1SR = positions_BS[:, None, :, None].float() * rope_frequencies(spec, positions_BS.device)
-    return Rotation(angles_B1SR.cos().to(dtype), angles_B1SR.sin().to(dtype))
+    angles_BS1R = positions_BS[:, :, None, None].float() * rope_frequencies(spec, positions_BS.device)
+    return Rotation(angles_BS1R.cos().to(dtype), angles_BS1R.sin().to(dtype))
 
 
-def rotate(x_BNSH: Tensor, rotary: Rotation) -> Tensor:
+def rotate(x_BSNH: Tensor, rotary: Rotation) -> Tensor:
     """Rotate the pairs (i, i + H/2) of every head, as Hugging Face lays them out; computed in the rotation's dtype."""
-    first_BNSR, second_BNSR = x_BNSH.to(rotary.cos.dtype).chunk(2, dim=-1)
-    rotated_BNSH = torch.cat(
+    first_BSNR, second_BSNR = x_BSNH.to(rotary.cos.dtype).chunk(2, dim=-1)
+    rotated_BSNH = torch.cat(
         (
-            first_BNSR * rotary.cos - second_BNSR * rotary.sin,
-            second_BNSR * rotary.cos + first_BNSR * rotary.sin,
+            first_BSNR * rotary.cos - second_BSNR * rotary.sin,
+            second_BSNR * rotary.cos + first_BSNR * rotary.sin,
         ),
         dim=-1,
     )
-    return rotated_BNSH.to(x_BNSH.dtype)
+    return rotated_BSNH.to(x_BSNH.dtype)
 
 
 def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,9 +130,11 @@ def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
     return mask_BSS.masked_fill_(~visible_BSS, -math.inf)[:, None]
 
 
-def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1SS: Tensor | None) -> Tensor:
-    """Return softmax attention, [B, N, S, H]: over what ``mask_B1SS`` allows, or causal where it is None."""
-    if q_BNSH.is_cuda and mask_B1SS is not None and k_BKSH.shape[1] < q_BNSH.shape[1]:
+def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None) -> Tensor:
+    """Return softmax attention, [B, N, S, H]: causal, inside documents, or over what an additive mask allows."""
+    if isinstance(mask, Documents):
+        return _attend_documents(q_BNSH, k_BKSH, v_BKSH, mask)
+    if q_BNSH.is_cuda and mask is not None and k_BKSH.shape[1] < q_BNSH.shape[1]:
         # the CUDA kernels that take a mask take a key head for each query head; without one, scores would be held
         queries_per_key = q_BNSH.shape[1] // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (x.repeat_interleave(queries_per_key, dim=1) for x in (k_BKSH, v_BKSH))
@@ -124,10 +142,24 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_B1SS: Tensor | N
         q_BNSH,
         k_BKSH,
         v_BKSH,
-        attn_mask=mask_B1SS,
-        is_causal=mask_B1SS is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         enable_gqa=k_BKSH.shape[1] < q_BNSH.shape[1],
     )
+
+
+# torch 2.11 takes fewer key heads than query heads without being told
+_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents) -> Tensor:
+    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNSH, k_BKSH, v_BKSH))
+    starts, longest = documents
+    out_TNH: Any = varlen_attn(
+        q_TNH, k_TKH, v_TKH, starts, starts, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS
+    )
+    out_BSNH: Tensor = out_TNH.unflatten(0, (q_BNSH.shape[0], -1))
+    return out_BSNH.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -149,10 +181,12 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows, or over all earlier ones where it is None."""
         # the number of heads is read from the projection, which tensor parallelism makes narrower
-        q_BNSH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k_BKSH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v_BKSH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        out_BNSH = self.attend(rotate(q_BNSH, rotary), rotate(k_BKSH, rotary), v_BKSH, mask)
+        q_BSNH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        # in memory the tokens stay first, so that nothing is copied to put the heads last again
+        q_BNSH, k_BKSH = (rotate(x, rotary).transpose(1, 2) for x in (q_BSNH, k_BSKH))
+        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BSKH.transpose(1, 2), mask)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
 
@@ -166,7 +200,7 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.w1 = Linear(spec.hidden_size, spec.ffn_size)
-        self.w2 = Linear(spec.ffn_size, spec.hidden_size)
+        self.w2 = Linear(spec.ffn_size, spec.hidden_size)  # nothing needs its result again
         self.w3 = Linear(spec.hidden_size, spec.ffn_size)
 
     def forward(self, x_BSD: Tensor) -> Tensor:

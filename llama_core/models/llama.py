@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec
+from llama_core.models.batch import Documents
 from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, rotation
 from llama_core.models.loss import linear_cross_entropy
 
@@ -73,6 +74,7 @@ class Llama(nn.Module):
         inputs: Tensor,
         targets_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
+        documents: Documents | None = None,
         *,
         layers: range | None = None,
     ) -> Tensor:
@@ -85,6 +87,7 @@ class Llama(nn.Module):
             targets_BS: the token that follows each, -100 where it does not count. Only the last layer heeds it.
             positions_BS: each token's position in its document where rows hold several documents: it restarts at 0
                 with each, and no token attends across a restart. None means that every row is one document.
+            documents: the same for the kernel that takes documents, on CUDA and in 16 bits; by default a mask is made.
             layers: which layers; by default all of the model.
 
         Returns:
@@ -97,7 +100,7 @@ class Llama(nn.Module):
         index_S = self.sequence_index(num_tokens, inputs.device)
         places_BS = index_S[None] if positions_BS is None else positions_BS
         rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
-        mask = self.attention_mask(positions_BS, index_S, self.compute_dtype)
+        mask = documents or self.attention_mask(positions_BS, index_S, self.compute_dtype)
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
             x_BSD = self.tok_embeddings(inputs)

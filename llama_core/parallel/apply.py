@@ -12,13 +12,13 @@ from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
-from llama_core.parallel.data import Alone, Copies, DataParallel, Sharded
 from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import OnPhase, Pipeline
 from llama_core.parallel.ranks import check_started
-from llama_core.parallel.recompute import apply_recompute
+from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
+from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
 from llama_core.planning.plan import ParallelPlan
 
 
@@ -58,10 +58,7 @@ class ParallelModel:
             apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
         if mesh is not None and mesh.cp_group is not None:
             apply_context_parallel(self.model, mesh.cp_group)
-        apply_recompute(self.model, plan.recompute, plan.layers_to_recompute(spec))
-        if plan.compile:
-            for block in self.model.layers.values():
-                block.compile()
+        recompute_and_compile(self.model, plan, device)
         self._sharded: Sharded | None = None
         if mesh is not None and plan.uses_fully_shard:
             self._sharded = Sharded(self.model, mesh.weights, plan, compute_dtype=compute_dtype)

@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from llama_core.errors import DataError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
-from llama_core.parallel.data import DataParallel
 from llama_core.parallel.mesh import Mesh
+from llama_core.parallel.zero import DataParallel
 from llama_core.parallel.zero_bubble import DeferredGradients
+from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.profile import Phase
-from llama_core.planning.schedules import Action, Kind
+from llama_core.schedules.actions import Action, Kind
 
 OnPhase = Callable[[Phase], None]
 _THERE_AND_BACK = (Kind.FORWARD, Kind.BACKWARD)
@@ -62,11 +62,9 @@ class Pipeline:
         Raises:
             DataError: if a pipeline of several ranks gets another number of microbatches than it is scheduled for.
         """
-        parts = self.schedule.parts_per_microbatch
-        scheduled = self.schedule.num_microbatches // parts
+        scheduled = self.schedule.num_microbatches
         if len(microbatches) == scheduled:
-            pieces = [piece for batch in microbatches for piece in batch.split(len(batch.tokens_BS) // parts)]
-            return _Execution(self, pieces, scale, on_phase).run(self.actions)
+            return _Execution(self, microbatches, scale, on_phase).run(self.actions)
         if self.num_ranks > 1:
             raise DataError(f"a batch of {len(microbatches)} microbatches for a pipeline scheduled for {scheduled}")
         # a loader's last batch is shorter than the others
@@ -149,7 +147,7 @@ class _Execution:
             x = self._arrived(Kind.RECV_F, key, self.outputs, (stage - 1, action.microbatch))
             self.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
         layers = self.pipeline.layers[stage]
-        out = self.pipeline.data.call(x, batch.targets_BS, batch.positions_BS, layers=layers)
+        out = self.pipeline.data.call(x, batch.targets_BS, batch.positions_BS, batch.documents, layers=layers)
         if stage == self.last_stage:
             self.losses.append(out.detach())
             self.roots[key] = out

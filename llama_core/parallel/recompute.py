@@ -1,10 +1,13 @@
 """Activation checkpointing: keep less for the backward pass and compute it again instead."""
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import traceback
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -13,12 +16,10 @@ from torch.utils.checkpoint import (
 )
 
 from llama_core.config.run import RecomputeMode
+from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
-
-PRODUCTS = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
-"""The matrix products of a block, in the order in which its forward computes them."""
-KEPT_PRODUCTS = frozenset({"wq", "wv", "wo", "w1"})
-"""Those whose results ``selective`` keeps. Nothing needs w2's, so that of the others wk and w3 are computed again."""
+from llama_core.parallel.ring import RING_ATTENTION
+from llama_core.planning.plan import KEPT_PRODUCTS, ParallelPlan
 
 _ATTENTION = frozenset(
     {
@@ -26,47 +27,70 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        RING_ATTENTION,
     }
 )
 
 
-def apply_recompute(model: Llama, mode: RecomputeMode, layers: Collection[int] | None = None) -> None:
+def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]) -> None:
     """Make some blocks of ``model`` keep less for the backward pass; the gradients are the same bit for bit.
 
     ``full`` keeps the input of a block and runs its whole forward again: about a third more arithmetic. ``selective``
-    keeps the results of attention and of ``KEPT_PRODUCTS`` too, and computes the rest again. ``none`` changes nothing.
+    also keeps the results of attention and of ``KEPT_PRODUCTS``, and computes the rest again. ``none`` changes nothing.
 
     Args:
         model: the model, or a part of it.
-        mode: what is computed again.
-        layers: which layers, by their place in the whole model; by default all that ``model`` has.
+        modes: what is computed again, in every layer or for each layer of the whole model.
 
     Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
-    if mode == "none":
-        return
-    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for name, block in model.layers.items():
-        if layers is None or int(name) in layers:
-            # not torch's checkpoint_wrapper, which puts a name of its own into model.named_parameters()
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+        mode: RecomputeMode = modes if isinstance(modes, str) else modes[int(name)]
+        if mode != "none":
+            # Not torch's checkpoint_wrapper: it puts a name of its own into model.named_parameters().
+            block.forward = _recomputed(block.forward, mode)
+        for path, module in block.named_modules():
+            if mode == "selective" and path.rpartition(".")[2] in KEPT_PRODUCTS:
+                module.kept = True
 
 
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_KeepCostly())  # type: ignore[no-untyped-call]
+def recompute_and_compile(model: Llama, plan: ParallelPlan, device: torch.device) -> None:
+    """Make the blocks of ``model`` recompute and compile as ``plan`` says, each block as one graph."""
+    blocks = model.layers.values()
+    # A graph that also holds what is computed again is best. But of a divided block torch 2.13 saves the random state
+    # of the CPU's attention, if that is computed again, behind the device mesh, and then refuses the mesh.
+    inside = plan.compile and plan.tp > 1 and plan.recompute == "full" and device.type == "cpu"
+    if inside:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    apply_recompute(model, [mode for stage in plan.recompute_modes(model.spec) for mode in stage])
+    if plan.compile and not inside:
+        for block in blocks:
+            block.compile()
 
 
-class _KeepCostly:
-    """Decides for one forward of one block, and again for its repetition, which results to keep."""
+def _recomputed(forward: Callable[..., Tensor], mode: RecomputeMode) -> Callable[..., Tensor]:
+    # A function, because torch.compile does not look into a functools.partial of checkpoint and would compile nothing.
+    if mode == "full":
 
-    def __init__(self) -> None:
-        self._num_products = {False: 0, True: 0}
+        def run(*args: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False)
 
-    def __call__(self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func in _ATTENTION:
-            return CheckpointPolicy.MUST_SAVE
-        if func is torch.ops.aten.mm.default:
-            name = PRODUCTS[self._num_products[context.is_recompute]]
-            self._num_products[context.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if name in KEPT_PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    else:
+        # It warns of in-place operators, of which a block has none.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+        def run(*args: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts)
+
+    return run
+
+
+def _keep_costly(_: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Decide of one operator of a block whether its result is kept."""
+    is_kept = func is torch.ops.aten.mm.default and traceback.current_meta.get("custom", {}).get(KEPT)
+    return CheckpointPolicy.MUST_SAVE if is_kept or func in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective_contexts = partial(create_selective_checkpoint_contexts, _keep_costly)

@@ -4,15 +4,33 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import GradientCompression, Offload, Precision, RecomputeMode, ZeroBackend, literal_values
+from llama_core.config.run import (
+    GradientCompression,
+    Offload,
+    Precision,
+    RecomputeMode,
+    RunConfig,
+    ZeroBackend,
+    literal_values,
+)
 from llama_core.errors import PlanError
-from llama_core.planning.schedules import Schedule, ScheduleName, build_schedule
+from llama_core.schedules.actions import Schedule
+from llama_core.schedules.registry import DEFAULT_SCHEDULE, build_schedule, schedule_names, schedule_type
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the ranks, from the slowest varying to the fastest: neighbours share a machine and talk most."""
+
+KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
+"""Matrices whose products selective recomputation keeps, beside attention: every second one of those in a layer.
+
+The last, w2's, no backward reads.
+"""
+DocumentAttention = Literal["none", "mask", "varlen"]
+"""What keeps attention inside packed documents: nothing, as every row is one; an additive mask; or a kernel that is
+told where each document begins, which skips all scores between documents and holds no mask."""
 
 _remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # a plan is asked for its stages many times
 
@@ -45,10 +63,10 @@ class ParallelPlan:
     """Who shards: torch's fully_shard, or DeepSpeed."""
     offload: Offload = "none"
     """What DeepSpeed keeps in host memory."""
-    schedule: ScheduleName = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     """The order of forwards and backwards over the pipeline ranks; no effect with one of them."""
     num_chunks: int = 1
-    """Stages per pipeline rank under the interleaved schedule."""
+    """Stages per pipeline rank under a schedule that takes them, which is ``interleaved``."""
     microbatch_size: int = 1
     """Sequences per forward pass and rank."""
     num_microbatches: int = 1
@@ -79,15 +97,15 @@ class ParallelPlan:
         if self.zero_stage not in range(4):
             yield f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3"
         choices = {
-            "recompute": RecomputeMode,
-            "zero_backend": ZeroBackend,
-            "offload": Offload,
-            "gradient_compression": GradientCompression,
-            "schedule": ScheduleName,
+            "recompute": literal_values(RecomputeMode),
+            "zero_backend": literal_values(ZeroBackend),
+            "offload": literal_values(Offload),
+            "gradient_compression": literal_values(GradientCompression),
+            "schedule": schedule_names(),
         }
-        for name, alias in choices.items():
-            if getattr(self, name) not in literal_values(alias):
-                yield f"{name}={getattr(self, name)!r} is not one of {', '.join(literal_values(alias))}"
+        for name, legal in choices.items():
+            if getattr(self, name) not in legal:
+                yield f"{name}={getattr(self, name)!r} is not one of {', '.join(legal)}"
 
     def _exclusions(self) -> Iterator[str]:
         try:
@@ -100,10 +118,11 @@ class ParallelPlan:
                 f"schedule={self.schedule} cuts every microbatch in {schedule.parts_per_microbatch}, which "
                 f"microbatch_size={self.microbatch_size} does not allow; use an even one"
             )
-        if self.pp > 1 and self.schedule == "chimera_doubling" and self.num_microbatches < 3:
+        least = schedule_type(self.schedule).min_microbatches
+        if self.pp > 1 and self.num_microbatches < least:
             yield (
-                f"schedule=chimera_doubling runs num_microbatches={self.num_microbatches} in one direction alone; "
-                "use schedule=chimera"
+                f"schedule={self.schedule} runs num_microbatches={self.num_microbatches} in one direction alone; "
+                f"use at least {least}, or another schedule"
             )
         if self.recomputed_layers is not None and len(self.recomputed_layers) != self.num_stages:
             yield f"recomputed_layers={self.recomputed_layers} is not one number for each of {self.num_stages} stages"
@@ -111,17 +130,17 @@ class ParallelPlan:
             yield f"dp_shard={self.dp_shard} divides nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
         if self.ep > 1 and self.dp % self.ep:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
-        yield from self._exclusions_of_zero_bubble()
+        yield from self._exclusions_of_split_backwards()
         yield from self._exclusions_of_deepspeed()
         yield from self._exclusions_of_compression()
 
-    def _exclusions_of_zero_bubble(self) -> Iterator[str]:
-        if self.pp == 1 or self.schedule not in {"zb_h1", "zbv"}:
+    def _exclusions_of_split_backwards(self) -> Iterator[str]:
+        if not self.splits_backward:
             return
         if self.dp * self.cp * self.tp > 1 or self.recompute != "none" or self.compile:
             yield (
                 f"schedule={self.schedule} computes weight gradients apart, which works with pipeline parallelism "
-                "alone (no tp, cp, data parallelism, recompute or compile); use schedule=1f1b"
+                f"alone (no tp, cp, data parallelism, recompute or compile); use schedule={DEFAULT_SCHEDULE}"
             )
 
     def _exclusions_of_deepspeed(self) -> Iterator[str]:
@@ -226,9 +245,22 @@ class ParallelPlan:
         return self.zero_stage == 0 and self.tp == self.pp == 1
 
     @property
+    def averages_every_backward(self) -> bool:
+        """Whether the copies of a shard average after every backward; else once a step, in its last backward.
+
+        With several stages on a rank, the step's last backward is the last of one stage only.
+        """
+        return self.effective_zero_stage >= 2 and self.dp_replicate > 1 and len(self.build_schedule().stages_of(0)) > 1
+
+    @property
     def sharded_sequence(self) -> bool:
         """Whether the residual stream is divided along the sequence between tensor-parallel ranks."""
         return self.sequence_parallel and self.tp > 1
+
+    @property
+    def rows_per_forward(self) -> int:
+        """Sequences of one forward: a microbatch, or the part of one that the schedule cuts it into."""
+        return self.microbatch_size // self.build_schedule().parts_per_microbatch
 
     @property
     def batch_size(self) -> int:
@@ -240,10 +272,15 @@ class ParallelPlan:
         """Parts that the layers are cut into."""
         return self.build_schedule().num_stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are in two parts, the gradients of weights apart."""
+        return self.pp > 1 and schedule_type(self.schedule).splits_backward
+
     def build_schedule(self) -> Schedule:
         """Return the order of forwards and backwards on every pipeline rank."""
         return _remembered_schedule(
-            self.schedule if self.pp > 1 else "1f1b",
+            self.schedule if self.pp > 1 else DEFAULT_SCHEDULE,
             num_ranks=self.pp,
             num_microbatches=self.num_microbatches,
             num_chunks=self.num_chunks,
@@ -268,12 +305,14 @@ class ParallelPlan:
         ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
         return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
 
-    def layers_to_recompute(self, spec: ModelSpec) -> frozenset[int] | None:
-        """Return the layers that ``recompute`` is applied to, None standing for all."""
-        if self.recomputed_layers is None:
-            return None
-        counted = zip(self.recomputed_layers, self.stage_layers(spec), strict=True)
-        return frozenset(layer for count, layers in counted for layer in layers[:count])
+    def recompute_modes(self, spec: ModelSpec) -> tuple[tuple[RecomputeMode, ...], ...]:
+        """Return what is computed again of each layer, stage by stage."""
+        stages = self.stage_layers(spec)
+        counts = self.recomputed_layers or [len(layers) for layers in stages]
+        return tuple(
+            tuple(self.recompute if place < count else "none" for place in range(len(layers)))
+            for count, layers in zip(counts, stages, strict=True)
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -290,7 +329,7 @@ class ParallelPlan:
             yield "gradient_compression=bf16 at zero_stage=1 also adds up microbatches in bf16; zero_stage=2 does not"
         if self.gradient_compression != "none" and self.dp * self.cp == 1:
             yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"
-        if self.pp == 1 and self.schedule != "1f1b":
+        if self.pp == 1 and self.schedule != DEFAULT_SCHEDULE:
             yield f"schedule={self.schedule} has no effect with pp=1"
 
     def summary(self) -> str:
@@ -319,3 +358,15 @@ class ParallelPlan:
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the plan that ``as_dict`` recorded; keys that only follow from others are not read."""
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
+
+
+def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:
+    """Return what keeps attention inside packed documents in the run of a resolved ``config`` under ``plan``.
+
+    The kernel for documents runs on CUDA alone, in 16 bits; around a ring of context-parallel ranks every block has a
+    mask.
+    """
+    if not config.data.document_mask:
+        return "none"
+    has_kernel = config.launch.device == "cuda" and config.training.precision != "fp32" and plan.cp == 1
+    return "varlen" if has_kernel else "mask"

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from llama_core.artifacts import RunDirectory, atomic_write, read_json, write_json
 from llama_core.errors import CheckpointError, RunDirectoryError
 from llama_core.parallel.ranks import from_first_rank, is_first_rank, most_over_ranks
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import atomic_write, read_json, write_json
 from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)

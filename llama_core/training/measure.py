@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from llama_core.artifacts import BenchmarkRecord
+from llama_core.records.measurements import BenchmarkRecord
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -4,9 +4,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Protocol, Self
 
-from llama_core.artifacts import RunDirectory, StepRecord, write_json, write_metrics_part
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+from llama_core.records.measurements import StepRecord
+from llama_core.records.metrics import write_metrics_part
 from llama_core.units import format_bytes
 
 
@@ -54,7 +57,7 @@ class HeartbeatSink:
 
     def write(self, record: StepRecord) -> None:
         """Replace the file."""
-        write_json(self.run.progress, record, durable=False)
+        write_json(self.run.heartbeat, record, durable=False)
 
     def flush(self) -> None:
         """Nothing is kept back."""

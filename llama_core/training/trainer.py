@@ -10,20 +10,23 @@ from typing import Any, Protocol
 
 import torch
 
-from llama_core.artifacts import BenchmarkRecord, RunDirectory, StepRecord, TrainingSummary, drop_metrics_after
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
+from llama_core.data.entropy import Entropies
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.models.batch import Batch
 from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device
-from llama_core.planning.cost import model_flops_utilisation
-from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.profile import Phase
+from llama_core.planning.memory.peaks import Phase
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.time.step_time import model_flops_utilisation
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.records.metrics import drop_metrics_after
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
 from llama_core.training.measure import MemoryMeter, synchronize, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
-from llama_core.training.optim import LossScale, learning_rate
+from llama_core.training.optimizer import LossScale, learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Trainer:
         validation: returns this rank's share of the held-out batches of one evaluation, in the same order every time
             and as many as every other rank's; None to evaluate nothing.
         total_steps: optimizer steps of the whole run.
+        entropies: of the corpus' tokens, for the summary; None where they are not known.
         should_stop: asked after every step; once it says yes on any rank the run saves a checkpoint and stops.
         on_step: told of every step on rank 0, besides the metrics sinks.
     """
@@ -67,17 +71,19 @@ class Trainer:
         batches: BatchSource,
         validation: Callable[[], Iterable[Batch]] | None,
         total_steps: int,
+        entropies: Entropies | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[StepRecord], None] = print_record,
     ) -> None:
         self.run, self.config, self.plan = run, config, plan
         self.batches, self.validation = batches, validation
-        self.total_steps = total_steps
+        self.total_steps, self.entropies = total_steps, entropies
         self.should_stop, self.on_step = should_stop, on_step
         self.device = this_device(config.launch.device)
         if self.device.type == "cuda" and config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)
+        self._takes_documents = document_attention(config, plan) == "varlen"
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self.engine = build_engine(config, plan, self.device)
@@ -135,8 +141,8 @@ class Trainer:
             train_loss=self._last_loss,
             eval_loss=eval_loss,
             eval_tokens=eval_tokens,
-            unigram_entropy=None,
-            bigram_entropy=None,
+            unigram_entropy=self.entropies.unigram if self.entropies else None,
+            bigram_entropy=self.entropies.bigram if self.entropies else None,
             memory_baseline_bytes=self.memory_baseline_bytes,
             memory_peak_bytes=max(peak, self.memory_baseline_bytes),
             seconds=time.perf_counter() - started,
@@ -159,8 +165,8 @@ class Trainer:
 
     def _time_step(self) -> None:
         self._optimize(self.batches.next_batch(), on_phase=lambda phase: None)
-        if is_first_rank() and self.run.progress.exists():
-            self.run.progress.touch()  # no step is recorded, but the run is at work
+        if is_first_rank() and self.run.heartbeat.exists():
+            self.run.heartbeat.touch()  # no step is recorded, but the run is at work
 
     def _take_step(self) -> tuple[StepRecord, bool]:
         """Train on the next batch; return its record, and whether a rank was asked to stop."""
@@ -208,19 +214,25 @@ class Trainer:
         training = self.config.training
         return train_step(
             self.engine,
-            [micro.to(self.device) for micro in batch.split(self.plan.microbatch_size)],
+            self._microbatches(batch),
             learning_rate=learning_rate(self.step + 1, training, self.total_steps),
             max_grad_norm=training.max_grad_norm,
             loss_scale=self.loss_scale.value,
             on_phase=on_phase,
         )
 
+    def _microbatches(self, batch: Batch) -> list[Batch]:
+        """Return what each forward takes of a batch, on the device."""
+        pieces = batch.split(self.plan.rows_per_forward)
+        if self._takes_documents:
+            pieces = [piece.with_documents() for piece in pieces]
+        return [piece.to(self.device) for piece in pieces]
+
     def _evaluate(self) -> tuple[float, int]:
         """Return the mean cross-entropy over the held-out target tokens, in nats, and how many they are."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
-        size = self.plan.microbatch_size
-        microbatches = [micro.to(self.device) for batch in self.validation() for micro in batch.split(size)]
+        microbatches = [micro for batch in self.validation() for micro in self._microbatches(batch)]
         total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
         return total / num_targets if num_targets else math.nan, num_targets
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 
 from flows.service import SERVE_VARIABLE, answers
-from llama_core.artifacts import RunDirectory
+from llama_core.records.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 SECRET = "marker-of-a-secret-4711"
@@ -87,7 +87,7 @@ class Serving:
         until(lambda: len(httpx.post(f"{self.url}/artifacts/filter", json=progress).json()) == times)
         runs = self.checkout.glob("runs/*/flow_run.json")
         (run,) = (RunDirectory(path.parent) for path in runs if flow_run_id in path.read_text())
-        until(run.progress.exists)
+        until(run.heartbeat.exists)
         return run
 
     def processes(self, word=""):

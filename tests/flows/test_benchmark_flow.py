@@ -11,12 +11,13 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun
 
-from llama_core import steps, sweeps
-from llama_core.artifacts import read_json, write_json
-from llama_core.benchmark.directory import SweepDirectory, is_timed
-from llama_core.benchmark.sweep import SweepConfig
-from llama_core.launch import launchers
+from llama_core.chain import steps
+from llama_core.launch.jobs import submission
 from llama_core.launch.outcome import read_outcome
+from llama_core.records.files import read_json, write_json
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.directory import SweepDirectory, is_timed
+from llama_core.sweep.grid import SweepConfig
 from tasks.sweep import cancel_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ PROGRAM = """
 import json
 from pathlib import Path
 from flows.benchmark import benchmark
-from llama_core.benchmark.sweep import SweepConfig
+from llama_core.sweep.grid import SweepConfig
 
 config = SweepConfig.from_mapping({
     "name": "tiny",
@@ -84,8 +85,8 @@ def at_work(tmp_path, monkeypatch):
     sweep, flow_run = sweeps.prepare(config), FlowRun(flow_id=uuid4())
     write_json(sweep.path / "flow_run.json", {"flow_runs": [str(flow_run.id)]})
     run = sweep.run("microbatch_size=1")
-    job = launchers.submit(run, steps.load_config(run), 1, "benchmark", worker=FAKE_WORKER)
-    while not run.progress.exists():
+    job = submission.submit(run, steps.load_config(run), 1, "benchmark", worker=FAKE_WORKER)
+    while not run.heartbeat.exists():
         time.sleep(0.05)
     yield sweep, flow_run, job
     job.cancel(grace_seconds=0)

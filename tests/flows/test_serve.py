@@ -3,7 +3,7 @@
 import pytest
 from serving import SECRET, Serving, until
 
-from llama_core import steps
+from llama_core.chain import steps
 from llama_core.launch.outcome import read_outcome
 
 TINY = {

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.artifacts import RunDirectory, read_metrics
+from llama_core.chain.steps import stopped
 from llama_core.launch.outcome import read_outcome
-from llama_core.steps import stopped
+from llama_core.records.directory import RunDirectory
+from llama_core.records.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TASKS = {"prepare-run", "validate-environment", "estimate-memory", "dry-run", "submit", "train", "benchmark", "report"}
@@ -23,6 +24,8 @@ ARTIFACTS = {"plan", "environment", "memory-estimate", "dry-run", "training-prog
 def prefect(tmp_path_factory):
     """Run a program with a Prefect home of its own, on the server that lives as long as the program."""
     home = tmp_path_factory.mktemp("prefect")
+    for name in ("tasks", "flows", "reports", "training", "config"):  # a folder of somebody's own, with common names
+        (home / f"{name}.py").write_text("raise ImportError('somebody has a module of this name')")
     environment = os.environ | {
         "PREFECT_HOME": str(home),
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
@@ -81,9 +84,57 @@ def test_the_flow_leaves_a_finished_run_and_its_report(prefect, flow_run):
 
 
 def test_the_terminal_shows_a_line_for_each_step_and_nothing_of_prefect(flow_run):
-    names = dict.fromkeys(line.split()[0] for line in flow_run.stdout.splitlines())
-    assert list(names) == ["run", "validate", "estimate", "dry-run", "submit", "train", "benchmark", "report"]
+    assert steps_said(flow_run) == [
+        "run",
+        "validate",
+        "plan",
+        "estimate",
+        "dry-run",
+        "submit",
+        "train",
+        "benchmark",
+        "report",
+    ]
     assert flow_run.stderr == ""
+
+
+FACADE = """
+import sys
+from pathlib import Path
+from llama_core.config.run import RunConfig
+from training_infra import LlamaTrainingOrchestrator
+
+one = LlamaTrainingOrchestrator("tiny_llama3_50m")
+one.config = RunConfig.load(Path("run.yaml"))
+one.launch_training(run_dir=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "front",
+    [("-m", "training_infra.cli", "train", "--config", "run.yaml", "--run-dir"), ("-c", FACADE)],
+    ids=["command", "facade"],
+)
+def test_every_front_says_does_and_records_what_the_flow_does(prefect, flow_run, front):
+    other = prefect(sys.executable, *front, front[0].strip("-"), cwd=prefect.home)
+    assert other.returncode == 0, other.stderr
+    assert steps_said(other) == steps_said(flow_run)
+    flow, run = RunDirectory(prefect.home / "run"), RunDirectory(prefect.home / front[0].strip("-"))
+    assert kept(run) == kept(flow) - {flow.flow_run.name}
+    assert losses(run) == losses(flow)
+
+
+def steps_said(ended):
+    return list(dict.fromkeys(line.split()[0] for line in ended.stdout.splitlines()))
+
+
+def kept(run):
+    folders = {path.name for path in run.path.iterdir()}
+    return folders | {path.name for path in run.path.rglob("*") if path.suffix in {".json", ".parquet", ".yaml"}}
+
+
+def losses(run):
+    return read_metrics(run).column("loss").to_pylist()
 
 
 def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
@@ -114,7 +165,7 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
         command, cwd=prefect.home, env=prefect.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     run = RunDirectory(prefect.home / "interrupted")
-    while not run.progress.exists():
+    while not run.heartbeat.exists():
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate()

@@ -4,9 +4,11 @@ import sys
 import pytest
 from launch_harness import FAKE_WORKER, Job
 
-from llama_core.artifacts import JobRecord, RunDirectory, write_json
 from llama_core.config.run import RunConfig
-from llama_core.launch import launchers
+from llama_core.launch.jobs import submission
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+from llama_core.records.job import JobRecord
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def submit(run, config):
 
     def start(behaviour, *, num_ranks=1, only=None):
         worker = (sys.executable, str(FAKE_WORKER), behaviour)
-        handles.append(launchers.submit(run, config, num_ranks, only, worker=worker))
+        handles.append(submission.submit(run, config, num_ranks, only, worker=worker))
         return Job(handles[-1], num_ranks)
 
     yield start

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from launch_harness import step_record
 
-from llama_core.artifacts import RunDirectory, write_json
 from llama_core.launch.attempts import RESTART_VARIABLE
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
 
 behaviour, run_dir, *options = sys.argv[1:]
 run = RunDirectory(Path(run_dir))
@@ -25,7 +26,7 @@ received = []
 
 def take_step(step):
     if rank == 0:
-        write_json(run.progress, step_record(step))
+        write_json(run.heartbeat, step_record(step))
 
 
 def announce():

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import psutil
 
-from llama_core.artifacts import StepRecord, read_json
+from llama_core.records.files import read_json
+from llama_core.records.measurements import StepRecord
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from launch_harness import step_record
 
-from llama_core.artifacts import JobRecord, read_json, write_json, write_metrics_part
 from llama_core.launch.attempts import JOB_ID_VARIABLE, LOG_HEADER, RankExit, exit_path, log_path, request_cancellation
 from llama_core.launch.outcome import conclude, record_outcome
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import JobRecord
+from llama_core.records.metrics import write_metrics_part
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"x.py\", line 1, in <module>\nKeyError: 'tokens'\n"
 
@@ -127,7 +129,7 @@ def test_a_job_that_was_asked_to_stop_was_cancelled_however_it_ended(run, job):
 
 def test_each_attempt_keeps_its_job_its_status_and_its_steps(run, job):
     write_metrics_part(run, [step_record(step, at=500.0 + step) for step in (1, 2)])
-    write_json(run.progress, step_record(5, at=2000.0))
+    write_json(run.heartbeat, step_record(5, at=2000.0))
     record_outcome(run, "crashed", reason="by hand", next_action="try again")
     leave(run, exit_code=1)
     attempts = conclude(run, job).attempts
@@ -136,7 +138,7 @@ def test_each_attempt_keeps_its_job_its_status_and_its_steps(run, job):
 
 
 def test_an_attempt_that_took_no_step_has_none(run, job):
-    write_json(run.progress, step_record(5, at=900.0))
+    write_json(run.heartbeat, step_record(5, at=900.0))
     outcome = conclude(run, job)
     assert (outcome.step, outcome.attempts[0]["first_step"], outcome.attempts[0]["last_step"]) == (5, None, None)
 

@@ -6,10 +6,12 @@ import psutil
 import pytest
 from launch_harness import eventually, is_alive
 
-from llama_core.artifacts import read_json, read_metrics
+from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
-from llama_core.launch import launchers
-from llama_core.steps import load_config, load_plan, prepare_run
+from llama_core.launch.jobs import submission
+from llama_core.records.files import read_json
+from llama_core.records.metrics import read_metrics
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
 TRAINING = {"batch_size": 8, "seq_len": 64, "steps": 6, "precision": "fp32", "checkpoint_every": 2, "eval_sequences": 3}
@@ -38,7 +40,7 @@ def submit(cache, tmp_path):
             }
         )
         run = prepare_run(config, tmp_path / name, resume=resume)
-        handles.append(launchers.submit(run, load_config(run), load_plan(run).world_size))
+        handles.append(submission.submit(run, load_config(run), load_plan(run).world_size))
         return handles[-1]
 
     yield start
@@ -51,7 +53,7 @@ def worker_of(handle, rank):
     folder = str(handle.run.path)
     for process in psutil.process_iter():
         try:
-            is_worker = "llama_core.launch.worker" in process.cmdline() and folder in process.cmdline()
+            is_worker = "llama_core.launch.rank.worker" in process.cmdline() and folder in process.cmdline()
             if is_worker and process.environ().get("RANK") == str(rank):
                 return process
         except psutil.Error:
@@ -60,7 +62,7 @@ def worker_of(handle, rank):
 
 
 def steps_of(run):
-    return read_json(run.progress)["step"] if run.progress.exists() else 0
+    return read_json(run.heartbeat)["step"] if run.heartbeat.exists() else 0
 
 
 def losses(run):

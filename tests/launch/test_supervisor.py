@@ -11,12 +11,13 @@ import pytest
 from launch_harness import FAKE_WORKER, eventually
 from submitit import LocalExecutor
 
-from llama_core.artifacts import JobRecord, read_json, write_json
-from llama_core.launch import launchers
 from llama_core.launch.attempts import log_path, read_rank_exits
-from llama_core.launch.environment import available_cores
-from llama_core.launch.local import LocalJobHandle
-from llama_core.launch.supervisor import MALLOC_TUNABLES, Supervisor, worker_environment
+from llama_core.launch.jobs import submission
+from llama_core.launch.jobs.local import LocalJobHandle
+from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, worker_environment
+from llama_core.machine.detect import available_cores
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import JobRecord
 
 on_glibc = pytest.mark.skipif(not Path("/lib64/ld-linux-x86-64.so.2").exists(), reason="needs glibc on x86-64")
 
@@ -93,7 +94,7 @@ def test_the_signal_that_ended_a_worker_is_recorded(submit, run):
 def test_a_job_that_takes_no_more_steps_hangs_and_its_log_says_where(run, config):
     worker = (sys.executable, str(FAKE_WORKER), "fall_silent")
     config = config.with_overrides("launch.hang_timeout_s=1")
-    outcome = launchers.submit(run, config, 1, worker=worker).wait()
+    outcome = submission.submit(run, config, 1, worker=worker).wait()
     assert outcome.status == "hang"
     assert "no step was completed for" in outcome.reason
     assert "in fall_silent" in log_path(run, 0).read_text()
@@ -135,5 +136,5 @@ def small_memory_group(tmp_path):
 def test_a_worker_killed_by_the_kernel_for_want_of_memory_ran_out_of_memory(run, config, small_memory_group):
     enter = f'echo $$ > {small_memory_group}; exec "$@"'
     worker = ("/bin/sh", "-c", enter, "sh", sys.executable, str(FAKE_WORKER), "run_out_of_host_memory")
-    outcome = launchers.submit(run, config, 1, worker=worker).wait()
+    outcome = submission.submit(run, config, 1, worker=worker).wait()
     assert (outcome.status, outcome.reason) == ("oom", "the kernel ran out of memory and killed rank 0")

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from llama_core.artifacts import read_json, read_metrics
+from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.verdict import STOPPED_EXIT
-from llama_core.steps import prepare_run
+from llama_core.records.files import read_json
+from llama_core.records.metrics import read_metrics
 
 STEPS = 20
 FEW_PARAMETERS = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
@@ -45,7 +46,7 @@ def prepared(path, cache, **training):
 
 
 def start(run, *options):
-    command = [sys.executable, "-m", "llama_core.launch.worker", str(run.path), *options]
+    command = [sys.executable, "-m", "llama_core.launch.rank.worker", str(run.path), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -67,7 +68,7 @@ def wait_until(condition):
 
 
 def step_of(run):
-    return read_json(run.progress)["step"] if run.progress.exists() else 0
+    return read_json(run.heartbeat)["step"] if run.heartbeat.exists() else 0
 
 
 def losses(run):

@@ -51,7 +51,7 @@ def test_rotated_queries_and_keys_depend_on_the_distance_between_positions_alone
 
 def test_rotation_keeps_the_dtype_and_the_length_of_every_head():
     torch.manual_seed(0)
-    x = torch.randn(2, 3, 9, LLAMA_405B.head_dim, dtype=torch.bfloat16)
+    x = torch.randn(2, 9, 3, LLAMA_405B.head_dim, dtype=torch.bfloat16)
     rotated = rotate(x, rotation(LLAMA_405B, torch.arange(9)[None]))
     assert rotated.dtype == torch.bfloat16
     torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=0)

@@ -25,7 +25,7 @@ from llama_core.parallel.context import (
     shard_sequence,
 )
 from llama_core.parallel.recompute import apply_recompute
-from llama_core.training.byte_counter import ByteCounter
+from llama_core.rehearsal.byte_counter import ByteCounter
 
 SEQ_LEN = 32
 DOCUMENTS = {
@@ -46,7 +46,11 @@ def held(x, dim=-1):
 
 
 def held_places(seq_len):
-    return sequence_index(seq_len, dist.get_rank(), dist.get_world_size())
+    return sequence_index(seq_len, **place())
+
+
+def place():
+    return {"cp_rank": dist.get_rank(), "cp_size": dist.get_world_size()}
 
 
 def random_heads(num_heads, dtype, seed, seq_len=SEQ_LEN):
@@ -74,7 +78,7 @@ def check_against_whole(documents, num_kv_heads, dtype, exact_dtype, rtol, atol)
     exact = [x.to(exact_dtype) for x in (q, k, v)]
     whole = attention_and_gradients(attend, mask, exact, upstream.to(exact_dtype))
 
-    masks = ring_masks(held(positions_BS), held_places(SEQ_LEN), dtype, group=dist.group.WORLD)
+    masks = ring_masks(held(positions_BS), held_places(SEQ_LEN), dtype, **place())
     parts = [held(x, 2) for x in (q, k, v)]
     of_ring = attention_and_gradients(on_ring, masks, parts, held(upstream, 2))
     for name, ring, reference in zip(("output", "q", "k", "v"), of_ring, whole, strict=True):
@@ -133,7 +137,7 @@ def test_a_sequence_that_is_not_equal_chunks_is_refused_with_the_nearest_legal_l
 def computed_pairs():
     """For every step of the ring: the places of queries and keys that are multiplied, and whether only a triangle."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    masks = ring_masks(None, held_places(SEQ_LEN), torch.float32, group=dist.group.WORLD)
+    masks = ring_masks(None, held_places(SEQ_LEN), torch.float32, **place())
     sources = [sequence_index(SEQ_LEN, (rank - step) % size, size) for step in range(size)]
     own = sources[0]
     return [
@@ -172,7 +176,7 @@ def test_a_query_that_sees_no_key_of_a_block_has_no_output_and_no_weight():
 
 def check_layouts_of_the_upstream_gradient():
     parts = [held(random_heads(4, torch.float64, seed), 2) for seed in range(3)]
-    masks = ring_masks(None, held_places(SEQ_LEN), torch.float64, group=dist.group.WORLD)
+    masks = ring_masks(None, held_places(SEQ_LEN), torch.float64, **place())
     dense = torch.ones_like(parts[0])
     expected = attention_and_gradients(on_ring, masks, parts, dense)
     for upstream in (dense[:1, :1, :1, :1].expand_as(dense), dense.mT.contiguous().mT):
@@ -197,7 +201,7 @@ class Sent(TorchDispatchMode):
 
 
 def sent_elements(num_kv_heads, dtype):
-    masks = ring_masks(None, held_places(SEQ_LEN), dtype, group=dist.group.WORLD)
+    masks = ring_masks(None, held_places(SEQ_LEN), dtype, **place())
     q, k, v = (held(random_heads(heads, dtype, 0), 2).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads))
     with Sent() as forward:
         out = on_ring(q, k, v, masks)
@@ -224,7 +228,7 @@ def bytes_of_a_rank(num_tokens):
     """What is saved between forward and backward, then the peaks of both, of a rank that holds ``num_tokens``."""
     group, saved = dist.group.WORLD, {}
     seq_len = num_tokens * dist.get_world_size()
-    masks = ring_masks(None, held_places(seq_len), torch.float32, group=group)
+    masks = ring_masks(None, held_places(seq_len), torch.float32, **place())
     q, k, v = (random_heads(heads, torch.float32, 0, num_tokens).requires_grad_() for heads in (4, 2, 2))
     upstream = torch.ones_like(q)
 

@@ -9,10 +9,10 @@ from distributed import run_ranks
 from parity import UNTIED, largest_differences, native_engine, own_microbatches
 from torch.distributed.tensor import DTensor
 
-from llama_core.parallel import data
+from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import train_step
-from llama_core.training.optim import LossScale
+from llama_core.training.optimizer import LossScale
 
 FP32_BYTES = 4
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from parity import TIED, UNTIED, largest_differences, weights_by_rank
 
-from llama_core.parallel import apply, context, data, gradients, tensor
+from llama_core.parallel import apply, gradients, ring, tensor
+from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
 
 PLANS = {
@@ -131,12 +132,12 @@ def _stream_gradient_scaled():
 
 
 def _tokens_of_a_block_reversed():
-    forward = context._Hop.__init__
+    forward = ring._Hop.__init__
 
     def broken(self, block, spare, group):
         forward(self, block.flip(-2), spare, group)
 
-    context._Hop.__init__ = broken
+    ring._Hop.__init__ = broken
 
 
 FAULTS = {

@@ -1,4 +1,4 @@
-"""What the engine sends in a step is what ``planning.communication`` counts, transfer by transfer, byte by byte."""
+"""What the engine sends in a step is what ``planning.time.communication`` counts, to the transfer and to the byte."""
 
 from collections import Counter
 
@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.models.batch import Batch
 from llama_core.parallel.apply import ParallelModel
-from llama_core.planning.communication import communication
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.communication import communication
 
 # where the whole tensor is among an operator's arguments; None: it is what the operator returns
 TRANSFERS = {

@@ -17,7 +17,7 @@ from llama_core.config.models import model_spec
 from llama_core.errors import EnvironmentMismatchError, PlanError
 from llama_core.models.layers import RMSNorm
 from llama_core.models.llama import build_llama
-from llama_core.parallel.zero import DeepSpeedModel, deepspeed_config
+from llama_core.parallel.deepspeed import DeepSpeedModel, deepspeed_config
 from llama_core.planning.plan import ParallelPlan
 
 DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
@@ -39,7 +39,7 @@ def build(plan, spec=UNTIED, dtype=torch.float32):
 
 def own_microbatches(plan, step):
     batch = make_batch(step, plan.batch_size, documents=True)
-    return batch.split(plan.batch_size // plan.dp)[dist.get_rank()].split(plan.microbatch_size)
+    return batch.split(plan.batch_size // plan.dp)[dist.get_rank()].split(plan.rows_per_forward)
 
 
 def take_step(model, step, on_phase=lambda phase: None, max_grad_norm=TRAINING.max_grad_norm):

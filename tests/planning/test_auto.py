@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from llama_core.config.run import ParallelConfig, RunConfig
 from llama_core.errors import PlanError
-from llama_core.planning.auto import choose_plan
-from llama_core.planning.candidates import MAX_MICROBATCH_TOKENS
-from llama_core.planning.memory import estimate_memory
-from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.profile import FILL_LIMIT
-from llama_core.planning.rules import BUSY_MICROBATCHES
+from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.search.auto import choose_plan
+from llama_core.planning.search.candidates import MAX_MICROBATCH_TOKENS
+from llama_core.planning.search.rules import BUSY_MICROBATCHES
 from llama_core.units import GIB, MIB
 
 
@@ -25,7 +25,7 @@ def run_config(**settings):
 
 def peak_bytes(config, plan):
     return estimate_memory(
-        config.spec, plan, seq_len=config.seq_len, precision="bf16", document_mask=config.data.document_mask
+        config.spec, plan, seq_len=config.seq_len, precision="bf16", documents=document_attention(config, plan)
     ).peak_bytes
 
 

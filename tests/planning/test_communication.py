@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from llama_core.config.models import model_spec
-from llama_core.parallel.data import POWERSGD_RANK as ENGINES_RANK
-from llama_core.planning.communication import POWERSGD_RANK, communication
+from llama_core.parallel.zero import POWERSGD_RANK as ENGINES_RANK
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.communication import POWERSGD_RANK, communication
 
 SPEC = model_spec("llama3_8b")
 SEQ_LEN = 8192

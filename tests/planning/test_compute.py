@@ -4,8 +4,8 @@ import pytest
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
-from llama_core.planning.compute import HALF_RATE_DIM, MEMORY_SHARE, MODEL_SHAPES, StageCompute
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.compute import HALF_RATE_DIM, MEMORY_SHARE, MODEL_SHAPES, StageCompute
 
 SPEC = model_spec("llama2_7b")  # all sides of its matrices are at least 4096, and so are its tokens here
 SEQ_LEN = 4096
@@ -15,8 +15,8 @@ ENDLESS_FLOPS = replace(H100, bf16_flops=1e30)
 PRODUCT_RATE = H100.bf16_flops * H100.matmul_share * MODEL_SHAPES * 4096 / (4096 + HALF_RATE_DIM)
 
 
-def compute(device, plan=ParallelPlan(), spec=SPEC, document_mask=False):  # noqa: B008 - plans are frozen
-    return StageCompute(spec, plan, device, seq_len=SEQ_LEN, precision="bf16", document_mask=document_mask)
+def compute(device, plan=ParallelPlan(), spec=SPEC, documents="none"):  # noqa: B008 - plans are frozen
+    return StageCompute(spec, plan, device, seq_len=SEQ_LEN, precision="bf16", documents=documents)
 
 
 def products(*names):
@@ -44,7 +44,7 @@ def test_selective_recomputation_computes_two_products_again():
 
 
 def test_a_mask_of_documents_spares_no_score():
-    causal, masked = (compute(H100, document_mask=flag).attention() for flag in (False, True))
+    causal, masked = (compute(H100, documents=kind).attention() for kind in ("none", "mask"))
     assert masked == pytest.approx(causal.plus(causal))
 
 

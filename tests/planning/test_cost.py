@@ -4,11 +4,16 @@ import pytest
 
 from llama_core.config.hardware import GPUS_PER_NODE, PCIE_BANDWIDTH, gpu_names, gpu_spec
 from llama_core.config.models import ModelSpec, model_names, model_spec
-from llama_core.planning.compute import MEMORY_SHARE, MODEL_SHAPES
-from llama_core.planning.cost import flops_per_token, hardware_flops_per_token, model_flops_utilisation, step_time
-from llama_core.planning.links import LINK_SECONDS, START_SECONDS
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.step import CONTENTION
+from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES
+from llama_core.planning.time.links import LINK_SECONDS, START_SECONDS
+from llama_core.planning.time.parts import CONTENTION
+from llama_core.planning.time.step_time import (
+    flops_per_token,
+    hardware_flops_per_token,
+    model_flops_utilisation,
+    step_time,
+)
 
 SPEC = model_spec("llama3_8b")
 SEQ_LEN = 8192
@@ -189,7 +194,7 @@ def test_compiled_kernels_are_faster_and_wider_numbers_and_masks_slower(plan):
     eager = step(replace(plan, compile=False)).total
     assert step(replace(plan, compile=True)).total < eager
     assert step(replace(plan, compile=False), precision="fp32").total > eager
-    assert step(replace(plan, compile=False), document_mask=True).total > eager
+    assert step(replace(plan, compile=False), documents="mask").total > eager
 
 
 def test_a_tiny_model_takes_as_long_as_launching_its_kernels():

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_core.planning.compute import Pass
-from llama_core.planning.makespan import EXACT_UNITS, span
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.schedules import schedule_names
-from llama_core.planning.simulate import simulate
+from llama_core.planning.time.compute import Pass
+from llama_core.planning.time.makespan import EXACT_UNITS, span
+from llama_core.schedules.clock import simulate
+from llama_core.schedules.registry import schedule_names
 
 times = st.floats(0.5, 2.0)
 

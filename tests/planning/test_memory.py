@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import RunConfig
-from llama_core.planning.memory import estimate_memory
+from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.memory.peaks import MemoryEstimate, MemoryProfile
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.profile import MemoryEstimate, MemoryProfile
-from llama_core.training.trace import trace_rank
+from llama_core.rehearsal.trace import trace_rank
 
 
 def data_parallel(ranks, zero_stage, **choices):
@@ -30,8 +30,8 @@ plans = st.builds(
 models = st.sampled_from(["tiny_llama3_50m", "llama3_8b"]).map(model_spec)
 
 
-def estimate(spec, plan, *, seq_len=512, precision="bf16", document_mask=True):
-    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, document_mask=document_mask)
+def estimate(spec, plan, *, seq_len=512, precision="bf16", documents="mask"):
+    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, documents=documents)
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -79,7 +79,7 @@ def test_stage_3_gathers_no_more_than_the_head_and_two_layers():
 @pytest.mark.parametrize("place", range(1, 4))
 def test_stage_3_gathers_a_layer_beside_the_buffers_of_that_layer_and_of_the_one_before(place):
     spec, plan = model_spec("llama3_70b"), ParallelPlan(dp_shard=8, pp=5, zero_stage=3)
-    forward = estimate_memory(spec, plan, seq_len=512, precision="bf16", document_mask=False, pp_rank=place).phases[
+    forward = estimate_memory(spec, plan, seq_len=512, precision="bf16", documents="none", pp_rank=place).phases[
         "forward"
     ]
     assert forward["communication"] == 3 * 2 * spec.layer_parameters
@@ -125,9 +125,7 @@ def test_large_weights_and_few_tokens_are_estimated_as_they_are_counted_in_a_who
     overrides = ("architecture.num_layers=10", "training.seq_len=512", f"training.precision={precision}")
     config = RunConfig.from_mapping({"model": "llama3_8b", "data": {"document_mask": False}}, overrides)
     counted = trace_rank(config, plan, pp_rank * plan.world_size // plan.pp, in_full=True).counter.peaks
-    estimated = estimate_memory(
-        config.spec, plan, seq_len=512, precision=precision, document_mask=False, pp_rank=pp_rank
-    )
+    estimated = estimate_memory(config.spec, plan, seq_len=512, precision=precision, documents="none", pp_rank=pp_rank)
     for phase in ("forward", "backward"):
         assert sum(estimated.phases[phase].values()) == pytest.approx(counted[phase].num_bytes, rel=0.01)
 
@@ -198,7 +196,7 @@ def test_the_peak_is_the_largest_phase_and_not_their_sum():
 
 
 def judge(spec, plan, device):
-    return MemoryEstimate(estimate(spec, plan, seq_len=8192, document_mask=False), device.label, device.usable_bytes)
+    return MemoryEstimate(estimate(spec, plan, seq_len=8192, documents="none"), device.label, device.usable_bytes)
 
 
 def test_full_training_of_8b_is_refused_on_one_device_for_its_states():

@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.planning.actions import Kind
-from llama_core.planning.prefetch import Prefetch, Prefetches
-from llama_core.planning.schedules import interleaved, one_f_one_b
+from llama_core.planning.memory.prefetch import Prefetch, Prefetches
+from llama_core.schedules.actions import Kind
+from llama_core.schedules.one_way import interleaved, one_f_one_b
 
 NOTHING = Prefetch()
 

@@ -17,10 +17,10 @@ from llama_core.config.models import model_spec
 from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, LoRA, MoE
 from llama_core.models.layers import Attention, Block, FeedForward, Linear, rotation
 from llama_core.models.llama import Llama
-from llama_core.planning.memory import estimate_memory, estimate_ranks
+from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks
+from llama_core.planning.memory.strategies import tensors_by_layer
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.strategies import tensors_by_layer
-from llama_core.training.byte_counter import ByteCounter
+from llama_core.rehearsal.byte_counter import ByteCounter
 
 TINY = replace(
     model_spec("tiny_llama3_50m"),
@@ -63,11 +63,11 @@ plans = st.sampled_from(
 
 def estimate(spec, plan=None, *, seq_len=2048, precision="bf16"):
     plan = ParallelPlan() if plan is None else plan
-    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, document_mask=False)
+    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, documents="none")
 
 
 def ranks_of(spec, plan):
-    return estimate_ranks(spec, plan, seq_len=2048, precision="bf16", document_mask=False)
+    return estimate_ranks(spec, plan, seq_len=2048, precision="bf16", documents="none")
 
 
 class AdaptedLinear(nn.Module):
@@ -178,7 +178,7 @@ def bytes_kept(block, spec):
 
 
 def bytes_estimated(spec):
-    (tensors,) = tensors_by_layer(spec, ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, document_mask=False)
+    (tensors,) = tensors_by_layer(spec, ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, documents="none")
     return tensors.layer()
 
 

@@ -3,17 +3,12 @@
 import math
 from dataclasses import replace
 
-from llama_core.artifacts import (
-    BenchmarkRecord,
-    JobRecord,
-    Outcome,
-    RunDirectory,
-    StepRecord,
-    TrainingSummary,
-    write_json,
-    write_metrics_part,
-)
 from llama_core.config.run import RunConfig
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+from llama_core.records.job import JobRecord, Outcome
+from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.records.metrics import write_metrics_part
 from llama_core.units import MIB
 
 ESTIMATE = {
@@ -144,5 +139,5 @@ def write_run(path, *, outcome=FINISHED, records=None):
     records = step_records() if records is None else records
     for part in (records[:15], records[15:]):
         write_metrics_part(run, part)
-    write_json(run.progress, records[-1])
+    write_json(run.heartbeat, records[-1])
     return run

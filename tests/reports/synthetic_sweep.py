@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED
 
-from llama_core.artifacts import JobRecord, write_json
-from llama_core.benchmark.directory import ElementRecord, SweepDirectory, SweepRecord, write_record
-from llama_core.benchmark.sweep import SweepConfig
+from llama_core.records.files import write_json
+from llama_core.records.job import JobRecord
+from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord, write_record
+from llama_core.sweep.grid import SweepConfig
 from llama_core.units import MIB
 
 DOES_NOT_FIT = "tp=1 needs 91.2 GB of the 80 GB per device; use tp=2"

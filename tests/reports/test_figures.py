@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, step_record, step_records
 
-from reports import figures
+from training_reports import figures
 
 PAGE_COLORS = ("#ffffff", "#1b1f25")
 sizes = st.integers(min_value=0, max_value=2**42)

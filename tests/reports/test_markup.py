@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports.markup import Markup, details, element, table
+from training_reports.markup import Markup, details, element, table
 
 # Browsers turn a carriage return into a line feed and a null into a replacement character, escaped or not.
 texts = st.text(st.characters(exclude_characters="\r\0", exclude_categories=["Cs"]))

@@ -4,8 +4,8 @@ import pytest
 from browser import drawn_figures
 from synthetic_sweep import write_sweep
 
-from reports.page import write_report
-from reports.sweep import write_report as write_sweep_report
+from training_reports.page import write_report
+from training_reports.sweep import write_report as write_sweep_report
 
 pytestmark = pytest.mark.browser
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.planning.schedules import build_schedule, schedule_names
-from llama_core.planning.simulate import simulate
-from reports import schedules
+from llama_core.schedules.clock import simulate
+from llama_core.schedules.registry import build_schedule, schedule_names
+from training_reports import schedules
 
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,13 +3,13 @@ import re
 import pytest
 from synthetic_sweep import DOES_NOT_FIT, write_sweep
 
-from llama_core.artifacts import read_json
-from llama_core.benchmark.directory import SweepDirectory
 from llama_core.errors import RunDirectoryError
+from llama_core.records.files import read_json
+from llama_core.sweep.directory import SweepDirectory
 from llama_core.units import GIB
-from reports.contents import RunContents
-from reports.sweep import write_report
-from reports.sweep_figures import memory_by_element, throughput_by_element
+from training_reports.contents import RunContents
+from training_reports.sweep import write_report
+from training_reports.sweep_figures import memory_by_element, throughput_by_element
 
 
 def text_of(page, heading):

@@ -9,9 +9,9 @@ sys.path.append(str(Path(__file__).parents[1] / "launch"))  # the fake worker an
 import cluster
 from launch_harness import FAKE_WORKER, Job
 
-from llama_core.artifacts import RunDirectory
 from llama_core.config.run import RunConfig
-from llama_core.launch import launchers
+from llama_core.launch.jobs import submission
+from llama_core.records.directory import RunDirectory
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,7 +45,7 @@ def submit(run):
         num_ranks = nodes * ranks_per_node
         config = RunConfig.from_mapping({"launch": launch, "parallel": {"gpus": num_ranks}})
         worker = (sys.executable, str(FAKE_WORKER), behaviour)
-        handles.append(launchers.submit(run, config, num_ranks, worker=worker))
+        handles.append(submission.submit(run, config, num_ranks, worker=worker))
         return Job(handles[-1], num_ranks)
 
     yield start

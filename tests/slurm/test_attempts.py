@@ -4,10 +4,11 @@ import cluster
 import pytest
 from launch_harness import eventually, is_alive
 
-from llama_core import steps
-from llama_core.artifacts import read_json, read_metrics
+from llama_core.chain import steps
 from llama_core.config.run import RunConfig
 from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.records.files import read_json
+from llama_core.records.metrics import read_metrics
 
 STEPS = 60
 
@@ -65,7 +66,7 @@ def interrupted(train, undisturbed):
 
     def run_to_end(interrupt):
         handle = train("interrupted")
-        eventually(lambda: handle.run.progress.exists() and read_json(handle.run.progress)["step"] >= 3)
+        eventually(lambda: handle.run.heartbeat.exists() and read_json(handle.run.heartbeat)["step"] >= 3)
         interrupt(handle.record.job_id)
         outcome = handle.wait()
         assert (outcome.status, outcome.step) == ("finished", STEPS), outcome

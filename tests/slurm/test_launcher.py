@@ -5,8 +5,8 @@ import cluster
 import pytest
 from launch_harness import eventually, is_alive
 
-from llama_core.artifacts import RunDirectory
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.records.directory import RunDirectory
 
 
 def test_a_job_of_two_nodes_runs_to_the_end_and_reports_its_steps(submit):

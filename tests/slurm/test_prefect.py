@@ -7,8 +7,10 @@ import cluster
 import pytest
 from launch_harness import eventually
 
-from llama_core.artifacts import JobRecord, RunDirectory, read_json
 from llama_core.launch.outcome import read_outcome
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+from llama_core.records.job import JobRecord
 
 sys.path.append(str(Path(__file__).parents[1] / "flows"))
 

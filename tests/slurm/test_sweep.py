@@ -7,12 +7,12 @@ import cluster
 import pytest
 from launch_harness import FAKE_WORKER, eventually
 
-from llama_core import sweeps
-from llama_core.artifacts import read_json
-from llama_core.benchmark.directory import is_timed, read_record, unfinished
-from llama_core.benchmark.sweep import SweepConfig
 from llama_core.errors import StoppedError
-from reports.sweep import write_report
+from llama_core.records.files import read_json
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.directory import is_timed, read_record, unfinished
+from llama_core.sweep.grid import SweepConfig
+from training_reports.sweep import write_report
 
 MODEL = {
     "hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 64, "head_dim": 16,
@@ -60,17 +60,17 @@ def arrays(jobs):
 
 def at_work(jobs):
     """Return how many of the jobs' fake workers have taken a step."""
-    return sum(job.run.progress.exists() for job in jobs)
+    return sum(job.run.heartbeat.exists() for job in jobs)
 
 
-def test_twenty_queued_elements_of_one_array_all_arrive_in_one_report(prepare):
+def test_twenty_queued_elements_of_one_array_all_arrive_in_one_report(prepare, capsys):
     sweep = prepare({"parallel.microbatch_size": [1, 2], "training.seq_len": [2 + 2 * i for i in range(10)]})
-    ended = []
     jobs = sweeps.submit(sweep)
     assert list(arrays(jobs).values()) == [20]
-    sweeps.follow(sweep, lambda run, outcome: ended.append((run.name, outcome.status)), jobs)
+    sweeps.follow(sweep, jobs)
     names = [element.name for element in read_record(sweep).elements]
-    assert sorted(ended) == sorted((name, "finished") for name in names)
+    said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("element")]
+    assert sorted(said) == sorted(f"{name}:" for name in names)
     assert all(is_timed(sweep.run(name)) for name in names)
     page = write_report(sweep).read_text()
     assert "20 of 20 timed" in page
@@ -101,7 +101,7 @@ def test_cancelling_a_sweep_ends_its_running_and_its_queued_elements(prepare):
     stopped_in_order = [job.run.name for job in jobs if (job.run.path / "received.json").exists()]
     assert len(stopped_in_order) == PARALLEL
     with pytest.raises(StoppedError, match="--resume"):
-        sweeps.follow(sweep, sweeps.say_end)
+        sweeps.follow(sweep, sweeps.attach(sweep))
 
 
 def test_cancelling_one_element_in_slurm_leaves_the_others_alone(prepare):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from parity import native_engine
 
-from llama_core.artifacts import RunDirectory
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
 from llama_core.training.checkpoint import Checkpointer, newest_checkpoint
 from llama_core.training.engine import train_step
 

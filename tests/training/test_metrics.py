@@ -4,8 +4,11 @@ import pytest
 from step_record import record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llama_core.artifacts import RunDirectory, StepRecord, read_json, read_metrics
 from llama_core.config.run import RunConfig
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+from llama_core.records.measurements import StepRecord
+from llama_core.records.metrics import read_metrics
 from llama_core.training.metrics import MetricsSinks, ParquetSink, format_record
 
 
@@ -40,7 +43,7 @@ def test_parquet_parts_are_written_as_they_fill_and_at_the_end(run):
 
 def test_the_heartbeat_is_the_newest_record(run):
     write(run, range(1, 4))
-    assert StepRecord(**read_json(run.progress)) == record(3)
+    assert StepRecord(**read_json(run.heartbeat)) == record(3)
 
 
 def test_a_resumed_run_shows_each_step_once_in_tensorboard(run):

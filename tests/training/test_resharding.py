@@ -6,8 +6,8 @@ from distributed import run_ranks
 from parity import TIED, UNTIED, native_engine, own_microbatches
 from torch.distributed.tensor import DTensor
 
-from llama_core.artifacts import RunDirectory
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import train_step
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from parity import native_engine
 
-from llama_core.artifacts import RunDirectory, read_metrics
 from llama_core.config.run import RunConfig
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.metrics import read_metrics
 from llama_core.training.engine import train_step
 from llama_core.training.trainer import Trainer
 

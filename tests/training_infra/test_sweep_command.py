@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from llama_core.artifacts import read_json
-from llama_core.benchmark.directory import SweepDirectory
+from llama_core.records.files import read_json
+from llama_core.sweep.directory import SweepDirectory
 from training_infra.cli import main
 
 SWEEP = {

@@ -1,0 +1,173 @@
+"""Predictions for many rows at once, and how far they are from what was measured."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from benchmarks.published.prediction import Prediction, predict
+from benchmarks.published.rows import Row
+from llama_core.errors import RequestError
+
+OFF_BY = 0.15
+"""Relative error from which a prediction counts as off."""
+_SAME = (
+    *("framework", "model", "gpus", "gpu_mem_gib", "method", "ac_mode", "optimizer", "compile", "float8", "extra"),
+    *("tp", "pp", "vpp", "dp_shard", "dp_replicate", "cp", "ep", "seq_len", "local_batch", "micro_batch"),
+    *("global_batch", "mem_stat"),
+)
+"""Columns that rows of one configuration share."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row with its prediction, or with the reason why there is none."""
+
+    row: Row
+    prediction: Prediction | None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The row's id."""
+        return self.row.get("id") or ""
+
+    @cached_property
+    def measured(self) -> float | None:
+        """The published figure in GiB, if the row has one."""
+        try:
+            return float(self.row.get("mem_gib") or "") or None
+        except ValueError:
+            return None
+
+    @cached_property
+    def capacity(self) -> float | None:
+        """The GPU's memory in GiB, if the row tells it."""
+        try:
+            return float(self.row.get("gpu_mem_gib") or "")
+        except ValueError:
+            return None
+
+    @cached_property
+    def error(self) -> float | None:
+        """Relative error of the prediction: 0.1 is 10 % too much."""
+        if self.prediction is None or self.measured is None:
+            return None
+        return self.prediction.gib / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The errors of some rows, as shares of what was measured."""
+
+    count: int
+    mean_absolute: float
+    bias: float
+    share_off: float
+    """Rows off by more than ``OFF_BY``."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a plan's owner would have been told about rows whose GPU is known."""
+
+    count: int
+    false_hopes: int
+    """Called fitting, although the figure is more than the GPU has."""
+    false_alarms: int
+    """Called too large, although it ran."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Rows and their predictions."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def refused(self) -> list[Entry]:
+        """Rows without a prediction."""
+        return [entry for entry in self.entries if entry.prediction is None]
+
+    @property
+    def compared(self) -> list[Entry]:
+        """Rows with a prediction and a measurement, worst first."""
+        return sorted((e for e in self.entries if e.error is not None), key=lambda e: abs(e.error or 0), reverse=True)
+
+    def summary(self) -> Summary | None:
+        """Return the error over all compared rows, or None if there are none."""
+        return _summary(self.compared)
+
+    def by_framework(self) -> Mapping[str, Summary]:
+        """Return the error of each framework's rows."""
+        return self._by(lambda entry: (entry.row.get("framework") or "").split(" ")[0])
+
+    def by_statistic(self) -> Mapping[str, Summary]:
+        """Return the error for each statistic."""
+        return self._by(lambda entry: entry.prediction.statistic if entry.prediction else "")
+
+    def _by(self, key: Callable[[Entry], str]) -> Mapping[str, Summary]:
+        groups = defaultdict(list)
+        for entry in self.compared:
+            groups[key(entry)].append(entry)
+        summaries = {name: _summary(groups[name]) for name in sorted(groups)}
+        return {name: summary for name, summary in summaries.items() if summary}
+
+    def fit(self) -> Fit:
+        """Return how often the verdict on fitting would have been wrong."""
+        judged = [(e.prediction.gib, e.measured, e.capacity) for e in self.compared if e.prediction]
+        known = [(said, was, limit) for said, was, limit in judged if was is not None and limit is not None]
+        return Fit(
+            count=len(known),
+            false_hopes=sum(said <= limit < was for said, was, limit in known),
+            false_alarms=sum(was <= limit < said for said, was, limit in known),
+        )
+
+    def spreads(self) -> Iterator[list[Entry]]:
+        """Yield groups of rows whose columns say the same, while their figures differ."""
+        groups = defaultdict(list)
+        for entry in self.entries:
+            groups[tuple(entry.row.get(column) or "" for column in _SAME)].append(entry)
+        for entries in groups.values():
+            if len({entry.measured for entry in entries if entry.measured}) > 1:
+                yield entries
+
+
+def ledger(rows: Iterable[Row]) -> Ledger:
+    """Return the rows' predictions; a row that cannot be predicted has a reason instead."""
+    return Ledger(tuple(_entry(row) for row in rows))
+
+
+def _entry(row: Row) -> Entry:
+    try:
+        return Entry(row, predict(row))
+    except RequestError as refusal:
+        return Entry(row, None, str(refusal))
+
+
+def _summary(entries: list[Entry]) -> Summary | None:
+    errors = [entry.error for entry in entries if entry.error is not None]
+    if not errors:
+        return None
+    return Summary(
+        count=len(errors),
+        mean_absolute=sum(map(abs, errors)) / len(errors),
+        bias=sum(errors) / len(errors),
+        share_off=sum(abs(error) > OFF_BY for error in errors) / len(errors),
+    )
+
+
+def write_predictions(ledger: Ledger, path: Path) -> None:
+    """Write one line per row: its id, the prediction in GiB, and why there is none if there is none.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("id", "predicted_gib", "reason"))
+        for entry in ledger.entries:
+            figure = f"{entry.prediction.gib:.2f}" if entry.prediction else ""
+            writer.writerow((entry.name, figure, entry.reason))

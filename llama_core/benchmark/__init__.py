@@ -1,1 +1,0 @@
-"""Sweeps: many configurations timed alike, to be compared. Imports no torch."""

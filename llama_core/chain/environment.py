@@ -1,0 +1,29 @@
+"""Whether a run can start here: the machine, the data and, where it is asked for a job, Slurm."""
+
+from pathlib import Path
+
+from llama_core.chain.runs import RUNS
+from llama_core.config.run import RunConfig
+from llama_core.data.check import check_data
+from llama_core.errors import RequestError
+from llama_core.launch.jobs.slurm_check import check_slurm
+from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
+
+
+def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) -> EnvironmentReport:
+    """Return what is missing here, what will hurt, and what was found; torch is not imported.
+
+    Args:
+        config: the run to check for; without it, only the installation and the machine are looked at.
+        run_dir: where the run's files will go.
+    """
+    found = Findings()
+    check_machine(found, config, run_dir)
+    if config is not None:
+        try:
+            check_data(config.data, config.spec.vocab_size)
+        except RequestError as error:
+            found.errors.append(str(error))
+        if config.launch.launcher == "slurm":
+            check_slurm(found, config)
+    return found.report()

@@ -1,0 +1,118 @@
+"""A run before it has a directory: its configuration with every default filled in, its plan, and what that takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.run import RunConfig
+from llama_core.machine.defaults import resolve_machine_defaults
+from llama_core.machine.detect import Machine, detect_machine
+from llama_core.planning.memory.estimate import estimate_ranks
+from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.search.auto import choose_plan, search
+from llama_core.planning.search.choice import Choice
+from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.units import GIB
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A configuration with every default filled in, and the plan made for it."""
+
+    config: RunConfig
+    plan: ParallelPlan
+    estimate: MemoryEstimate
+    choices: tuple[str, ...]
+    """One line for each default that was filled in from what the machine has."""
+    choice: Choice | None = None
+    """Why the plan is as it is, where it was searched for; None where it follows from rules, or was there before."""
+
+
+def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
+    """Resolve what ``config`` leaves to the machine, choose a plan and estimate its memory. Nothing is written.
+
+    Raises:
+        ConfigError, PlanError, EnvironmentMismatchError: if the request cannot be met here.
+    """
+    machine = machine or detect_machine()
+    resolved = resolve_machine_defaults(config, machine)
+    return planned_as(resolved.config, machine, resolved.choices)
+
+
+def plan_for_gpu(config: RunConfig) -> PlannedRun:
+    """Plan as ``plan_run`` does, for GPUs that need not be here; for the CPU only where ``config`` names it."""
+    machine = detect_machine()
+    if config.launch.device == "cpu":
+        return plan_run(config, machine)
+    # Every GPU that is planned for computes bf16 natively.
+    precision = "bf16" if config.training.precision == "auto" else config.training.precision
+    here = machine.gpu_type
+    gpu_type = config.launch.gpu_type or (here.name if here else DEFAULT_GPU_TYPE)
+    choices = (
+        ()
+        if config.launch.gpu_type
+        else (f"launch.gpu_type={gpu_type} ({'the device here' if here else 'no device here'})",)
+    )
+    return planned_as(
+        with_keys(config, launch={"device": "cuda", "gpu_type": gpu_type}, training={"precision": precision}),
+        machine,
+        choices,
+    )
+
+
+def planned_as(
+    config: RunConfig, machine: Machine, choices: tuple[str, ...] = (), plan: ParallelPlan | None = None
+) -> PlannedRun:
+    """Return a resolved configuration with its plan and the estimate of it.
+
+    Args:
+        config: the configuration, nothing left to the machine.
+        machine: whose memory counts where it is planned for its CPU.
+        choices: the defaults that were filled in.
+        plan: the plan; by default one is chosen.
+
+    Raises:
+        PlanError: if the request makes no valid plan.
+    """
+    gpu = None
+    if config.launch.device == "cpu":
+        label, usable = _host_memory(config, machine)
+    else:
+        gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+        label, usable = gpu.label, gpu.usable_bytes
+    choice, refusal = None, ""
+    if plan is None and gpu is not None and config.strategy == "standard":
+        try:
+            choice = search(config, usable, gpu)
+            plan = choice.plan
+        except NothingFitsError as error:
+            plan, refusal = error.plan, str(error)
+    elif plan is None:  # for what the speed of is not modelled
+        plan = choose_plan(config, usable)
+    ranks = estimate_ranks(
+        config.spec,
+        plan,
+        seq_len=config.seq_len,
+        precision=config.training.precision,
+        documents=document_attention(config, plan),
+    )
+    fullest = max(ranks, key=lambda profile: profile.peak_bytes)
+    return PlannedRun(config, plan, MemoryEstimate(fullest, label, usable, ranks, refusal), choices, choice)
+
+
+def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:
+    """Return whose memory the ranks compute in, and the bytes that each has of it."""
+    launch = config.launch
+    asked = launch.slurm.memory_gb_per_node
+    if launch.launcher == "slurm" and asked is not None:
+        return f"{asked} GB of each node", asked * GIB * launch.nodes // config.parallel.gpus  # Slurm's G are GiB
+    return "this machine's memory", machine.memory_bytes * launch.nodes // config.parallel.gpus
+
+
+def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """Return ``config`` with some keys of some sections changed, validated anew."""
+    mapping = config.model_dump()
+    for section, changes in sections.items():
+        mapping[section] |= changes
+    return RunConfig.from_mapping(mapping)

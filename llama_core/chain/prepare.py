@@ -1,0 +1,156 @@
+"""Preparing a run: everything that can be refused is, before its directory is written."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from llama_core.chain.planned import plan_run, planned_as, with_keys
+from llama_core.chain.runs import existing_run, load_config, load_plan, new_run
+from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
+from llama_core.data.check import check_data
+from llama_core.data.datasets import load_datasets
+from llama_core.data.tokenizer import BYTES
+from llama_core.errors import ConfigError, DoesNotFitError, RunDirectoryError
+from llama_core.machine.detect import detect_machine
+from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import atomic_write, write_json
+
+_ALL_THE_SAME = "or go on all the same with --force (launch.force=true)"
+
+
+def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool = False) -> RunDirectory:
+    """Make the directory of a run, or find the one to resume, and write its configuration and plan.
+
+    A resumed run keeps its plan unless ``config.parallel`` has changed, since cutting a batch into other microbatches
+    rounds its sums differently.
+
+    Args:
+        config: what to run.
+        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+
+    Raises:
+        RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
+        ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is estimated not
+            to fit the device and ``launch.force`` is not set; nothing is written.
+    """
+    refuse_untrainable(config)
+    planned = plan_run(_with_absolute_paths(config))
+    _check_data(config)
+    try:
+        run = existing_run(planned.config, run_dir, resume=resume)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write run directory {str(run_dir)!r}: {error.strerror}; choose another --run-dir"
+        ) from None
+    if run is None:
+        run = new_run(planned.config, run_dir)
+    elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
+        kept = load_plan(run)
+        if kept != planned.plan:
+            planned = planned_as(planned.config, detect_machine(), plan=kept)
+    refuse_unfit(planned.estimate, planned.config, "estimated")
+    run.create()
+    sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
+    with atomic_write(run.config) as temporary:
+        temporary.write_text(with_keys(planned.config, training=sizes).to_yaml())
+    write_json(run.plan, planned.plan.as_dict())
+    write_json(run.estimate, planned.estimate.as_dict())
+    if planned.choice is not None:
+        write_json(run.choice, planned.choice.as_dict())
+    return run
+
+
+def prepare_loader_run(
+    config: RunConfig,
+    loader: Iterable[Any],
+    validation_loader: Iterable[Any] | None = None,
+    run_dir: Path | None = None,
+    *,
+    resume: bool = False,
+) -> RunDirectory:
+    """Make the directory of a run on batches that the caller's loader gives; see ``prepare_run``.
+
+    The sizes of the loader's first batch are the run's batch size and sequence length; its length, if it has one, is
+    an epoch's.
+
+    Raises:
+        DataError, ConfigError: if the first batch is none, the number of steps cannot be known, or the run needs
+            more than this process.
+    """
+    from llama_core.data.loaders import LoaderBatches
+
+    if config.parallel.gpus > 1:
+        raise ConfigError(
+            f"parallel.gpus={config.parallel.gpus}: a dataloader feeds the one process it lives in; set data.source "
+            "to train on several devices"
+        )
+    if validation_loader is not None:  # looked at before training, rather than after
+        LoaderBatches(validation_loader, config.spec.vocab_size).next_batch()
+    num_sequences, seq_len = LoaderBatches(loader, config.spec.vocab_size).next_batch().tokens_BS.shape
+    steps = config.training.steps
+    if steps is None:
+        steps = max(1, round(config.training.epochs * _length(loader)))
+    sizes = {"batch_size": num_sequences, "seq_len": seq_len, "steps": steps}
+    return prepare_run(
+        with_keys(config, training=sizes, data={"source": DATALOADER, "document_mask": False}), run_dir, resume=resume
+    )
+
+
+def refuse_untrainable(config: RunConfig) -> None:
+    """Refuse a strategy that can be estimated, but not trained.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if config.strategy != "standard":
+        raise ConfigError(
+            f"strategy={config.strategy}: memory can be estimated (estimate-memory), but it cannot be trained or "
+            "rehearsed; use strategy=standard"
+        )
+
+
+def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
+    """Refuse what does not fit its device, unless that is asked for.
+
+    Args:
+        estimate: the bytes of a rank.
+        config: the run.
+        how: how they are known, such as ``rehearsed``.
+
+    Raises:
+        DoesNotFitError: with by how much it does not, and what to change.
+    """
+    if not estimate.fits and not config.launch.force:
+        how = f" ({how})" if not estimate.refusal else ""  # which says so itself
+        raise DoesNotFitError(f"{'; '.join(estimate.notes)}{how}; {_ALL_THE_SAME}")
+
+
+def _check_data(config: RunConfig) -> None:
+    """Refuse data that cannot be trained on; for a run on this machine, tokenise them here, where a person sees it."""
+    data = config.data
+    if data.source == DATALOADER:
+        return
+    if config.launch.launcher == "local":
+        load_datasets(data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=config.training.seed)
+        return
+    check_data(data, config.spec.vocab_size)
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return ``config`` with its paths as seen from anywhere: a run is resumed, and its worker starts, elsewhere."""
+    by_name = {SAMPLE, DATALOADER, BYTES}
+    paths = {
+        key: str(Path(value).expanduser().absolute())
+        for key, value in config.data.model_dump(include={"source", "validation", "tokenizer", "cache_dir"}).items()
+        if value is not None and value not in by_name
+    }
+    return with_keys(config, data=paths)
+
+
+def _length(loader: Iterable[Any]) -> int:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also from a DataLoader over an iterable dataset
+        raise ConfigError("the dataloader has no length; set training.steps: configure(steps=...)") from None

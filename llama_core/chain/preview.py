@@ -1,0 +1,88 @@
+"""A run rehearsed before it has a directory: nothing is written, no device is needed, nothing is trained."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
+from llama_core.chain.prepare import refuse_untrainable
+from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
+from llama_core.config.run import RunConfig
+from llama_core.data.check import check_data
+from llama_core.errors import DoesNotFitError, EnvironmentMismatchError
+from llama_core.planning.memory.peaks import MemoryEstimate
+
+if TYPE_CHECKING:
+    from llama_core.rehearsal.dry_run import DryRunResult
+    from llama_core.rehearsal.twin import TwinResult
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run would do."""
+
+    planned: PlannedRun
+    rehearsed: "DryRunResult | None"
+    """What was counted; None under DeepSpeed, which works with real ranks only."""
+    twin: "TwinResult | None" = None
+
+    @cached_property
+    def verdict(self) -> MemoryEstimate:
+        """What was counted, or else what was estimated, held against the device."""
+        estimate = self.planned.estimate
+        return estimate if self.rehearsed is None else replace(estimate, profile=self.rehearsed.profile)
+
+    @property
+    def exit_code(self) -> int:
+        """What a command returns that shows it."""
+        return 0 if self.verdict.fits else DoesNotFitError.exit_code
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to know beside the numbers, a sentence each."""
+        left_out = () if self.rehearsed else (f"dry run {NOT_REHEARSED}",)
+        return (*left_out, *self.verdict.notes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the preview as a record."""
+        return {
+            "estimate": self.planned.estimate.as_dict(),
+            "dry_run": self.rehearsed and self.rehearsed.as_dict(),
+            "plan": self.planned.plan.as_dict(),
+            "fits": self.verdict.fits,
+            "notes": list(self.notes),
+        } | ({"twin": self.twin.as_dict()} if self.twin else {})
+
+
+def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = False) -> Preview:
+    """Plan a run, check its data, and rehearse every distinct rank.
+
+    Args:
+        config: what to run.
+        here: plan for this machine, as training would, where it has the devices; else for GPUs that need not be here,
+            unless ``config`` names the CPU.
+        data: check the data of ``config``; False where batches come from elsewhere.
+        twin: also train the plan's tiny twin on real processes, against one process.
+
+    Raises:
+        ConfigError, DataError, PlanError: if the request cannot be met.
+    """
+    refuse_untrainable(config)
+    planned = _plan(config, here=here)
+    if data:
+        check_data(planned.config.data, planned.config.spec.vocab_size)
+    rehearsed = rehearse_plan(planned.config, planned.plan)
+    if not twin:
+        return Preview(planned, rehearsed)
+    from llama_core.rehearsal.twin import twin as train_twin
+
+    return Preview(planned, rehearsed, train_twin(planned.config, planned.plan))
+
+
+def _plan(config: RunConfig, *, here: bool) -> PlannedRun:
+    if not here:
+        return plan_for_gpu(config)
+    try:
+        return plan_run(config)
+    except EnvironmentMismatchError:  # the devices are elsewhere
+        return plan_for_gpu(config)

@@ -1,0 +1,117 @@
+"""Run directories: the one that a request goes on with, or a name for a new one, and reading what defines it."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import RunDirectoryError
+from llama_core.launch.outcome import read_outcome
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+
+RUNS = Path("runs")
+
+
+def load_config(run: RunDirectory) -> RunConfig:
+    """Return the resolved configuration of ``run``.
+
+    Raises:
+        RunDirectoryError: if the directory holds no run.
+    """
+    if not run.config.exists():
+        raise RunDirectoryError(f"{run.path} holds no run (no {run.config.name})")
+    return RunConfig.load(run.config)
+
+
+def load_plan(run: RunDirectory) -> ParallelPlan:
+    """Return the plan of ``run``."""
+    return ParallelPlan.from_dict(read_json(run.plan))
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Return whether the run has reached its last step."""
+    # A job that only timed steps finishes too, but leaves no summary of the training.
+    return run.training.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
+
+
+def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory | None:
+    """Return the run that a request goes on with, or None if it begins one.
+
+    Args:
+        config: the request, with its defaults filled in.
+        run_dir: where it asks to run; None for anywhere below ``RUNS``.
+        resume: whether it asks to go on.
+
+    Raises:
+        RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
+    """
+    if run_dir is None:
+        return _newest_unfinished(config) if resume else None
+    run = RunDirectory(run_dir)
+    if _never_began(run):
+        return None
+    if not run.config.exists():
+        if resume:
+            raise RunDirectoryError(
+                f"{run_dir} holds no run to continue (no config.yaml); drop --resume to start one there"
+            )
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
+        return None
+    there = RunConfig.load(run.config)
+    if there.fingerprint() != config.fingerprint():
+        differences = "; ".join(_differences(there, config))
+        raise RunDirectoryError(
+            f"{run_dir} holds a run of another configuration ({differences}); choose another --run-dir"
+        )
+    if not resume:
+        raise RunDirectoryError(f"{run_dir} already holds this run; add --resume to continue it")
+    return run
+
+
+def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
+    """Return the directory of a run that begins: the one asked for, or a free name below ``RUNS``."""
+    if run_dir is not None:
+        return RunDirectory(run_dir)
+    name = f"{config.model}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    runs = (RunDirectory(RUNS / name) for name in names)
+    return next(run for run in runs if not run.path.exists() or _never_began(run))
+
+
+def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
+    fingerprint = config.fingerprint()
+    candidates = sorted(
+        RUNS.glob(f"{config.model}-*-{fingerprint[:4]}*/config.yaml"), key=lambda path: path.stat().st_mtime
+    )
+    for path in reversed(candidates):
+        run = RunDirectory(path.parent)
+        seen_to_its_end = is_finished(run) and run.report.exists()
+        if RunConfig.load(path).fingerprint() == fingerprint and not seen_to_its_end:
+            return run
+    return None
+
+
+def _never_began(run: RunDirectory) -> bool:
+    """Return whether the run's request was refused before its first step: its directory may be used again."""
+    return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.heartbeat.exists()
+
+
+def _differences(one: RunConfig, other: RunConfig) -> Iterable[str]:
+    """Yield what tells two runs apart, one key at a time."""
+    left, right = _flat(one.identity()), _flat(other.identity())
+    for key in sorted(left | right):
+        if left.get(key) != right.get(key):
+            there, here = (repr(side[key]) if key in side else "unset" for side in (left, right))
+            yield f"{key} is {there} there, {here} here"
+
+
+def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

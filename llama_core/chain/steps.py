@@ -1,0 +1,306 @@
+"""The steps of the chain after a run is prepared, each over its directory.
+
+A step reads what earlier ones left in the run directory, adds its own record, and returns it. ``chain.run_chain`` has
+their order; each can be called again on its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from llama_core.chain.console import say, say_output, watch
+from llama_core.chain.environment import validate_environment
+from llama_core.chain.prepare import refuse_unfit
+from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.errors import (
+    CancelledError,
+    ConfigError,
+    DoesNotFitError,
+    EnvironmentMismatchError,
+    RequestError,
+    StoppedError,
+    TrainingFailedError,
+)
+from llama_core.launch.jobs import submission
+from llama_core.launch.jobs.handle import JobHandle
+from llama_core.launch.outcome import read_outcome, record_outcome
+from llama_core.machine.validate import EnvironmentReport
+from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import Outcome, Part
+from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+
+if TYPE_CHECKING:
+    from llama_core.rehearsal.dry_run import DryRunResult
+
+NOT_REHEARSED = "left out: DeepSpeed works with real ranks only"
+
+
+def reasons(run: RunDirectory) -> list[str]:
+    """Return why the run's plan is as it is, a sentence for each choice; none for a plan that follows from rules."""
+    return list(read_json(run.choice)["reasons"].values()) if run.choice.exists() else []
+
+
+def validate(run: RunDirectory) -> EnvironmentReport:
+    """Check this machine against the run and record what was found.
+
+    Raises:
+        EnvironmentMismatchError: naming everything that keeps the run from starting.
+    """
+    report = validate_environment(load_config(run), run.path)
+    write_json(run.environment, report.as_dict())
+    if report.errors:
+        raise EnvironmentMismatchError("; ".join(report.errors))
+    return report
+
+
+def estimate(run: RunDirectory) -> MemoryEstimate:
+    """Return the bytes of a rank by category, as they were estimated when the run was prepared."""
+    return MemoryEstimate.from_dict(read_json(run.estimate))
+
+
+def rehearse(run: RunDirectory) -> "DryRunResult | None":
+    """Take a real step of every distinct rank on fake tensors, counting every byte, and record the counts.
+
+    None where DeepSpeed divides the model: it works with real ranks only.
+
+    Raises:
+        PlanError: if what was counted does not fit the device and ``launch.force`` is not set. The directory may then
+            be used for another run.
+    """
+    config = load_config(run)
+    run.dry_run.unlink(missing_ok=True)
+    result = rehearse_plan(config, load_plan(run))
+    if result is None:
+        return None
+    write_json(run.dry_run, result.as_dict())
+    try:
+        refuse_unfit(replace(estimate(run), profile=result.profile), config, "rehearsed")
+    except DoesNotFitError as error:
+        record_outcome(run, "bad-config", reason=str(error), next_action="change the plan, or add --force")
+        raise
+    return result
+
+
+def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult | None":
+    """Take a real step of every distinct rank of a plan on fake tensors, counting every byte.
+
+    None where DeepSpeed divides the model: it works with real ranks only.
+    """
+    if plan.zero_backend == "deepspeed":
+        return None
+    from llama_core.rehearsal.dry_run import rehearse as rehearse_steps
+
+    return rehearse_steps(config, plan)
+
+
+def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
+    """Start the run's job, or find the one already at work; None if the run is finished.
+
+    Args:
+        run: the run.
+        only: leave training or the timed steps out.
+
+    Raises:
+        RunDirectoryError, EnvironmentMismatchError: if the job cannot be started.
+    """
+    if only != "benchmark" and is_finished(run):
+        return None
+    return submission.submit(run, load_config(run), load_plan(run).world_size, only)
+
+
+def attach(run: RunDirectory) -> JobHandle | None:
+    """Return the job at work on the run, whoever submitted it, or None."""
+    return submission.attach(run)
+
+
+def follow(run: RunDirectory, on_step: Callable[[StepRecord], None] | None = None) -> TrainingSummary | None:
+    """Follow the run's job to its end, with a progress bar, and return what training reached; None if it trained not.
+
+    Args:
+        run: the run.
+        on_step: told of each newest step too.
+
+    Raises:
+        TrainingFailedError, StoppedError: as ``wait``.
+    """
+    with watch(run) as show:
+
+        def on_progress(record: StepRecord) -> None:
+            show(record)
+            if on_step is not None:
+                on_step(record)
+
+        wait(run, attach(run), on_progress, say_output)
+    return training_summary(run) if run.training.exists() else None
+
+
+def wait(
+    run: RunDirectory,
+    handle: JobHandle | None,
+    on_progress: Callable[[StepRecord], None] | None = None,
+    on_output: Callable[[int, str], None] | None = None,
+) -> Outcome:
+    """Wait for the job's end and return its outcome; an interrupt (Ctrl-C) stops the job first.
+
+    Args:
+        run: the run.
+        handle: its job, as ``submit`` or ``attach`` returned it; None where none is at work any more.
+        on_progress: told of each newest step.
+        on_output: told of each warning and error that a rank prints, with the rank.
+
+    Raises:
+        TrainingFailedError: if it ended without finishing, with the reason and what to try.
+        StoppedError: if it was interrupted, with the command that resumes it.
+    """
+    if handle is None:
+        return check_outcome(read_outcome(run))
+    try:
+        return check_outcome(handle.wait(on_progress, on_output, lambda reason: say("waiting", f"for {reason}")))
+    except KeyboardInterrupt:
+        return _stop(run, handle)
+
+
+@contextmanager
+def stopping_on_interrupt(run: RunDirectory) -> Iterator[None]:
+    """Stop the run's job if the block is interrupted (Ctrl-C) where nobody waits for it.
+
+    Raises:
+        StoppedError: with the command that resumes the run.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        handle = attach(run)
+        if handle is None:
+            raise
+        _stop(run, handle)
+
+
+def _stop(run: RunDirectory, handle: JobHandle) -> Outcome:
+    say("stopping", "after this step, with a checkpoint")
+    outcome = handle.cancel()
+    if outcome.status == "cancelled":
+        raise stopped(run, outcome) from None
+    return check_outcome(outcome)  # it came to its own end first
+
+
+def cancel(run: RunDirectory) -> Outcome | None:
+    """Have the run's job finish its step, save a checkpoint and end; None if no job is at work.
+
+    Raises:
+        RunDirectoryError: if the directory holds no run, or its job cannot be reached from here.
+    """
+    load_config(run)
+    handle = attach(run)
+    return handle.cancel() if handle else None
+
+
+def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
+    """Return the error that says how a run was stopped and how it goes on."""
+    again = f"training-infra train --run-dir {run.path} --resume"
+    if load_config(run).data.source == DATALOADER:
+        again = f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
+    return StoppedError(f"stopped after step {outcome.step}; continue with: {again}")
+
+
+def check_outcome(outcome: Outcome) -> Outcome:
+    """Return ``outcome`` if it is a finished run's.
+
+    Raises:
+        TrainingFailedError: otherwise; RequestError where the request was wrong.
+    """
+    match outcome.status:
+        case "finished":
+            return outcome
+        case "bad-config":
+            raise RequestError(outcome.reason)
+        case status:
+            error = CancelledError if status == "cancelled" else TrainingFailedError
+            raise error(f"{status} after step {outcome.step}: {outcome.reason}; {outcome.next_action}")
+
+
+def benchmark(run: RunDirectory) -> BenchmarkRecord:
+    """Return the steps that were timed at the end of the run's job, inside the same allocation."""
+    record = read_json(run.benchmark)
+    return BenchmarkRecord(**record | {"step_seconds": tuple(record["step_seconds"])})
+
+
+def training_summary(run: RunDirectory) -> TrainingSummary:
+    """Return what training reached.
+
+    Raises:
+        RunDirectoryError: if it has not come to its end.
+    """
+    return TrainingSummary(**read_json(run.training))
+
+
+def records(run: RunDirectory) -> dict[str, Any]:
+    """Return everything the run's steps have recorded so far, by file."""
+    paths = (run.plan, run.choice, run.environment, run.estimate, run.dry_run, run.training, run.benchmark, run.outcome)
+    return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
+
+
+def train_in_process(
+    run: RunDirectory, loader: Iterable[Any], validation_loader: Iterable[Any] | None
+) -> TrainingSummary:
+    """Train in this process on the caller's batches; Ctrl-C saves a checkpoint and stops.
+
+    Raises:
+        TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
+    """
+    from llama_core.data.loaders import LoaderBatches, as_batch
+    from llama_core.launch.rank.worker import run_to_end
+    from llama_core.training.trainer import Trainer
+
+    config, plan = load_config(run), load_plan(run)
+    total_steps = config.training.steps
+    if total_steps is None:
+        raise ConfigError(f"{run.config} names no training.steps; prepare the run with prepare_loader_run")
+    if is_finished(run):
+        return training_summary(run)
+
+    def held_out() -> Iterator[Any]:
+        for item in () if validation_loader is None else validation_loader:
+            yield from as_batch(item, config.spec.vocab_size).split(plan.microbatch_size)
+
+    def build(should_stop: Callable[[], bool]) -> Trainer:
+        return Trainer(
+            run,
+            config,
+            plan,
+            batches=LoaderBatches(loader, config.spec.vocab_size),
+            validation=None if validation_loader is None else held_out,
+            total_steps=total_steps,
+            should_stop=should_stop,
+            on_step=show,
+        )
+
+    with watch(run) as show:
+        outcome = run_to_end(run, build)
+    if outcome.status == "cancelled":
+        raise stopped(run, outcome)
+    check_outcome(outcome)
+    return training_summary(run)
+
+
+def say_plan(run: RunDirectory) -> None:
+    """Announce the run's plan, and what of it has no effect."""
+    plan = load_plan(run)
+    say("plan", plan.summary())
+    for note in plan.notes:
+        say("note", note)
+
+
+def describe(run: RunDirectory) -> str:
+    """Return where the run is, and whether it is new, goes on, or is at work already."""
+    if not run.job.exists():
+        return f"{run.path}, new"
+    job = attach(run)
+    if job is not None:
+        return f"{run.path}: job {job.record.job_id} is at work on it, following that"
+    return f"{run.path}: {'finished already' if is_finished(run) else 'continues from its newest checkpoint'}"

@@ -1,0 +1,286 @@
+"""From a data source to batches: token caches, the held-out split, and a resumable stream of batches per rank."""
+
+import hashlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llama_core.config.run import SAMPLE, DataConfig
+from llama_core.data.corpus import OnProgress, find_files
+from llama_core.data.entropy import Entropies, token_entropies
+from llama_core.data.packing import PackedDataset, row_order
+from llama_core.data.sample import TEXT_FIELD, sample_file
+from llama_core.data.token_cache import TokenCache, cache_directory, cached_tokens
+from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
+from llama_core.errors import ConfigError, DataError, RunDirectoryError
+from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.records.files import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+_SPLIT_SEED = 0  # held-out rows are the same, and in the same order, whatever the run's seed
+
+
+class BatchStream:
+    """An endless, resumable stream of one rank's share of the global batches.
+
+    Every epoch visits all rows in an order of its own, a pure function of seed and epoch; epochs follow each other
+    without a gap, so that a batch may take rows of two. Rank r has the r-th of ``world_size`` equal contiguous parts
+    of each global batch: joined in order of rank, the parts are what a single rank would get.
+
+    Args:
+        dataset: the rows.
+        batch_size: rows of a global batch.
+        seed: draws the order.
+        rank: this rank among those that divide the batch.
+        world_size: how many they are.
+
+    Raises:
+        ConfigError: if the batch cannot be divided evenly.
+    """
+
+    def __init__(self, dataset: PackedDataset, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        if batch_size % world_size:
+            raise ConfigError(
+                f"training.batch_size={batch_size} cannot be divided over {world_size} data-parallel ranks; "
+                f"use {-(-batch_size // world_size) * world_size}"
+            )
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.rows_consumed = 0
+        """Rows of the global batches so far."""
+        share = batch_size // world_size
+        self._share = range(rank * share, (rank + 1) * share)
+        self._epoch = -1
+        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def next_batch(self) -> Batch:
+        """Return this rank's part of the next global batch, on the CPU."""
+        rows = [self._row_at(self.rows_consumed + place) for place in self._share]
+        self.rows_consumed += self.batch_size
+        return _batch(self.dataset, rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the stream, the same on every rank."""
+        return {"rows_consumed": self.rows_consumed, "dataset": self._digest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position that ``state_dict`` returned, whatever the number of ranks was.
+
+        Raises:
+            DataError: if it belongs to other data, or to another order of them.
+        """
+        if state["dataset"] != self._digest():
+            raise DataError(
+                f"the checkpoint was made on other data (digest {state['dataset']}, now {self._digest()}): documents, "
+                "tokenizer, sequence length or seed have changed; restore them or start a new run"
+            )
+        self.rows_consumed = state["rows_consumed"]
+
+    def _row_at(self, place: int) -> int:
+        epoch, index = divmod(place, len(self.dataset))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, row_order(len(self.dataset), self.seed, epoch)
+        return int(self._order[index])
+
+    def _digest(self) -> str:
+        return f"{self.dataset.digest}-{self.seed}"
+
+
+def validation_batches(
+    dataset: PackedDataset, batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Batch]:
+    """Yield one rank's share of at most ``max_rows`` rows spread evenly over ``dataset``: the same ones every time.
+
+    Every rank gets as many batches, of ``batch_size`` rows but for the last; where the rows do not go round, some
+    ranks get one without targets.
+    """
+    num_rows = min(max_rows, len(dataset))
+    rows = [index * len(dataset) // num_rows for index in range(num_rows)][rank::world_size]
+    share = -(-num_rows // world_size)
+    padded = rows + [0] * (share - len(rows))
+    for start in range(0, share, batch_size):
+        batch = _batch(dataset, padded[start : start + batch_size])
+        batch.targets_BS[len(rows) - start :] = IGNORE_INDEX
+        yield batch
+
+
+def _batch(dataset: PackedDataset, rows: list[int]) -> Batch:
+    import torch
+
+    columns = zip(*(dataset.row(row) for row in rows), strict=True)
+    tokens_BS, targets_BS, positions_BS = (torch.from_numpy(np.stack(column)) for column in columns)
+    return Batch(tokens_BS, targets_BS, positions_BS if dataset.document_mask else None)
+
+
+@dataclass(frozen=True)
+class DataStatistics:
+    """What the training and held-out data are."""
+
+    num_documents: int
+    """Documents trained on."""
+    num_tokens: int
+    """Their tokens, BOS and EOS counted."""
+    num_validation_documents: int
+    """Documents held out."""
+    num_validation_tokens: int
+    """Their tokens."""
+    num_shared_documents: int
+    """Documents of the source left out of training because the validation source holds them too."""
+    bad_lines: Mapping[str, int]
+    """Unusable lines of the source by kind."""
+    bad_line_examples: tuple[str, ...]
+    """The first of them, as ``file:line: kind (reason)``."""
+    entropies: Entropies | None
+    """Of the training tokens; only for the byte tokenizer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Datasets:
+    """The packed data of a run."""
+
+    train: PackedDataset
+    validation: PackedDataset | None
+    """Held-out documents; none of them is in ``train``."""
+    statistics: DataStatistics
+
+
+def load_datasets(
+    data: DataConfig, *, seq_len: int, vocab_size: int, seed: int, on_progress: OnProgress | None = None
+) -> Datasets:
+    """Read, tokenise (the first time) and pack the data of a run.
+
+    Of several processes on one machine, let one go first: the others then open the cache it made.
+
+    Args:
+        data: what is trained on.
+        seq_len: tokens per row.
+        vocab_size: the model's vocabulary, which the tokenizer must fit.
+        seed: draws the order of the training documents.
+        on_progress: follows the tokenisation; default: a progress bar, on a terminal.
+
+    Raises:
+        DataError: if the data or the tokenizer cannot be used, or make less than one row.
+        EnvironmentMismatchError: if the tokenizer needs a package that is missing.
+    """
+    tokenizer = load_tokenizer(data.tokenizer)
+    check_fits(tokenizer, vocab_size)
+    cache = _tokens(data.source, data, tokenizer, on_progress)
+    if data.validation is None:
+        validation_cache, is_shared = cache, np.zeros(cache.num_documents, np.bool_)
+        is_held_out = held_out(cache.text_hashes, data.validation_fraction)
+        validation_documents = np.flatnonzero(is_held_out)
+    else:
+        validation_cache = _tokens(data.validation, data, tokenizer, on_progress)
+        validation_documents = np.arange(validation_cache.num_documents)
+        is_held_out = is_shared = np.isin(cache.text_hashes, validation_cache.text_hashes)
+    is_trained = ~is_held_out
+    train = PackedDataset(cache, np.flatnonzero(is_trained), seq_len, seed=seed, document_mask=data.document_mask)
+    if train.num_tokens <= seq_len:
+        raise DataError(
+            f"data source {data.source!r} leaves {train.num_tokens} tokens in {train.num_documents} documents to train "
+            f"on ({is_held_out.sum()} more are held out), fewer than the {seq_len + 1} that one sequence takes; "
+            "add text, or lower training.seq_len or data.validation_fraction"
+        )
+    validation = PackedDataset(
+        validation_cache, validation_documents, seq_len, seed=_SPLIT_SEED, document_mask=data.document_mask
+    )
+    if is_shared.any():
+        logger.warning("%d documents of %s are also held out: not trained on", is_shared.sum(), data.source)
+    if data.validation_fraction > 0 and not validation.num_documents:
+        logger.warning("%s holds a single text, so nothing is held out", data.source)
+    entropies = _entropies(cache, is_trained, tokenizer) if tokenizer.name == BYTES else None
+    statistics = DataStatistics(
+        num_documents=train.num_documents,
+        num_tokens=train.num_tokens,
+        num_validation_documents=validation.num_documents,
+        num_validation_tokens=validation.num_tokens,
+        num_shared_documents=int(is_shared.sum()),
+        bad_lines=cache.bad_lines.counts,
+        bad_line_examples=tuple(cache.bad_lines.examples),
+        entropies=entropies,
+    )
+    return Datasets(train, validation if validation.num_documents else None, statistics)
+
+
+def held_out(text_hashes: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
+    """Return a mask of the documents to hold out: those whose text's hash is in the lowest ``fraction`` of all hashes.
+
+    A document stays on its side when others come or go, and equal texts are on one side. Where chance would hold out
+    none of two or more different texts, the one with the lowest hash is held out.
+    """
+    mask: npt.NDArray[np.bool_] = text_hashes < np.uint64(fraction * 2.0**64)
+    if fraction > 0 and not mask.any() and text_hashes.min() < text_hashes.max():
+        mask = text_hashes == text_hashes.min()
+    return mask
+
+
+def _tokens(source: str, data: DataConfig, tokenizer: Tokenizer, on_progress: OnProgress | None) -> TokenCache:
+    """Return the token cache of one source, and say which of its lines were left out."""
+    directory = cache_directory(data.cache_dir)
+    with _naming(source), _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
+        cache = cached_tokens(
+            find_files(str(sample_file(directory)) if source == SAMPLE else source),
+            TEXT_FIELD if source == SAMPLE else data.text_field,
+            tokenizer,
+            directory,
+            max_bad_lines=data.max_bad_lines,
+            on_progress=follow,
+        )
+    if cache.bad_lines.total:
+        logger.warning("left out of %s: %s", source, cache.bad_lines)
+    return cache
+
+
+def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> Entropies:
+    """Return the entropies of some documents, counting them only once per cache and choice of documents."""
+    digest = hashlib.sha256(np.packbits(documents).tobytes()).hexdigest()[:16]
+    path = cache.path / f"entropy-{digest}.json"
+    with suppress(RunDirectoryError):
+        return Entropies(**read_json(path))
+    entropies = token_entropies(cache.tokens, cache.offsets, documents, tokenizer.vocab_size)
+    with suppress(OSError):  # a cache that others own costs the counting again, nothing else
+        write_json(path, entropies)
+    return entropies
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Say in an error which source it is about: a run may have two."""
+    try:
+        yield
+    except DataError as error:
+        raise error if source in str(error) else DataError(f"data source {source!r}: {error}") from None
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    """Turn a failure to write the cache into one line; reading errors have become ``DataError`` before."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write the token cache in {str(directory)!r}: {error.strerror or error}; "
+            "make room there or choose another data.cache_dir"
+        ) from None
+
+
+@contextmanager
+def _progress(description: str, on_progress: OnProgress | None) -> Iterator[OnProgress]:
+    """Yield ``on_progress``, or else a progress bar by bytes read that shows on a terminal only."""
+    if on_progress is not None or not sys.stderr.isatty():
+        yield on_progress or (lambda done, total: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

@@ -1,0 +1,1 @@
+"""Who starts a job, follows it and stops it: this machine or Slurm."""

@@ -1,0 +1,163 @@
+"""Jobs on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from llama_core.config.run import Device
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.jobs.handle import JobHandle, Submission
+from llama_core.launch.rank.supervisor import Supervisor
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import timestamp, write_json
+from llama_core.records.job import JobRecord, Outcome
+
+if TYPE_CHECKING:
+    import psutil
+
+_NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs cannot do without a limit
+
+
+class LocalJobHandle(JobHandle):
+    """A job on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
+
+    def is_running(self) -> bool:
+        """Return whether the controller lives; its ranks die with it."""
+        return self._controller() is not None
+
+    def _controller(self) -> "psutil.Process | None":
+        import psutil
+
+        # Its command line names the job's own folder. No other process with a reused id has that, and unlike a start
+        # time it does not move when the machine's clock is set.
+        with suppress(psutil.Error):
+            process = psutil.Process(int(self.record.job_id))
+            if self.record.folder in process.cmdline():
+                return process
+        return None
+
+    def _ask_to_stop(self) -> None:
+        import psutil
+
+        controller = self._controller()
+        if controller is not None:
+            with suppress(psutil.NoSuchProcess):
+                controller.terminate()  # it passes SIGTERM on to the supervisors, and they to the workers
+
+    def _kill(self) -> None:
+        import psutil
+
+        controller = self._controller()
+        if controller is not None:
+            with suppress(psutil.NoSuchProcess):
+                controller.kill()
+            psutil.wait_procs([controller], timeout=self.kill_seconds)
+
+    def _conclude(self) -> Outcome:
+        self._sweep()
+        return super()._conclude()
+
+    def _sweep(self) -> None:
+        """Kill what outlived the controller, such as processes that load data for a worker that was killed."""
+        import psutil
+
+        left = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                # submitit sets it for each rank, and whatever a rank starts inherits it.
+                if process.environ().get("SUBMITIT_FOLDER") == self.record.folder:
+                    process.kill()
+                    left.append(process)
+        psutil.wait_procs(left, timeout=self.kill_seconds)
+
+
+def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
+    """Start a job on this machine and record it.
+
+    Args:
+        folder: where submitit keeps what the job starts from.
+        submission: the run.
+        lock: what keeps others from submitting the run; held until the job is recorded, should this process be killed.
+
+    Raises:
+        EnvironmentMismatchError: if it cannot be started.
+    """
+    config = submission.config.launch
+    request = _Request(
+        str(folder),
+        str(submission.run.path),
+        submission.command,
+        config.device,
+        submission.num_ranks,
+        config.hang_timeout_s,
+        config.save_timeout_s,
+    )
+    log = folder / "controller.log"
+    # A process and a session of its own: an interrupt or a hang-up of the terminal must reach the job through
+    # JobHandle.cancel, not through submitit's controller, which gives its tasks one second.
+    with log.open("wb") as output:
+        ended = subprocess.run(
+            [sys.executable, "-m", __name__, json.dumps(request.__dict__)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(lock.fileno(),),
+            check=False,
+        )
+    if ended.returncode:
+        last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise EnvironmentMismatchError(f"cannot start a job on this machine: {last_line}; see {log}")
+
+
+@dataclass(frozen=True)
+class _Request:
+    folder: str
+    run_dir: str
+    command: tuple[str, ...]
+    device: Device
+    num_ranks: int
+    hang_timeout_s: int
+    save_timeout_s: int
+
+
+def _start_controller(request: _Request) -> None:
+    """Start submitit's controller, which outlives this process, and write ``job.json``."""
+    from submitit import LocalExecutor
+
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # submitit would count from 0
+    run = RunDirectory(Path(request.run_dir))
+    executor = LocalExecutor(request.folder)
+    executor.update_parameters(
+        timeout_min=_NO_TIME_LIMIT_MIN,
+        tasks_per_node=request.num_ranks,
+        gpus_per_node=request.num_ranks if request.device == "cuda" else 0,
+        stderr_to_stdout=True,
+    )
+    submitted_at = timestamp()
+    supervisor = Supervisor(run.path, tuple(request.command), request.device, request.hang_timeout_s, environment)
+    job = executor.submit(supervisor)
+    folder, grace_seconds = str(executor.folder), request.save_timeout_s
+    host = socket.gethostname()
+    write_json(run.job, JobRecord("local", job.job_id, host, submitted_at, grace_seconds=grace_seconds, folder=folder))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started from a background shell must heed it too
+    _start_controller(_Request(**json.loads(sys.argv[1])))

@@ -1,0 +1,157 @@
+"""Jobs of a Slurm cluster: one task is one rank."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.attempts import current_attempt, read_rank_exits
+from llama_core.launch.jobs.handle import JobHandle, Submission
+from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
+from llama_core.launch.outcome import conclude, concluded
+from llama_core.launch.rank.supervisor import Supervisor
+from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import timestamp, write_json
+from llama_core.records.job import JobRecord, Outcome
+
+FIRST_POLL_SECONDS = 5.0
+"""Time between the first two questions to Slurm's controller about a job, which all its users share."""
+SLOWEST_POLL_SECONDS = 30.0
+"""Time between two questions about a job that has not changed for long."""
+FILES_SECONDS = 15.0
+"""How long records written on a node may take to show on this machine's side of the shared file system."""
+
+_ENDED = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+     "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
+)  # fmt: skip
+"""States that a job does not leave: one that is queued again goes from COMPLETING to PENDING."""
+
+
+class SlurmJobHandle(JobHandle):
+    """A job that Slurm runs or keeps in its queue."""
+
+    poll_seconds = 1.0
+    log_seconds = 5.0
+    kill_seconds = 120.0
+
+    def __init__(self, run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> None:
+        super().__init__(run, record)
+        self._ask_slurm = ask
+        self._state = "PENDING"
+        self._asked_at = float("-inf")
+        self._interval = FIRST_POLL_SECONDS
+
+    def is_running(self) -> bool:
+        """Return whether Slurm has not yet ended the job for good; no answer counts as no change."""
+        if self._state not in _ENDED and time.monotonic() - self._asked_at >= self._patience():
+            self._ask()
+        return self._state not in _ENDED
+
+    def _patience(self) -> float:
+        """Return the time between two questions: short again once the ranks have recorded how they ended."""
+        hurried = self._interval > FIRST_POLL_SECONDS and concluded(self.run, self.record) is not None
+        return FIRST_POLL_SECONDS if hurried else self._interval
+
+    def _ask(self) -> None:
+        status = self._ask_slurm(self.record.job_id, self.record.name)
+        self._asked_at = time.monotonic()
+        if status is not None:
+            self.waits_for = status.reason if status.state == "PENDING" else ""
+        if status is None or status.state == self._state:
+            self._interval = min(SLOWEST_POLL_SECONDS, 1.5 * self._interval)
+        else:
+            self._state, self._interval = status.state, FIRST_POLL_SECONDS
+
+    def _ask_to_stop(self) -> None:
+        status = self._ask_slurm(self.record.job_id, self.record.name)
+        if status is None or status.state == "RUNNING":
+            send_signal(self.record.job_id, "TERM")
+        else:
+            cancel(self.record.job_id)
+        self._interval = FIRST_POLL_SECONDS
+
+    def _kill(self) -> None:
+        cancel(self.record.job_id)
+        self._interval = FIRST_POLL_SECONDS
+
+    def _conclude(self) -> Outcome:
+        deadline = time.monotonic() + FILES_SECONDS
+        while self._state in {"COMPLETED", "FAILED"} and time.monotonic() < deadline:
+            if concluded(self.run, self.record) or self._left_exits():
+                break
+            time.sleep(self.poll_seconds)
+        return conclude(self.run, self.record, self._state)
+
+    def _left_exits(self) -> bool:
+        attempt = current_attempt(self.run, self.record)
+        return bool(read_rank_exits(self.run, self.record, attempt.restart if attempt else 0))
+
+
+def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> None:
+    """Submit a job, or an array of jobs that ask for the same, and record each in its run.
+
+    Args:
+        folder: where submitit keeps what the jobs start from.
+        submissions: the runs, one for each element of the array.
+        name: what the queue shows.
+
+    Raises:
+        EnvironmentMismatchError: if there is no Slurm here, or it refuses the job.
+    """
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    if SlurmExecutor.affinity() < 0:
+        raise EnvironmentMismatchError(
+            "launch.launcher=slurm: this machine has no Slurm commands (srun, sbatch); "
+            "log in to a node of the cluster, or use --launcher local"
+        )
+    if not str(folder).isprintable() or set("%\\") & set(str(folder)):
+        raise EnvironmentMismatchError(
+            f"run directory {str(folder)!r}: Slurm changes paths with '%', a backslash or a line break; "
+            "choose another --run-dir"
+        )
+    config, num_ranks = submissions[0].config, submissions[0].num_ranks
+    executor = SlurmExecutor(folder)
+    executor.update_parameters(**slurm_parameters(config, name, comment_of(folder), num_ranks))
+    launch = config.launch
+    supervisors = [
+        Supervisor(s.run.path, s.command, launch.device, launch.hang_timeout_s, max_attempts=launch.slurm.max_attempts)
+        for s in submissions
+    ]
+    submitted_at = timestamp()
+    try:
+        with submission_environment():
+            jobs = executor.submit_array(supervisors) if len(supervisors) > 1 else [executor.submit(supervisors[0])]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise EnvironmentMismatchError(
+            f"Slurm refused the job: {' '.join(str(error).split())}; change launch.slurm or the request"
+        ) from None
+    unnamed = _record("", submitted_at, folder, name, config)
+    for submission, job in zip(submissions, jobs, strict=True):
+        write_json(submission.run.job, replace(unnamed, job_id=job.job_id))
+
+
+def find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | None:
+    """Return the job of the submission in ``folder`` if it is in the queue, for a submitter that died before it wrote.
+
+    Args:
+        folder: the submission folder.
+        name: what the queue shows.
+        config: the configuration of the run.
+    """
+    job_id = queued_job(os.getuid(), job_name(name), comment_of(folder))
+    if job_id is None:
+        return None
+    return _record(job_id, timestamp(), folder, name, config)
+
+
+def _record(job_id: str, submitted_at: str, folder: Path, name: str, config: RunConfig) -> JobRecord:
+    host, grace_seconds = socket.gethostname(), config.launch.save_timeout_s
+    return JobRecord("slurm", job_id, host, submitted_at, job_name(name), cluster_name(), grace_seconds, str(folder))

@@ -1,0 +1,40 @@
+"""Whether Slurm is here and would take the job of a run."""
+
+import shutil
+import subprocess
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import did_you_mean
+from llama_core.launch.jobs.slurm_request import refusal
+from llama_core.machine.validate import Findings
+
+_SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
+
+
+def check_slurm(found: Findings, config: RunConfig) -> None:
+    """Find whether this is a node of a cluster whose Slurm would take the job of ``config``."""
+    missing = [command for command in _SLURM_COMMANDS if shutil.which(command) is None]
+    if missing:
+        found.errors.append(
+            f"launch.launcher=slurm: this machine has no {', '.join(missing)}; "
+            "log in to a node of the cluster, or use --launcher local"
+        )
+        return
+    try:
+        answer = subprocess.run(
+            ["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        found.errors.append(f"Slurm's controller does not answer ({str(detail).strip()}); ask its administrators")
+        return
+    partitions = sorted(set(answer.stdout.split()))
+    found.facts["slurm partitions"] = ", ".join(partitions)
+    wanted = config.launch.slurm.partition
+    if wanted is not None and wanted not in partitions:
+        nearest = did_you_mean(wanted, partitions) or f"; choose one of {', '.join(partitions)}"
+        found.errors.append(f"launch.slurm.partition={wanted!r} is not a partition here{nearest}")
+        return
+    refused = refusal(config)
+    if refused is not None:
+        found.errors.append(f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes")

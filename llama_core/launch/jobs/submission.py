@@ -1,0 +1,237 @@
+"""Starting a run's job where its configuration says, and finding it again from any process that sees the run directory.
+
+Both ways go through submitit and end in the same ``Supervisor`` on every rank.
+"""
+
+import fcntl
+import grp
+import hashlib
+import os
+import pwd
+import shutil
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import RunDirectoryError
+from llama_core.launch.jobs.handle import WORKER, JobHandle, Submission
+from llama_core.launch.jobs.local import LocalJobHandle, start_local
+from llama_core.launch.jobs.slurm import SlurmJobHandle, find_unrecorded, start_slurm
+from llama_core.launch.outcome import concluded
+from llama_core.launch.scheduler import Ask, cluster_name, job_status
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import JobRecord, Part
+
+_PRIVATE = 0o700  # what submitit starts from is a pickle: nobody else may write there
+
+
+def submit(
+    run: RunDirectory,
+    config: RunConfig,
+    num_ranks: int,
+    only: Part | None = None,
+    worker: tuple[str, ...] = WORKER,
+) -> JobHandle:
+    """Start a job on ``run``, or find the one at work on it, and return at once.
+
+    Args:
+        run: the run directory, with its configuration and plan.
+        config: the resolved configuration.
+        num_ranks: worker processes in all.
+        only: leave the other part of the work out.
+        worker: the command line that every rank runs, with the run directory as its next argument.
+
+    Raises:
+        RunDirectoryError: if a job of this run may be at work where this machine cannot see it.
+        EnvironmentMismatchError: if this machine or Slurm does not take the job.
+    """
+    submission = _submission(run, config, num_ranks, only, worker)
+    run = submission.run
+    with _only_one_submission(run.logs) as lock:
+        _recover_unrecorded(run, config)
+        at_work = attach(run)
+        if at_work is not None:
+            return at_work
+        folder = _fresh_folder(run.logs)
+        if config.launch.launcher == "slurm":
+            start_slurm(folder, [submission], run.name)
+        else:
+            start_local(folder, submission, lock)
+    return _handle(run, JobRecord(**read_json(run.job)))
+
+
+def submit_array(
+    folder: Path,
+    runs: Sequence[tuple[RunDirectory, RunConfig]],
+    num_ranks: int,
+    only: Part | None = None,
+    *,
+    worker: tuple[str, ...] = WORKER,
+    ask: Ask = job_status,
+) -> list[JobHandle]:
+    """Submit one Slurm job array with an element for each run, all asking Slurm for the same.
+
+    Args:
+        folder: the directory of the sweep, whose name the queue shows.
+        runs: the run directories and their configurations, alike in ``launch`` and in the number of ranks.
+        num_ranks: worker processes of each.
+        only: leave the other part of the work out.
+        worker: as for ``submit``.
+        ask: how Slurm is asked about the elements.
+
+    Raises:
+        RunDirectoryError: if a job of one of the runs is still alive, or others may write where its files go.
+        EnvironmentMismatchError: if Slurm does not take the job.
+    """
+    submissions = [_submission(run, config, num_ranks, only, worker) for run, config in runs]
+    logs = folder.resolve() / "logs"
+    with _only_one_submission(logs):
+        for submission in submissions:
+            _refuse_second_job(submission.run, ask)
+        start_slurm(_fresh_folder(logs), submissions, folder.name)
+    return [_handle(s.run, JobRecord(**read_json(s.run.job)), ask) for s in submissions]
+
+
+def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
+    """Return the job at work on ``run``, whoever submitted it, or None if there is none.
+
+    A job that ended while nobody waited is concluded on the way.
+
+    Args:
+        run: the run.
+        ask: how Slurm is asked about its job.
+
+    Raises:
+        RunDirectoryError: if its job may still be at work where this machine cannot see it.
+    """
+    if not run.job.exists():
+        return None
+    record = JobRecord(**read_json(run.job))
+    if not _is_visible(record):
+        if concluded(run, record) is not None:
+            return None
+        raise RunDirectoryError(
+            f"job {record.job_id} ({record.launcher}) of {run.path} was submitted on {record.host} and cannot be "
+            f"seen from here; go on there, or delete {run.job} if it has ended"
+        )
+    handle = _handle(run, record, ask)
+    if handle.is_running():
+        return handle
+    handle.wait()
+    return None
+
+
+def _submission(
+    run: RunDirectory, config: RunConfig, num_ranks: int, only: Part | None, worker: tuple[str, ...]
+) -> Submission:
+    run = RunDirectory(run.path.resolve())
+    command = (*worker, str(run.path), *(("--only", only) if only else ()))
+    return Submission(run, config, num_ranks, command)
+
+
+def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobHandle:
+    return SlurmJobHandle(run, record, ask) if record.launcher == "slurm" else LocalJobHandle(run, record)
+
+
+def _is_visible(record: JobRecord) -> bool:
+    """Return whether this machine can tell if the job is at work."""
+    if record.launcher == "slurm":
+        here = shutil.which("scontrol") is not None
+        return here and (not record.cluster or cluster_name() in {record.cluster, ""})
+    return record.host == socket.gethostname()
+
+
+def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
+    alive = attach(run, ask)
+    if alive is not None:
+        raise RunDirectoryError(
+            f"job {alive.record.job_id} ({alive.record.launcher}) is still at work on {run.path}; "
+            "wait for it, or cancel it first"
+        )
+
+
+def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
+    """Record the job of a submitter that was killed between Slurm's answer and writing ``job.json``."""
+    folders = submission_folders(run.logs)
+    if config.launch.launcher != "slurm" or not folders or shutil.which("squeue") is None:
+        return
+    recorded = run.job.exists() and JobRecord(**read_json(run.job)).folder == str(folders[-1])
+    found = None if recorded else find_unrecorded(folders[-1], run.name, config)
+    if found is not None:
+        write_json(run.job, found)
+
+
+@contextmanager
+def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
+    """Keep a second process that submits the same waiting until ``job.json`` is there for it to find."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / "submit.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot lock {lock.name} ({error.strerror}): have its file system mounted with locks (Lustre: "
+                "-o flock), or choose another --run-dir"
+            ) from None
+        yield lock
+
+
+def submission_folders(logs: Path) -> list[Path]:
+    """Return the folders that submitit was given, one for each submission, oldest first."""
+    return sorted(_place_of_submissions(logs).glob("submission-*"))
+
+
+def _fresh_folder(logs: Path) -> Path:
+    """Make the folder of the next submission.
+
+    submitit returns the old result of a job id it has seen before, and a fresh cluster counts ids from 1 again.
+    """
+    folder = _place_of_submissions(logs) / f"submission-{len(submission_folders(logs)):05d}"
+    folder.mkdir(mode=_PRIVATE, parents=True)
+    return folder
+
+
+def _place_of_submissions(logs: Path) -> Path:
+    """Return where submitit keeps what jobs start from: with the run, or in the user's home where others may write.
+
+    A job starts from a pickle, and whoever can put another in its place decides what the job runs.
+
+    Raises:
+        RunDirectoryError: if others may write there too.
+    """
+    digest = hashlib.sha256(os.fsencode(logs)).hexdigest()[:16]
+    home = Path.home() / ".local" / "state" / "llama-training-infra" / f"submissions-{digest}"
+    for place in (logs / "submitit", home):
+        if all(map(_is_private, (place, *place.parents))):
+            return place
+    raise RunDirectoryError(
+        f"other users may write to {logs} and to {home.parent}, or above, and so decide what a job runs; "
+        "chmod go-w them, or choose another --run-dir"
+    )
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether nobody but this user and the administrator can put something else in the place of ``path``."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return True
+    if found.st_uid not in {os.getuid(), 0}:
+        return False
+    others = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_group_of_one(found.st_gid))
+    return not others or bool(found.st_mode & stat.S_ISVTX)
+
+
+def _is_group_of_one(group: int) -> bool:
+    """Return whether a group is this user's own, as many systems make one for every user."""
+    user = pwd.getpwuid(os.getuid())
+    try:
+        found = grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}

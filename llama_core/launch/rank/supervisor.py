@@ -1,0 +1,269 @@
+"""One light process beside each rank: it starts the worker, passes signals on, and records exactly how it ended.
+
+submitit pickles functions, installs signal handlers and ends processes as it sees fit. All of that happens to the
+supervisor; the worker is a child of its own that only ever meets the run directory and its environment.
+"""
+
+import ctypes
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from llama_core.config.run import Device
+from llama_core.launch.attempts import (
+    JOB_ID_VARIABLE,
+    LOG_HEADER,
+    RESTART_VARIABLE,
+    RankExit,
+    exit_path,
+    is_cancellation_requested,
+    log_path,
+)
+from llama_core.launch.rank.requeue import begin_attempt, start_again
+from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
+from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.machine.detect import available_cores
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now, read_json, write_json
+from llama_core.records.job import JobRecord
+
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT)
+
+MALLOC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**62}:glibc.malloc.hugetlb=1"
+"""Keep freed memory in the process: glibc otherwise maps every large tensor anew, page fault by page fault."""
+
+JOB_RECORD_SECONDS = 120
+"""How long a rank waits for its job to be recorded; a shared file system may show a new file after a minute."""
+
+DUMP_SECONDS = 15
+"""How long a rank that hangs may take to write where it is, before it is killed."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """What submitit runs on every rank: a call starts the worker and returns when it has finished.
+
+    It is pickled, so it holds values only.
+    """
+
+    run_dir: Path
+    command: tuple[str, ...]
+    """The worker's command line."""
+    device: Device
+    hang_timeout_s: int
+    """Seconds without a step, after the first, before the rank is ended."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables every worker gets in addition to its own rank's."""
+    max_attempts: int = 1
+    """Starts of one job after which it is given up."""
+
+    def __call__(self) -> None:
+        """Run the worker of this rank.
+
+        Raises:
+            SystemExit: with the worker's exit code, or 1 after a signal, unless it finished or the job starts again.
+        """
+        from submitit import JobEnvironment
+        from submitit.helpers import TorchDistributedEnvironment
+
+        job, restart, nodes = JobEnvironment(), 0, ""
+        if job.cluster == "slurm":
+            restart, nodes = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["SLURM_JOB_NODELIST"]
+            os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        if job.cluster == "local":
+            # Only there: the controller's main thread starts the ranks, and a dying thread would send the signal too.
+            die_with_parent(int(job.job_id))()
+        environment = worker_environment(
+            {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes
+        )
+        environment |= {JOB_ID_VARIABLE: job.job_id, RESTART_VARIABLE: str(restart)}
+        rank = _Rank(self, job.job_id, restart, job.global_rank, job.num_tasks)
+        if not rank.is_recorded() or is_cancellation_requested(rank.run_directory, rank.job):
+            sys.exit(1)
+        if job.global_rank == 0 and not begin_attempt(rank.run_directory, rank.job, restart, nodes, self.max_attempts):
+            sys.exit(1)
+        rank_exit = rank.run(environment, watch_siblings=job.cluster == "local" and job.num_tasks > 1)
+        if job.cluster == "slurm" and rank_exit.failed and rank.was_told_to_stop(rank_exit) and self._goes_on(rank):
+            return
+        if rank_exit.failed:
+            sys.exit(rank_exit.exit_code or 1)
+
+    def _goes_on(self, rank: "_Rank") -> bool:
+        """Return whether the job starts again, which its first rank sees to; the others leave that to it."""
+        if rank.rank > 0:
+            return not is_cancellation_requested(rank.run_directory, rank.job)
+        announced = signal.SIGUSR2 in rank.received
+        return start_again(
+            rank.run_directory, rank.job, rank.restart, announced=announced, max_attempts=self.max_attempts
+        )
+
+
+def rendezvous_port(job_id: int, restart: int) -> int:
+    """Return the port where the ranks of an attempt meet: below those that a system hands out by itself.
+
+    Attempts differ in it, since ranks of an earlier one may still be at work on a node that Slurm has lost.
+    """
+    return 20000 + (17 * job_id + restart) % 12000
+
+
+def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: int) -> dict[str, str]:
+    """Return the environment of a worker; a variable that is set already is never changed.
+
+    Args:
+        base: the environment to add to.
+        device: where the worker computes.
+        ranks_on_node: ranks that share the machine's cores.
+    """
+    # Slurm has divided the cores already; elsewhere the ranks share what the process may use.
+    cores = int(base.get("SLURM_CPUS_PER_TASK") or max(1, available_cores() // ranks_on_node))
+    defaults = {"OMP_NUM_THREADS": str(cores), "PYTHONUNBUFFERED": "1"}
+    if device == "cpu" and platform.libc_ver()[0] == "glibc":
+        defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
+    return defaults | dict(base)
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """Return a function that ties the life of the process it is called in to that of ``parent``.
+
+    It has no effect but on Linux. Call the outer part before forking: it loads the C library.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    prctl = ctypes.CDLL(None).prctl
+
+    def tie() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the tie
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return tie
+
+
+class _Rank:
+    """The worker of one rank while it runs."""
+
+    def __init__(self, supervisor: Supervisor, job_id: str, restart: int, rank: int, num_ranks: int) -> None:
+        self.supervisor = supervisor
+        self.run_directory = RunDirectory(supervisor.run_dir)
+        self.job_id, self.restart, self.rank, self.num_ranks = job_id, restart, rank, num_ranks
+        self.worker: subprocess.Popen[bytes] | None = None
+        self.received: list[int] = []
+        self.stopped = False
+        for number in FORWARDED_SIGNALS:
+            signal.signal(number, self._forward)
+
+    @property
+    def job(self) -> JobRecord:
+        """The job, as its submitter recorded it."""
+        return JobRecord(**read_json(self.run_directory.job))
+
+    def is_recorded(self) -> bool:
+        """Wait until ``job.json`` names this job: one that its submitter did not live to record must not run."""
+        deadline = time.monotonic() + JOB_RECORD_SECONDS
+        while time.monotonic() < deadline:
+            if self.run_directory.job.exists() and self.job.job_id == self.job_id:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def was_told_to_stop(self, rank_exit: RankExit) -> bool:
+        """Return whether the worker ended since its job was asked to: after a step, or before it could heed that."""
+        return rank_exit.exit_code == STOPPED_EXIT or not {signal.SIGTERM, signal.SIGUSR2}.isdisjoint(self.received)
+
+    def run(self, environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit:
+        """Run the worker to its end and record how it ended."""
+        job = self.job
+        with log_path(self.run_directory, self.rank).open("ab", buffering=0) as log:
+            start = f", start {self.restart + 1}" if self.restart else ""
+            log.write(f"{LOG_HEADER}{self.job_id}{start}, rank {self.rank}, {now()} ===\n".encode())
+            self.worker = subprocess.Popen(
+                self.supervisor.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 (a supervisor has one thread)
+            )
+        for received in self.received:
+            self.worker.send_signal(received)
+        watchers: list[Watcher] = []
+        if watch_siblings:
+            watchers.append(Siblings(self.run_directory, job, self.restart, self.num_ranks))
+        if self.rank == 0:
+            watchers.append(Successor(self.run_directory, job, self.restart))
+        heartbeat = Heartbeat(self.run_directory, self.supervisor.hang_timeout_s)
+        oom_killed, silent_seconds = self._wait(self.worker, heartbeat, watchers)
+        _kill_group(self.worker.pid)
+        code = self.worker.returncode
+        rank_exit = RankExit(
+            rank=self.rank,
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            oom_killed=oom_killed and code == -signal.SIGKILL,
+            stopped=self.stopped,
+            num_ranks=self.num_ranks,
+            ended_at=time.time(),
+            silent_seconds=silent_seconds,
+        )
+        write_json(exit_path(self.run_directory, job, self.restart, self.rank), rank_exit)
+        return rank_exit
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if self.worker is not None:
+            self.worker.send_signal(number)
+
+    def _wait(
+        self, worker: "subprocess.Popen[bytes]", heartbeat: Heartbeat, watchers: Sequence[Watcher]
+    ) -> tuple[bool, float | None]:
+        """Wait for the worker, and end it if it has to; return whether the kernel's out-of-memory killer struck.
+
+        The second value is how long there had been no step, if it was ended for that.
+        """
+        silent_seconds = None
+        while True:
+            kills_before = _oom_kills()
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(timeout=1)
+                return _oom_kills() > kills_before, silent_seconds
+            silent_seconds = heartbeat.silent_seconds()
+            if silent_seconds is not None:
+                _kill_after_dump(worker)
+            elif any(watcher.gives_up() for watcher in watchers):
+                self.stopped = True
+                worker.kill()
+
+
+def _kill_after_dump(worker: "subprocess.Popen[bytes]") -> None:
+    """Have a worker that hangs write where each of its threads is, and end it."""
+    worker.send_signal(signal.SIGUSR1)
+    with suppress(subprocess.TimeoutExpired):  # the others are given the time to do so before they lose this rank
+        worker.wait(timeout=DUMP_SECONDS)
+    worker.kill()
+
+
+def _kill_group(leader: int) -> None:
+    """End what the worker may have left running, such as the processes that load its data."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _oom_kills() -> int:
+    """Return how many processes Linux has killed for want of memory since it booted; 0 where it does not tell."""
+    try:
+        counters = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), 0)

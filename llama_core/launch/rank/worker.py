@@ -1,0 +1,195 @@
+"""What every rank of a job runs: read the run directory, train, time some steps, and say how it ended.
+
+``python -m llama_core.launch.rank.worker RUN_DIR [--only train|benchmark]`` needs torch and the run directory, nothing
+else, so it also starts by hand on any machine that sees the directory.
+"""
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from llama_core.config.run import RunConfig
+from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
+from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
+from llama_core.launch.outcome import record_outcome
+from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
+from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, STOPPED_EXIT
+from llama_core.machine.detect import device_label
+from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now, read_json, write_json
+from llama_core.records.job import Outcome, OutcomeStatus, Part
+from llama_core.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+Build = Callable[[Callable[[], bool]], Trainer]
+"""Makes the trainer, given what it asks between steps whether to stop."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank and return the process's exit code.
+
+    0 finished, 1 failed, 2 wrong request, 75 other ranks gone, 76 stopped when asked to, with a checkpoint.
+    """
+    parser = argparse.ArgumentParser(prog="python -m llama_core.launch.rank.worker", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--only", choices=get_args(Part), help="leave the other part out")
+    options = parser.parse_args(arguments)
+    faulthandler.register(signal.SIGUSR1)  # how the supervisor asks a worker that hangs where it is
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+    run = RunDirectory(options.run_dir)
+    with ExitStack() as ranks:
+        try:
+            outcome = run_to_end(run, lambda should_stop: _trainer(run, ranks, should_stop), options.only)
+        except LostPeersError as error:
+            logger.error("%s", error)
+            code = LOST_PEERS_EXIT
+        else:
+            code = {"finished": 0, "bad-config": 2, "cancelled": STOPPED_EXIT}.get(outcome.status, 1)
+        if code and dist.is_initialized():
+            logging.shutdown()
+            os._exit(code)  # threads that still wait for the other ranks would keep this process from ending
+    return code
+
+
+class LostPeersError(Exception):
+    """The other ranks are gone or do not answer. Whoever sees all ranks end says why."""
+
+
+def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Outcome:
+    """Train and time some steps; return how it ended, which ``outcome.json`` then says too.
+
+    Of several ranks the first one records what all of them meet, and each what befalls it alone.
+
+    Raises:
+        LostPeersError: if it ended because other ranks are gone; nothing is recorded.
+    """
+    try:
+        with _stop_on_signal() as should_stop:
+            trainer = build(should_stop)
+            trained = run.training.exists() and trainer.step == trainer.total_steps
+            if only != "benchmark" and not trained:
+                summary = trainer.fit()
+                if is_first_rank():
+                    write_json(run.training, summary)
+            if only != "train":
+                record = trainer.benchmark(device_label(trainer.device.type))
+                if is_first_rank():
+                    write_json(run.benchmark, record)
+    except Exception as error:
+        status, next_action = _classify(error)
+        expected = isinstance(error, TrainingInfraError) or status != "crashed"
+        if status == "crashed" and has_lost_the_others(error):
+            raise LostPeersError(f"lost the other ranks: {_first_line(error)}") from error
+        logger.error("the run ended: %s", error, exc_info=not expected)
+        own = status in {"oom", "crashed"} and not expected
+        return _ended(run, status, reason=_of_rank(_first_line(error)), next_action=next_action, everywhere=not own)
+    return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
+
+
+def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **details: Any) -> Outcome:
+    """Record an ending, unless it is the same on every rank and another one's to record."""
+    if everywhere and not is_first_rank():
+        return Outcome(status, details["reason"], 0, details["next_action"], now(), ())
+    return record_outcome(run, status, **details)
+
+
+def _of_rank(reason: str) -> str:
+    return f"rank {dist.get_rank()}: {reason}" if dist.is_initialized() else reason
+
+
+def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool]) -> Trainer:
+    config = RunConfig.load(run.config)
+    training = config.training
+    plan = ParallelPlan.from_dict(read_json(run.plan))
+    alone = plan.zero_backend == "deepspeed"
+    check_own_device(config)
+    ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
+    check_ranks_agree(run, config)
+    with one_per_machine_first():
+        datasets = load_datasets(
+            config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed
+        )
+    held_out = datasets.validation
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    share: dict[str, int] = {"rank": plan.dp_rank(rank), "world_size": plan.dp}
+    validation = None
+    if held_out is not None:
+        validation = partial(
+            validation_batches, held_out, plan.microbatch_size, max_rows=training.eval_sequences, **share
+        )
+    return Trainer(
+        run,
+        config,
+        plan,
+        batches=BatchStream(datasets.train, batch_size=config.batch_size, seed=training.seed, **share),
+        validation=validation,
+        total_steps=training.steps or max(1, round(training.epochs * len(datasets.train) / config.batch_size)),
+        entropies=datasets.statistics.entropies,
+        should_stop=should_stop,
+    )
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Turn the signals that end a job into a flag that the training loop asks for between steps.
+
+    SIGUSR2 is how Slurm announces the end of the time limit, and on some clusters preemption.
+    """
+    received: list[int] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) if current_thread() is main_thread() else ()
+    before = {number: signal.signal(number, remember) for number in stopping}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
+    (RequestError, "bad-config", "correct the request and start again"),
+    (StoppedError, "cancelled", RESUME),
+    (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
+    (torch.OutOfMemoryError, "oom", LESS_MEMORY),
+    (MemoryError, "oom", LESS_MEMORY),
+    (CheckpointError, "crashed", "see that the disk has room and can be read, then --resume"),
+)
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # how torch's CPU allocator words its RuntimeError
+
+
+def _classify(error: Exception) -> tuple[OutcomeStatus, str]:
+    """Return the outcome of a run that ended by ``error``, and the next thing to try."""
+    if _CPU_OUT_OF_MEMORY in str(error):
+        return "oom", LESS_MEMORY
+    for kind, status, next_action in _ENDINGS:
+        if isinstance(error, kind):
+            return status, next_action
+    return "crashed", READ_LOG
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The defaults of a run that depend on the machine."""
+
+from dataclasses import dataclass
+
+from llama_core.config.hardware import DEFAULT_GPU_TYPE
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.machine.detect import Machine
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration without ``auto``, and how it came about."""
+
+    config: RunConfig
+    choices: tuple[str, ...]
+    """One line for each default that was filled in, with its reason."""
+
+
+def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedConfig:
+    """Return ``config`` with device, precision and GPU type filled in from what ``machine`` has.
+
+    Raises:
+        EnvironmentMismatchError: if the request cannot run on this machine.
+    """
+    device, reason = _device(config, machine)
+    overrides = {"launch.device": (device, reason)}
+    if config.training.precision == "auto":
+        native = device == "cuda" or machine.cpu_native_bf16
+        overrides["training.precision"] = ("bf16", f"native on {device}") if native else ("fp32", "no native bf16 here")
+    if config.launch.gpu_type is None and device == "cuda":
+        overrides["launch.gpu_type"] = _gpu_type(machine)
+    changed = {key: value for key, value in overrides.items() if value[1]}
+    return ResolvedConfig(
+        config.with_overrides(*(f"{key}={value}" for key, (value, _) in changed.items())),
+        tuple(f"{key}={value} ({reason})" for key, (value, reason) in changed.items()),
+    )
+
+
+def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
+    """Return the device to use and why it was chosen; the reason is empty where the configuration names it."""
+    device, gpus = config.launch.device, config.parallel.gpus
+    if config.launch.launcher == "slurm":
+        return ("cuda", "the default on Slurm") if device == "auto" else (device, "")
+    if config.launch.nodes > 1:
+        raise EnvironmentMismatchError(
+            f"launch.nodes={config.launch.nodes}: the local launcher has this machine only; use --launcher slurm"
+        )
+    if device == "cpu":
+        return device, ""
+    if not machine.gpus:
+        if device == "cuda":
+            raise EnvironmentMismatchError(
+                "device=cuda: this machine has no CUDA device that torch can use; add --device cpu, or --launcher slurm"
+            )
+        if gpus > 1:
+            raise EnvironmentMismatchError(
+                f"gpus={gpus}: this machine has no CUDA device; add --device cpu for {gpus} CPU processes, "
+                "or --launcher slurm"
+            )
+        return "cpu", "this machine has no CUDA device that torch can use"
+    if gpus > len(machine.gpus):
+        raise EnvironmentMismatchError(
+            f"gpus={gpus}: this machine has {len(machine.gpus)}; use --gpus {len(machine.gpus)}, or --launcher slurm"
+        )
+    return "cuda", "" if device == "cuda" else f"this machine has {machine.gpus[0]}"
+
+
+def _gpu_type(machine: Machine) -> tuple[str, str]:
+    if machine.gpu_type is not None:
+        return machine.gpu_type.name, "the device here"
+    here = f"{machine.gpus[0]!r} is not in the table of devices" if machine.gpus else "no device here"
+    return DEFAULT_GPU_TYPE, f"{here}: planned for this one; --gpu-type chooses another"

@@ -1,0 +1,211 @@
+"""What this machine has for a process: devices, cores and memory, found without torch."""
+
+import csv
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_core.config.hardware import DeviceSpec, recognise_gpu
+
+_BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16", "svebf16"))
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+class _MemoryFiles(NamedTuple):
+    limit: str
+    used: str
+    cached: str
+
+
+_MEMORY_FILES = {
+    1: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices, cores and memory that a process here may use."""
+
+    gpus: tuple[str, ...]
+    """Names of the CUDA devices that the installed torch can use."""
+    gpu_type: DeviceSpec | None
+    """The first of them, if it is in the table of devices."""
+    cpu_native_bf16: bool
+    """Whether the CPU multiplies bf16 matrices in hardware."""
+    memory_bytes: int
+    """Host memory, or the limit set on this process's control group where that is less."""
+    available_memory_bytes: int
+    """Part of it that is free or can be freed."""
+    cores: int
+    """Physical cores this process may use."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as ``nvidia-smi`` lists it."""
+
+    index: str
+    uuid: str
+    name: str
+    memory_mib: str
+    driver: str
+
+
+def detect_machine() -> Machine:
+    """Return what this process may use, cgroup limits and ``CUDA_VISIBLE_DEVICES`` included."""
+    import psutil
+
+    gpus = tuple(gpu.name for gpu in visible_gpus()) if torch_has_cuda() else ()
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit, used in cgroup_memory():
+        total, available = min(total, limit), min(available, limit - used)
+    return Machine(
+        gpus=gpus,
+        gpu_type=recognise_gpu(gpus[0]) if gpus else None,
+        cpu_native_bf16=not _BF16_FLAGS.isdisjoint(_cpu_flags()),
+        memory_bytes=total,
+        available_memory_bytes=max(0, available),
+        cores=available_cores(),
+    )
+
+
+def device_label(device: str) -> str:
+    """Return the name its maker gives to the device that ``'cuda'`` or ``'cpu'`` stands for here."""
+    if device == "cuda":
+        gpus = visible_gpus()
+        return gpus[0].name if gpus else "unknown CUDA device"
+    return cpu_model()
+
+
+@cache
+def installed_gpus() -> tuple[Gpu, ...]:
+    """Return the devices that NVIDIA's driver knows; none where it does not answer."""
+    fields = "index,uuid,name,memory.total,driver_version"
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = csv.reader(listed.stdout.splitlines(), skipinitialspace=True)
+    return tuple(Gpu(*row) for row in rows if len(row) == 5)
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Return the installed devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return installed_gpus() if chosen is None else tuple(_choose(installed_gpus(), chosen))
+
+
+def _choose(gpus: tuple[Gpu, ...], chosen: str) -> Iterator[Gpu]:
+    """Yield the devices named by index or by the beginning of their UUID, up to the first name that fits none."""
+    for name in filter(None, map(str.strip, chosen.split(","))):
+        match = next((gpu for gpu in gpus if gpu.index == name or gpu.uuid.startswith(name)), None)
+        if match is None:
+            return
+        yield match
+
+
+def torch_has_cuda() -> bool:
+    """Return whether the installed torch was built for CUDA; True where none is installed, since that says nothing."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return True
+    # Importing torch takes seconds; its build is a line of text.
+    version = (Path(found.origin).parent / "version.py").read_text()
+    return re.search(r"^cuda\b[^=]*= *'", version, re.MULTILINE) is not None
+
+
+def available_cores() -> int:
+    """Return the physical cores that affinity and a CPU quota leave to this process."""
+    import psutil
+
+    logical = psutil.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or logical
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    cores = min(physical, -(-allowed * physical // logical))
+    return max(1, min([cores, *(int(quota) for quota in _cgroup_cpus())]))
+
+
+def cgroup_memory(mounted_at: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[tuple[int, int]]:
+    """Return the limit and the use, in bytes, of each control group around this process that limits its memory.
+
+    Memory that only caches files counts as unused: the kernel takes it back.
+
+    Args:
+        mounted_at: where the control groups are mounted.
+        membership: the file that names the groups this process is in.
+    """
+    limits = []
+    for group, version in _cgroups("memory", mounted_at, membership):
+        names = _MEMORY_FILES[version]
+        limit, used = _read_number(group / names.limit), _read_number(group / names.used)
+        cached = re.search(rf"^{names.cached} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+        if limit is not None and used is not None:
+            limits.append((limit, used - (int(cached[1]) if cached else 0)))
+    return limits
+
+
+def _cgroup_cpus() -> Iterator[float]:
+    """Yield the CPUs' worth of time that each control group around this process may use, where there is a quota."""
+    for group, version in _cgroups("cpu", _CGROUPS, _MEMBERSHIP):
+        if version == 2:
+            quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        else:
+            quota, period = _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit():
+            yield int(quota) / int(period)
+
+
+def _cgroups(controller: str, mounted_at: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the control groups this process is in, innermost first, with the version of their interface.
+
+    In a container the path may be the host's; what is visible then is the container's group, mounted as the root.
+    """
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, version = (mounted_at / controller, 1) if controllers else (mounted_at, 2)
+        group = root / path.strip("/")
+        for around in (group, *group.parents):
+            if around.is_relative_to(root) and around.is_dir():
+                yield around, version
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _read_number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _cpu_flags() -> frozenset[str]:
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return frozenset(flags[1].split()) if flags else frozenset()
+
+
+def cpu_model() -> str:
+    """Return the name its maker gives to the processor."""
+    model = re.search(r"^model name\s*: (.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()

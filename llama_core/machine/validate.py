@@ -1,0 +1,192 @@
+"""What is missing on this machine, and what will hurt, found without torch."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llama_core.config.hardware import recognise_gpu
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.machine.defaults import resolve_machine_defaults
+from llama_core.machine.detect import Machine, cpu_model, detect_machine, visible_gpus
+from llama_core.units import format_bytes
+
+TESTED_TORCH = ((2, 11), (2, 13))
+"""Oldest and newest torch that the tests have passed on."""
+
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""fp32 weights and AdamW's two moments."""
+
+_REQUIRED = {
+    "torch": "train",
+    "submitit": "start jobs",
+    "psutil": "watch jobs",
+    "pyarrow": "write metrics",
+    "prefect": "run the flows",
+    "plotly": "draw the report",
+}
+_OPTIONAL = ("tensorboard", "transformers", "tokenizers", "wandb", "deepspeed", "flash-attn")
+
+
+@dataclass(frozen=True)
+class EnvironmentReport:
+    """What was found on this machine."""
+
+    errors: tuple[str, ...]
+    """What keeps the run from starting, one line each, with the remedy."""
+    warnings: tuple[str, ...]
+    """What will make it slower or poorer."""
+    facts: dict[str, str]
+    """Versions, devices, memory."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON takes it."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """Return the report in one line."""
+        machine = ", ".join(self.facts[name] for name in ("python", "torch", "devices", "memory") if name in self.facts)
+        counts = [
+            f"{len(found)} {name}" for name, found in (("errors", self.errors), ("warnings", self.warnings)) if found
+        ]
+        return "; ".join([machine, *counts])
+
+
+@dataclass
+class Findings:
+    """What checks find, while they look."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def report(self) -> EnvironmentReport:
+        """Return what has been found."""
+        return EnvironmentReport(tuple(self.errors), tuple(self.warnings), self.facts)
+
+
+def check_machine(found: Findings, config: RunConfig | None, run_dir: Path) -> None:
+    """Find what is missing here, what will hurt, and what there is; torch is not imported.
+
+    Args:
+        found: takes what is found.
+        config: the run to check for; without it, only the installation and the machine are looked at.
+        run_dir: where the run's files will go.
+    """
+    machine = detect_machine()
+    _check_packages(found)
+    _describe_machine(found, machine)
+    _check_disk(found, run_dir, config)
+    if config is not None:
+        _check_request(found, config, machine)
+        _check_extras(found, config)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_packages(found: Findings) -> None:
+    found.facts["python"] = f"Python {platform.python_version()}"
+    found.facts["interpreter"] = sys.executable
+    for package, purpose in _REQUIRED.items():
+        version = _version(package)
+        if version is None:
+            found.errors.append(f"{package} is not installed, and is needed to {purpose}; pip install {package}")
+        else:
+            found.facts[package] = f"{package} {version}"
+    installed = {package: _version(package) for package in _OPTIONAL}
+    found.facts["optional packages"] = ", ".join(f"{name} {version or 'absent'}" for name, version in installed.items())
+    _check_torch(found)
+
+
+def _check_extras(found: Findings, config: RunConfig) -> None:
+    """Find the packages that only some runs need."""
+    uses = {
+        "wandb": (config.tracking.wandb != "off", f"tracking.wandb={config.tracking.wandb}"),
+        "deepspeed": (config.parallel.zero_backend == "deepspeed", "parallel.zero_backend=deepspeed"),
+    }
+    for package, (is_used, setting) in uses.items():
+        if is_used and _version(package) is None:
+            found.errors.append(
+                f"{setting} needs {package}, which is not installed; pip install 'llama-training-infra[{package}]'"
+            )
+
+
+def _check_torch(found: Findings) -> None:
+    version = _version("torch")
+    if version is None:
+        return
+    oldest, newest = TESTED_TORCH
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not oldest <= (major, minor) <= newest:
+        tested = f"{_dotted(oldest)} to {_dotted(newest)}"
+        found.warnings.append(f"torch {version} is outside the tested range; pip install a version from {tested}")
+    # The model's attention is torch's own everywhere; an installed flash-attn is listed but not called.
+    found.facts["attention"] = "torch scaled_dot_product_attention"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _describe_machine(found: Findings, machine: Machine) -> None:
+    listed = [
+        f"{gpu.name} ({gpu.memory_mib} MiB, driver {gpu.driver}, "
+        f"{'known as ' + spec.name if (spec := recognise_gpu(gpu.name)) else 'not in the table of devices'})"
+        for gpu in visible_gpus()
+    ]
+    found.facts["devices"] = "; ".join(listed) or "no CUDA device"
+    if listed and not machine.gpus:
+        found.warnings.append(
+            f"torch {_version('torch')} is built without CUDA and cannot use the {len(listed)} GPUs here; "
+            "install a CUDA build (https://pytorch.org/get-started)"
+        )
+    found.facts["cpu"] = (
+        f"{cpu_model()}, {machine.cores} cores, bf16 {'native' if machine.cpu_native_bf16 else 'emulated'}"
+    )
+    found.facts["memory"] = (
+        f"{format_bytes(machine.memory_bytes)} of memory, {format_bytes(machine.available_memory_bytes)} available"
+    )
+
+
+def _check_request(found: Findings, config: RunConfig, machine: Machine) -> None:
+    try:
+        resolved = resolve_machine_defaults(config, machine).config
+    except EnvironmentMismatchError as error:
+        found.errors.append(str(error))
+        return
+    on_cpu = resolved.launch.device == "cpu"
+    if on_cpu and resolved.training.precision == "bf16" and not machine.cpu_native_bf16:
+        found.warnings.append("training.precision=bf16 is emulated on this CPU and slow; use fp32")
+    if on_cpu and resolved.launch.launcher == "local" and resolved.parallel.gpus > machine.cores:
+        found.warnings.append(
+            f"gpus={resolved.parallel.gpus} CPU processes share {machine.cores} cores; use --gpus {machine.cores}"
+        )
+
+
+def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> None:
+    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        found.errors.append(f"cannot write to {existing}, where the run goes; choose another --run-dir")
+        return
+    free = shutil.disk_usage(existing).free
+    found.facts["disk"] = f"{format_bytes(free)} free in {existing}"
+    if config is not None:
+        # One more than are kept: the oldest is removed only after the newest is complete.
+        checkpoints = config.training.keep_checkpoints + 1
+        needed = checkpoints * CHECKPOINT_BYTES_PER_PARAMETER * config.spec.num_parameters
+        if free < needed:
+            found.warnings.append(
+                f"{checkpoints} checkpoints of {config.model} take {format_bytes(needed)} but {existing} has "
+                f"{format_bytes(free)} free; lower training.keep_checkpoints or choose another --run-dir"
+            )

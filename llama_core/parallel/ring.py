@@ -1,0 +1,243 @@
+"""Attention over a sequence that a ring of ranks holds the parts of: keys and values go around, block by block.
+
+In compiled code the whole of it is one operator, since torch.compile cannot trace transfers from rank to rank.
+
+Sources: Liu et al. 2023, arXiv:2310.01889; Dao 2023, arXiv:2307.08691, section 3.1 (the backward of a block needs
+only the output and log-sum-exp of the whole row).
+"""
+
+# Shape suffixes: B batch, S tokens that this rank holds (Q its queries that see some of a block, J the keys of that
+# block which they see), N query heads, K key/value heads, H head dim, 2 keys and values stacked
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+from llama_core.parallel.block_attention import BlockMask, block_backward, block_forward
+
+RingMasks = tuple[BlockMask, ...]
+"""The mask of every block that comes by on the ring, in the order of their coming: this rank's own one first."""
+
+
+def visible_parts(rank: int, source: int, num_tokens: int) -> tuple[slice, slice]:
+    """Return which queries of ``rank`` see keys of ``source`` under the causal mask, and which keys those are."""
+    whole, half = slice(0, num_tokens), num_tokens // 2
+    if source < rank:
+        return whole, slice(0, half)
+    if source > rank:
+        return slice(half, num_tokens), whole
+    return whole, whole
+
+
+def ring_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, masks: RingMasks, *, group: ProcessGroup) -> Tensor:
+    """Return the attention of this rank's queries over the whole sequence, [B, N, S, H] in their dtype.
+
+    Keys and values, of the key/value heads only, go around the ring of ``group``; the next block arrives while one is
+    computed on, so that beside its own a rank holds two. The outputs of the blocks are merged by their log-sum-exp,
+    in fp32, or fp64 for fp64 inputs. The backward sends the blocks around once more, followed by their gradients,
+    which every rank adds to, in the same wide dtype. What is saved for it is O(S): queries, keys, values, output and
+    log-sum-exp. Every rank of the group must call this in the same order. Not differentiable twice.
+
+    Args:
+        q_BNSH: queries, already rotated.
+        k_BKSH: keys, already rotated; K divides N.
+        v_BKSH: values.
+        masks: what ``ring_masks`` returned for this microbatch.
+        group: the ranks of the ring.
+    """
+    if torch.compiler.is_compiling():
+        masked = [mask for mask in masks if mask.bias_B1QJ is not None]
+        biases, blinds = [mask.bias_B1QJ for mask in masked], [mask.blind_B1Q for mask in masked]
+        out_BNSH: Tensor = _ring_attention(q_BNSH, k_BKSH, v_BKSH, biases, blinds, group.group_name)[0]
+    else:
+        out_BNSH = _RingAttention.apply(q_BNSH, k_BKSH, v_BKSH, masks, group)  # type: ignore[no-untyped-call]
+    return out_BNSH
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes them by position
+        ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, masks: RingMasks, group: ProcessGroup
+    ) -> Tensor:
+        kv_2BKSH = torch.stack((k_BKSH, v_BKSH))
+        out_BNSH, lse_BNS = attention_over_blocks(q_BNSH, _around(kv_2BKSH, group), masks)
+        ctx.save_for_backward(q_BNSH, kv_2BKSH, out_BNSH, lse_BNS)
+        ctx.masks, ctx.group = masks, group
+        return out_BNSH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out_BNSH: Tensor) -> tuple[Tensor | None, ...]:
+        q_BNSH, kv_2BKSH, out_BNSH, lse_BNS = ctx.saved_tensors
+        grads = _backward(grad_out_BNSH, q_BNSH, kv_2BKSH, out_BNSH, lse_BNS, ctx.masks, ctx.group)
+        return *grads, None, None
+
+
+def attention_over_blocks(q_BNSH: Tensor, blocks: Iterable[Tensor], masks: RingMasks) -> tuple[Tensor, Tensor]:
+    """Return the output over all blocks of keys and values, [2, B, K, S, H] each, and its log-sum-exp."""
+    own, *others = masks
+    blocks = iter(blocks)
+    out_BNSH, lse_BNS = _accumulators(*block_forward(q_BNSH, next(blocks), mask=own))
+    for mask, block_2BKSH in zip(others, blocks, strict=True):
+        merged = (out_BNSH[:, :, mask.queries], lse_BNS[:, :, mask.queries])
+        _merge_(*merged, *block_forward(q_BNSH, block_2BKSH, mask=mask))
+    return out_BNSH.to(q_BNSH.dtype), lse_BNS
+
+
+def _backward(  # noqa: PLR0917 - as they are saved
+    grad_out_BNSH: Tensor,
+    q_BNSH: Tensor,
+    kv_2BKSH: Tensor,
+    out_BNSH: Tensor,
+    lse_BNS: Tensor,
+    masks: RingMasks,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    backward = partial(block_backward, grad_out_BNSH, q_BNSH, out_BNSH, lse_BNS)
+    own, *others = masks
+    blocks = _around(kv_2BKSH, group)
+    grad_q_BNSH, grad_kv_2BKSH = backward(next(blocks), mask=own)
+    travelling: _Hop | None = None
+    for mask, block_2BKSH in zip(others, blocks, strict=True):
+        part_q_BNQH, part_kv_2BKJH = backward(block_2BKSH, mask=mask)
+        grad_q_BNSH[:, :, mask.queries] += part_q_BNQH
+        # what the ranks that this block has passed have added up; the first one after its owner begins
+        sum_2BKSH, spare = travelling.wait() if travelling else (torch.zeros_like(grad_kv_2BKSH), None)
+        sum_2BKSH[..., mask.keys, :] += part_kv_2BKJH
+        travelling = _Hop(sum_2BKSH, spare, group)
+        del part_q_BNQH, part_kv_2BKJH, sum_2BKSH, spare  # not held while the next ones are computed
+    if travelling is not None:
+        grad_kv_2BKSH += travelling.wait()[0]
+    grad_k_BKSH, grad_v_BKSH = grad_kv_2BKSH.to(kv_2BKSH.dtype)
+    return grad_q_BNSH.to(q_BNSH.dtype), grad_k_BKSH, grad_v_BKSH
+
+
+class _Hop:
+    """A block on its way to the next rank, while the block of the rank before arrives in ``spare`` memory."""
+
+    def __init__(self, block: Tensor, spare: Tensor | None, group: ProcessGroup) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._leaving = block
+        self._arriving = torch.empty_like(block) if spare is None else spare
+        self._transfers = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._leaving, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self._arriving, group=group, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the block that has arrived and the one that has left, whose memory is free again."""
+        for transfer in self._transfers:
+            transfer.wait()
+        return self._arriving, self._leaving
+
+
+def _around(own: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
+    """Yield this rank's block, then that of the rank before it, and so on, each until the next one is asked for."""
+    block, spare = own, None
+    for _ in range(dist.get_world_size(group) - 1):
+        hop = _Hop(block, spare, group)
+        yield block
+        block, left = hop.wait()
+        spare = None if left is own else left
+    yield block
+
+
+def _accumulators(out_BNSH: Tensor, lse_BNS: Tensor) -> tuple[Tensor, Tensor]:
+    # copies, since selective recomputation keeps what the kernel returned
+    return out_BNSH.to(lse_BNS.dtype, copy=True), lse_BNS.clone()
+
+
+def _merge_(out_BNQH: Tensor, lse_BNQ: Tensor, part_BNQH: Tensor, part_lse_BNQ: Tensor) -> None:
+    """Make ``out_BNQH`` and ``lse_BNQ`` those of both sets of keys; the first set is seen by every query."""
+    weight_BNQ1 = torch.sigmoid(part_lse_BNQ - lse_BNQ)[..., None]
+    out_BNQH.lerp_(part_BNQH.to(out_BNQH.dtype), weight_BNQ1)
+    lse_BNQ.copy_(torch.logaddexp(lse_BNQ, part_lse_BNQ))
+
+
+@torch.library.custom_op("llama_core::ring_attention", mutates_args=())
+def _ring_attention(  # noqa: PLR0917 - operators have positions
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, biases: list[Tensor], blinds: list[Tensor], group_name: str
+) -> tuple[Tensor, Tensor]:
+    group = _resolve_process_group(GroupName(group_name))
+    masks = _as_ring_masks(q_BNSH, biases, blinds, group)
+    out_BNSH, lse_BNS = attention_over_blocks(q_BNSH, _around(torch.stack((k_BKSH, v_BKSH)), group), masks)
+    return _tokens_first(out_BNSH), lse_BNS.contiguous()
+
+
+@torch.library.custom_op("llama_core::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(  # noqa: PLR0917 - operators have positions
+    grad_out_BNSH: Tensor,
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    out_BNSH: Tensor,
+    lse_BNS: Tensor,
+    biases: list[Tensor],
+    blinds: list[Tensor],
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = _resolve_process_group(GroupName(group_name))
+    masks = _as_ring_masks(q_BNSH, biases, blinds, group)
+    grads = _backward(grad_out_BNSH, q_BNSH, torch.stack((k_BKSH, v_BKSH)), out_BNSH, lse_BNS, masks, group)
+    grad_q_BNSH, grad_k_BKSH, grad_v_BKSH = map(_tokens_first, grads)
+    return grad_q_BNSH, grad_k_BKSH, grad_v_BKSH
+
+
+@_ring_attention.register_fake
+def _(q_BNSH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q_BNSH.dtype, torch.float32)
+    return _empty_tokens_first(q_BNSH), q_BNSH.new_empty(q_BNSH.shape[:-1], dtype=wide)
+
+
+@_ring_attention_backward.register_fake
+def _(_: Tensor, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_tokens_first(q_BNSH), _empty_tokens_first(k_BKSH), _empty_tokens_first(v_BKSH)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *qkv, biases, blinds, ctx.group_name = inputs
+    ctx.save_for_backward(*qkv, *output, *biases, *blinds)
+
+
+def _differentiate(ctx: Any, grad_out_BNSH: Tensor, _: Tensor) -> tuple[Any, ...]:
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
+    num_masks = len(saved[5:]) // 2
+    biases, blinds = saved[5 : 5 + num_masks], saved[5 + num_masks :]
+    grads = _ring_attention_backward(grad_out_BNSH, *saved[:5], biases, blinds, ctx.group_name)
+    return *grads, [None] * num_masks, [None] * num_masks, None
+
+
+_ring_attention.register_autograd(_differentiate, setup_context=_save)
+RING_ATTENTION = torch.ops.llama_core.ring_attention.default
+"""What a compiled block has in place of ``ring_attention``: one operator that returns output and log-sum-exp."""
+
+
+def _as_ring_masks(
+    q_BNSH: Tensor, biases: Sequence[Tensor], blinds: Sequence[Tensor], group: ProcessGroup
+) -> RingMasks:
+    """Return the masks that ``ring_masks`` made, from the tensors in them."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sources = [(rank - step) % size for step in range(size)]
+    parts = [visible_parts(rank, source, q_BNSH.shape[2]) for source in sources]
+    if not biases:
+        return tuple(BlockMask(*part, causal=source == rank) for part, source in zip(parts, sources, strict=True))
+    tensors = zip(parts, biases, blinds, strict=True)
+    return tuple(BlockMask(*part, causal=False, bias_B1QJ=bias, blind_B1Q=blind) for part, bias, blind in tensors)
+
+
+def _tokens_first(x_BNSH: Tensor) -> Tensor:
+    return x_BNSH.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_tokens_first(x_BNSH: Tensor) -> Tensor:
+    return torch.empty_permuted(x_BNSH.shape, (0, 2, 1, 3), dtype=x_BNSH.dtype, device=x_BNSH.device)

@@ -1,0 +1,1 @@
+"""Bytes per rank, by category and phase."""

@@ -1,0 +1,239 @@
+"""The bytes one rank holds while it trains, by category and phase, from arithmetic alone.
+
+What is modelled is this engine: fp32 weights, gradients and AdamW moments; activations in the compute dtype; attention
+that keeps its output and log-sum-exp but no scores; a linear cross-entropy that goes through the tokens in chunks and
+computes its gradients in the forward; a fused optimizer without temporaries. A rank walks through its actions of the
+schedule, and holds at each what the microbatches under way have left. Bytes are those of tensors: the allocator's
+rounding, its fragmentation and the device's context come on top.
+
+Weights that several ranks hold are ``fully_shard``'s, save in copies of a whole model: between steps a rank has its
+shard of weights, gradients and moments, 16 bytes per parameter over N ranks, and within a step it gathers, in the
+compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights of one rank alone are cast at
+each use, and every microbatch under way keeps the copies. DeepSpeed's buffers are taken to be like ``fully_shard``'s;
+what it keeps in host memory does not count. Adapters and experts are as ``strategies`` has them.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, for what each ZeRO stage divides.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import ceil
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import Precision
+from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
+from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
+from llama_core.planning.memory.prefetch import Prefetch, Prefetches
+from llama_core.planning.memory.strategies import tensors_by_layer
+from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
+from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
+from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.schedules.actions import RELEASES, Action, Kind
+
+_BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+
+
+def estimate_memory(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    seq_len: int,
+    precision: Precision,
+    documents: DocumentAttention,
+    pp_rank: int | None = None,
+) -> MemoryProfile:
+    """Return the peak of each phase on one rank, from the second step on, when the moments exist.
+
+    Args:
+        spec: the architecture.
+        plan: how a batch is divided over ranks and microbatches, and what is recomputed.
+        seq_len: tokens per sequence.
+        precision: the dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the
+            hardware table has.
+        documents: what keeps attention inside packed documents; a mask takes ``seq_len`` squared.
+        pp_rank: the rank's place in its pipeline; by default the one that holds most.
+    """
+    ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
+    profiles = _profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, documents=documents)
+    return max(profiles, key=lambda profile: profile.peak_bytes)
+
+
+def estimate_ranks(
+    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, documents: DocumentAttention
+) -> tuple[MemoryProfile, ...]:
+    """Return ``estimate_memory`` of every rank of a pipeline, in their order."""
+    ranks = range(plan.pp)
+    return tuple(_profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, documents=documents))
+
+
+def _profiles(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    ranks: Iterable[int],
+    *,
+    seq_len: int,
+    precision: Precision,
+    documents: DocumentAttention,
+) -> Iterator[MemoryProfile]:
+    itemsize = 4 if precision == "fp32" else 2
+    sizes = tensors_by_layer(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
+    tensors = sizes[0]
+    stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, sizes)]
+    return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
+
+
+def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:
+    """Yield every stage of a plan's pipeline."""
+    stages, placement = plan.stage_layers(spec), plan.build_schedule().placement
+    modes = plan.recompute_modes(spec)
+    last = len(stages) - 1
+    both_ends_on_a_rank = any({0, last} <= set(hosted) for hosted in placement)
+    for index, layers in enumerate(stages):
+        yield Stage(
+            modes=modes[index],
+            layers=tuple(sizes[layer] for layer in layers),
+            is_first=index == 0,
+            is_last=index == last,
+            tied=spec.tied_embeddings,
+            shares_table=spec.tied_embeddings and index == 0 < last and both_ends_on_a_rank,
+        )
+
+
+def _stage_moments(stage: Stage, tensors: Tensors, plan: ParallelPlan) -> StageMoments:
+    if plan.uses_fully_shard:
+        return ShardedMoments(ShardedWeights(stage, tensors, plan), tensors)
+    return StageMoments(StageWeights(stage, tensors, has_buckets=plan.dp * plan.cp > 1), tensors)
+
+
+class _Rank:
+    """One rank of a pipeline on its way through one optimizer step.
+
+    Args:
+        plan: the plan.
+        pp_rank: its place in the pipeline.
+        stages: all stages of the pipeline.
+        tensors: the sizes of their tensors.
+    """
+
+    def __init__(self, plan: ParallelPlan, pp_rank: int, stages: list[StageMoments], tensors: Tensors) -> None:
+        schedule = plan.build_schedule()
+        self.plan, self.stages = plan, stages
+        self.inputs, self.itemsize = tensors.inputs, tensors.itemsize
+        self.actions, self.hosted = schedule.actions[pp_rank], schedule.stages_of(pp_rank)
+        self._last_backward = max(i for i, action in enumerate(self.actions) if action.kind is not Kind.FORWARD)
+        self._under_way: Counter[int] = Counter()  # microbatches between their forward and their backward, by stage
+        self._put_off: Counter[int] = Counter()  # microbatches whose weight gradients wait, by stage
+        self._accumulated: Counter[int] = Counter()  # parameters with gradients, by stage
+        self._num_backwards: Counter[int] = Counter()  # by stage
+        self._gathered: set[int] = set()  # stages whose weights have been gathered
+        drops = plan.uses_fully_shard and plan.effective_zero_stage == 3
+        self._prefetches = self._watch_prefetches() if drops else None
+        self._buffer = 0
+
+    def profile(self) -> MemoryProfile:
+        """Return the peak of every phase."""
+        states = self._states()
+        peaks: dict[Phase, Moment] = {}
+        for phase, moment in self._moments():
+            if phase not in peaks or moment.total() > peaks[phase].total():
+                peaks[phase] = moment
+        held: Moment = Counter({"weights": states["weights"], "moments": states["moments"]})
+        optimizer = Counter(states | {"activations": self.inputs})
+        return MemoryProfile({phase: held + moment for phase, moment in peaks.items()} | {"optimizer": optimizer})
+
+    def _states(self) -> dict[Category, int]:
+        """Return the bytes of weights, gradients and moments between the steps."""
+        hosted = [self.stages[stage].weights for stage in self.hosted]
+        shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in hosted))
+        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_shards for own in hosted)
+        return {
+            "weights": 0 if self.plan.offload == "parameters" else shard + self.itemsize * ceil(frozen),
+            "gradients": 0 if self.plan.offload != "none" else shard,
+            "moments": 0 if self.plan.offload != "none" else 2 * shard,
+        }
+
+    def _moments(self) -> Iterator[tuple[Phase, Moment]]:
+        """Yield the moments of every action, with their phase; a schedule repeats itself, and this does not."""
+        seen = set()
+        for place, action in enumerate(self.actions):
+            after_forward = place > 0 and self.actions[place - 1].kind is Kind.FORWARD
+            around = self._begin(action, after_forward=after_forward, final=place == self._last_backward)
+            if (action.stage, action.kind, around) not in seen:
+                seen.add((action.stage, action.kind, around))
+                stage = self.stages[action.stage]
+                if action.kind is Kind.FORWARD:
+                    yield from (("forward", moment) for moment in stage.forward(around))
+                elif action.kind is Kind.WEIGHT_GRADIENT:
+                    yield from (("backward", moment) for moment in stage.weight_gradients(around))
+                else:
+                    yield from (("backward", moment) for moment in stage.backward(around))
+            self._end(action)
+
+    def _begin(self, action: Action, *, after_forward: bool, final: bool) -> Around:
+        """Return what the rank holds beside the microbatch of an action."""
+        index, stages = action.stage, self.stages
+        if action.kind in _BACKWARDS:
+            self._under_way[index] -= 1
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            self._put_off[index] -= 1
+        prefetch = self._prefetches.enter(index, action.kind) if self._prefetches else Prefetch()
+        others = [s for s in self.hosted if s != index]
+        return Around(
+            when=self._when(index, after_forward=after_forward, final=final),
+            activations=self.inputs
+            + sum(stages[s].kept * n for s, n in self._under_way.items())
+            + sum(stages[s].put_off * n for s, n in self._put_off.items()),
+            loss=sum(stages[s].kept_loss * n for s, n in self._under_way.items()),
+            gradients=sum(stages[s].weights.gradients(self._when(s), 0) for s in others),
+            communication=sum(self._communication(s) for s in others)
+            + sum(self._last_layer(s) for s in prefetch.waiting - {index}),
+            root=sum(stages[s].weights.root_gathered for s in others) if final or self._prefetches else 0,
+            early=self._last_layer(index) if index in prefetch.waiting else 0,
+            ahead=0 if prefetch.ahead is None else self._last_layer(prefetch.ahead),
+            buffer=self._buffer,
+        )
+
+    def _end(self, action: Action) -> None:
+        """Note what an action leaves behind."""
+        index = action.stage
+        self._gathered.add(index)
+        if action.kind is Kind.FORWARD:
+            self._under_way[index] += 1
+        if action.kind is Kind.INPUT_GRADIENT:
+            self._put_off[index] += 1
+        weights = self.stages[index].weights
+        if action.kind in RELEASES:
+            self._accumulated[index] = weights.trained.total
+            self._num_backwards[index] += 1
+        elif action.kind is Kind.INPUT_GRADIENT:  # those of norms and tables are not put off
+            self._accumulated[index] = max(self._accumulated[index], weights.trained.tables)
+        if action.kind in _BACKWARDS and len(self.hosted) == 1:  # groups that take no part in a backward release it
+            self._buffer = weights.last_buffer
+
+    def _when(self, stage: int, *, after_forward: bool = False, final: bool = False) -> When:
+        """Return where a stage stands, be it at work or not."""
+        return When(
+            is_first=stage not in self._gathered,
+            after_forward=after_forward,
+            accumulated=self._accumulated[stage],
+            final=final,
+            repeated=self._num_backwards[stage] > 1,
+        )
+
+    def _communication(self, stage: int) -> int:
+        """Return the bytes that a stage keeps of what was gathered and averaged while another one runs."""
+        weights, when = self.stages[stage].weights, self._when(stage)
+        return weights.averaged(when, 0) + (weights.root_gathered if when.is_first else weights.stay_gathered)
+
+    def _last_layer(self, stage: int) -> int:
+        """Return the bytes that fetching a stage's last layer fills."""
+        weights = self.stages[stage].weights
+        return weights.at_work(weights.num_layers - 1)
+
+    def _watch_prefetches(self) -> Prefetches:
+        held = {stage: self.stages[stage].weights.held for stage in self.hosted}
+        return Prefetches(
+            has_root=any(own.root for own in held.values()),
+            single_groups=[stage for stage, own in held.items() if len(own.layers) == 1 and not own.embedding],
+        )

@@ -1,0 +1,349 @@
+"""The moments of one forward and one backward of a stage at which a rank may hold most, by category.
+
+A forward walks the layers from the first to the last, and each leaves what its backward needs. So it holds most at its
+end: after the last layer or, on the last stage, in the last chunk of the loss; or while ``fully_shard`` gathers one of
+the last layers.
+
+A backward walks the same way back: gradients come into being, and each layer drops what was left for it. Over layers
+that are alike memory goes evenly up or down, so that the ends of such runs tell the peak. A layer holds most after
+``w2``, its widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; with
+few tokens after ``wq``, with the gradients of all; and while ``fully_shard`` reduces them. Before the layers come the
+loss and the final norm, and after them the embedding, whose gradient is made in one piece, and what is reduced last.
+
+Moments that were hardly ever the peak under a wide range of plans, such as those inside attention, are left out.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llama_core.planning.memory.peaks import Category
+from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
+from llama_core.planning.memory.weights import ShardedWeights, StageWeights, When
+
+Moment = Counter[Category]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a rank holds beside the microbatch at work, in bytes."""
+
+    when: When
+    """Where in the step the rank is."""
+    activations: int
+    """Of other microbatches."""
+    loss: int
+    """Gradients of the hidden states and the head that wait for their backward."""
+    gradients: int
+    """Of other stages of this rank."""
+    communication: int
+    """Of other stages of this rank: weights that stay gathered or are fetched early, and averages of gradients."""
+    root: int
+    """Those of the root among them, where a backward drops them before it comes to the embedding."""
+    early: int
+    """Of the stage's own last layer, where it was fetched before its forward."""
+    ahead: int
+    """Of the stage whose last layer is fetched as a backward ends."""
+    buffer: int
+    """Of the last reduction, which ``fully_shard`` keeps until the next."""
+
+
+class StageMoments:
+    """The forward and the backward of one microbatch on one stage of one rank.
+
+    Args:
+        weights: the stage's weights and gradients.
+        tensors: sizes of its other tensors.
+    """
+
+    def __init__(self, weights: StageWeights, tensors: Tensors) -> None:
+        self.weights, self.stage, self.tensors = weights, weights.stage, tensors
+        self.layers = weights.stage.layers
+        self._below = tensors.shared + tensors.looked_up * self.stage.is_first
+        if tensors.narrow and self.stage.modes[0] == "none" and not self.stage.is_first:
+            self._below += tensors.stream  # what was received; else the first layer keeps that very tensor
+        self.kept = self._kept_below(weights.num_layers) + (tensors.norm if self.stage.is_last else 0)
+        """Activations that a forward leaves for its backward."""
+        self.kept_loss = tensors.loss_saved if self.stage.is_last else 0
+        """What the loss leaves for it."""
+        self.put_off = self._put_off_above(-1)
+        """What waits for the weight gradients where a backward is in two parts."""
+        self._made = not self.put_off  # whether a backward makes the gradients of the layers
+
+    def _kept_below(self, layer: int) -> int:
+        """Return what the layers before the stage's ``layer``-th keep, with what all of them share."""
+        below = zip(self.layers[:layer], self.stage.modes[:layer], strict=True)
+        return self._below + sum(tensors.layer(mode) for tensors, mode in below)
+
+    def _put_off_above(self, layer: int) -> int:
+        """Return what waits for the weight gradients of the layers after the stage's ``layer``-th."""
+        return sum(tensors.put_off for tensors in self.layers[layer + 1 :])
+
+    def forward(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments of a forward."""
+        t, weights, last = self.tensors, self.weights, self.weights.num_layers - 1
+        fetched = weights.fetched(around.when)
+        yield self._moment(
+            around,
+            activations=self._kept_below(weights.num_layers),
+            communication=fetched + weights.at_work(last) + around.buffer,
+            temporaries=self.layers[last].leaving(self.stage.modes[last]),
+        )
+        if self.stage.is_last:  # the final norm's output is dropped with the last chunk
+            yield self._moment(
+                around,
+                activations=self.kept,
+                loss=t.loss_working,
+                communication=fetched + around.buffer,
+                temporaries=t.stream,
+            )
+
+    def backward(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments of a backward, in their order."""
+        if self.stage.is_last:
+            yield from self._in_head(around)
+        for layer in self._telling_layers():
+            yield from self._in_layer(around, layer)
+            yield from self._after_layer(around, layer)
+        yield from self._after_layers(around)
+
+    def weight_gradients(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments at which gradients that were put off are made: those of the first layer and of the last."""
+        weights, trained = self.weights, self.weights.trained
+        for layer in {0, weights.num_layers - 1}:
+            t = self.layers[layer]
+            yield self._moment(
+                around,
+                gradients=weights.gradients(around.when, sum(trained.layers[:layer]) + trained.tables),
+                activations=self._put_off_above(layer - 1),
+                temporaries=t.ffn_parameters * (t.itemsize * t.narrow + FP32_BYTES * weights.adds(around.when)),
+            )
+
+    def _telling_layers(self) -> list[int]:
+        """Return layers of which one has the peak, the last first."""
+        last = self.weights.num_layers - 1
+        kinds = list(zip(self.stage.modes, self.layers, strict=True))
+        starts = {layer for layer in range(1, last + 1) if kinds[layer] != kinds[layer - 1]}
+        # the last but one is the first that finds the buffer of a reduction, and the second one the last that another
+        # layer is fetched in
+        telling = {0, 1, last - 1, last} | starts | {start - 1 for start in starts}
+        return sorted(telling & set(range(last + 1)), reverse=True)
+
+    def _in_head(self, around: Around) -> Iterator[Moment]:
+        t, weights, when = self.tensors, self.weights, around.when
+        communication = weights.at_work(weights.num_layers - 1) + around.buffer
+        # the loss scales what its forward saved into gradients of its own
+        yield self._moment(
+            around,
+            gradients=weights.gradients(when, 0) + weights.table_gradient,
+            activations=self.kept,
+            loss=t.loss_saved,
+            temporaries=t.whole,
+            communication=communication,
+        )
+        # the final norm: gradients of its output and of what it saved, in fp32
+        yield self._moment(
+            around,
+            gradients=weights.gradients(when, weights.head_done) + weights.waiting_head(when),
+            activations=self.kept - t.wide,
+            temporaries=max(5 * t.wide, 2 * t.whole + t.stream),
+            communication=communication,
+        )
+
+    def _in_layer(self, around: Around, layer: int) -> Iterator[Moment]:
+        t, weights, when = self.layers[layer], self.weights, around.when
+        is_last, done = layer == weights.num_layers - 1, self._done_above(layer)
+        recomputed = self.stage.modes[layer] != "none"
+        below = self._kept_below(layer) + self._put_off_above(layer)
+        if recomputed and t.narrow:  # in fp32 the first norm keeps the very tensor that checkpointing kept
+            below += t.stream
+        buffer = around.buffer if is_last else weights.reduction_buffer(when, weights.trained.layers[layer + 1])
+        matrix, layer_trained = t.ffn_parameters * self._made, t.layer_trained * self._made
+        # beside what the layer itself needs: the gradient of its output, that of the stage's, and one to be added
+        others = t.stream + FP32_BYTES * matrix * weights.adds(when)
+        others += 0 if is_last else self._gradient_received
+        copy = t.ffn_parameters * t.itemsize if t.narrow else 0  # a matrix's, and its gradient before it is widened
+        for kept, temporaries, made in (
+            # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's own before it is widened
+            (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
+            # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
+            (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3 * matrix),
+            # after wq: the gradient of the queries, and two of its input
+            (t.norm + t.whole, t.queries + 2 * t.whole, layer_trained),
+        ):
+            yield self._moment(
+                around,
+                gradients=weights.gradients(when, done, made) + weights.waiting_head(when),
+                activations=below + (0 if recomputed else kept),
+                temporaries=temporaries + others + (kept if recomputed else 0),
+                communication=weights.at_work(layer) + self._ahead(around, layer) + buffer,
+                done=done,
+            )
+
+    def _ahead(self, around: Around, layer: int) -> int:
+        """Return what is fetched while the backward is in a layer, be it of another stage."""
+        return self.weights.fetched_ahead(layer) or (0 if layer else around.ahead)
+
+    def _done_above(self, layer: int) -> int:
+        """Return the parameters whose gradients are done when the backward comes to a layer."""
+        return sum(self.weights.trained.layers[layer + 1 :]) * self._made + self.weights.head_done
+
+    @property
+    def _gradient_received(self) -> int:
+        """What the backward of a stage before the last begins with; it is there to the end."""
+        return 0 if self.stage.is_last else self.tensors.stream
+
+    def _after_layer(self, around: Around, layer: int) -> Iterator[Moment]:
+        """Yield the moments between the backward of a layer and that of the one before it."""
+        yield from ()
+
+    def _after_layers(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments at the end of a backward: in the embedding, whose gradient is made in one piece."""
+        if not (self.stage.is_first and self.tensors.table_trained):
+            return
+        t, weights, when = self.tensors, self.weights, around.when
+        added = int(weights.adds(when) or self.stage.shares_table)
+        meets_head = self.stage.tied and self.stage.is_last
+        # its upstream gradient: of a divided vocabulary with zeros for other ranks' tokens, then widened to fp32
+        upstream = t.stream + t.whole * t.is_divided
+        if t.narrow:
+            upstream += 2 * t.whole * (2 if t.looked_up else 1)
+        made = weights.trained.total - (t.table_trained if meets_head else 0)
+        yield self._moment(
+            around,
+            gradients=weights.gradients(when, made) + weights.table_gradient * (2 if meets_head else added),
+            activations=self._kept_below(0) + self.put_off,
+            temporaries=upstream + self._gradient_received,
+        )
+        if meets_head:  # the two gradients, their sum and, where there is one, what the sum is added to
+            yield self._moment(
+                around,
+                gradients=weights.gradients(when, weights.trained.total) + weights.table_gradient * (2 + added),
+                activations=self._kept_below(0) + self.put_off,
+            )
+
+    def _moment(
+        self,
+        around: Around,
+        *,
+        activations: int,
+        gradients: int | None = None,
+        loss: int = 0,
+        communication: int = 0,
+        temporaries: int = 0,
+        done: int = 0,
+        group: int = 0,
+    ) -> Moment:
+        """Return a moment with what is around, as ``group`` parameters' gradients are reduced after ``done`` others."""
+        weights, when = self.weights, around.when
+        own = weights.gradients(when, 0) if gradients is None else gradients
+        communication += weights.gathered(when, done + group) + weights.averaged(when, done, group)
+        return Counter(
+            {
+                "gradients": around.gradients + own,
+                "activations": around.activations + activations,
+                "loss": around.loss + loss,
+                "communication": around.communication + communication,
+                "temporaries": temporaries,
+            }
+        )
+
+
+class ShardedMoments(StageMoments):
+    """The forward and the backward of a stage whose weights are sharded with ``fully_shard``.
+
+    Args:
+        weights: the stage's weights and gradients.
+        tensors: sizes of its other tensors.
+    """
+
+    def __init__(self, weights: ShardedWeights, tensors: Tensors) -> None:
+        super().__init__(weights, tensors)
+        self.weights: ShardedWeights = weights
+
+    def forward(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments of a forward."""
+        yield from self._gathering(around)
+        yield from super().forward(around)
+
+    def backward(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments of a backward, in their order."""
+        weights, last = self.weights, self.weights.num_layers - 1
+        if weights.drops and not self.stage.is_last:  # else the head is at work before the layers
+            root = 0 if around.when.after_forward else weights.held.root
+            yield self._moment(
+                around,
+                activations=self._kept_below(last + 1),
+                communication=weights.itemsize * root + 2 * weights.at_work(last) + around.buffer,
+                temporaries=self.tensors.stream,
+            )
+        yield from super().backward(around)
+
+    def _gathering(self, around: Around) -> Iterator[Moment]:
+        """Yield moments of a forward at which a layer is gathered: beside the buffer of what was gathered before it."""
+        weights, held, last = self.weights, self.weights.held, self.weights.num_layers - 1
+        if not weights.fetched(around.when):
+            return
+        root = 0 if around.when.after_forward else held.root
+        before = (held.embedding or root, *held.layers)
+        # where layers stay gathered, the last one finds most
+        for layer in {0, max(0, last - 1), last} if weights.drops else {last}:
+            yield self._moment(
+                around,
+                activations=self._kept_below(layer),
+                communication=weights.itemsize * (before[layer] + held.layers[layer])
+                + weights.at_work(layer)
+                + (around.early if layer < last else 0)
+                + around.buffer,
+                temporaries=self.tensors.stream,
+            )
+
+    def _after_layer(self, around: Around, layer: int) -> Iterator[Moment]:
+        """Yield the moment at which a layer's gradients are reduced."""
+        group, largest = self.weights.trained.layers[layer], self.layers[layer].ffn_parameters
+        yield self._reduction(around, group, layer=layer, done=self._done_above(layer), largest=largest)
+
+    def _after_layers(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments at the end of a backward: the reductions of the root and of the embedding."""
+        weights, trained, table = self.weights, self.weights.trained, self.tensors.table_trained
+        layers = sum(trained.layers)
+        if table and self.stage.is_first and self.stage.is_last and self.stage.tied:
+            yield self._moment(  # the table's two gradients and their sum
+                around,
+                gradients=weights.gradients(around.when, layers) + 3 * weights.table_gradient,
+                activations=self._kept_below(0),
+                communication=weights.reduction_buffer(around.when, trained.layers[0]),
+                done=layers,
+            )
+        root = table if self.stage.shares_table else trained.root
+        if root:
+            waiting = self._ahead(around, 0) + weights.itemsize * trained.embedding  # its gradient is there as well
+            yield self._reduction(around, root, largest=table, done=layers, waiting=waiting)
+        if trained.embedding:
+            done = layers + trained.root
+            waiting = around.ahead - around.root
+            yield self._reduction(around, trained.embedding, largest=table, done=done, waiting=waiting)
+
+    def _reduction(
+        self, around: Around, group: int, *, largest: int, done: int, layer: int = 0, waiting: int = 0
+    ) -> Moment:
+        """Return the moment at which ``fully_shard`` takes the gradients of a group of parameters.
+
+        Args:
+            around: what else is held.
+            group: parameters of the group.
+            largest: parameters of its last matrix.
+            done: parameters of this stage that were reduced before.
+            layer: the layers before this one are still to come.
+            waiting: bytes of the group whose turn is next, less those that have been dropped.
+        """
+        weights, when = self.weights, around.when
+        return self._moment(
+            around,
+            gradients=weights.gradients(when, done) + weights.in_reduction(when, group, largest),
+            activations=self._kept_below(layer),
+            temporaries=self.tensors.stream + self._gradient_received,
+            communication=weights.reduction_buffer(when, group) + waiting,
+            done=done,
+            group=group,
+        )

@@ -1,0 +1,153 @@
+"""What one rank holds while it trains, by category and phase, and the verdict of holding that against a device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from llama_core.units import GB, format_bytes
+
+Category = Literal["weights", "gradients", "moments", "activations", "loss", "communication", "temporaries"]
+Phase = Literal["forward", "backward", "optimizer"]
+STATES: tuple[Category, ...] = ("weights", "gradients", "moments")
+
+FILL_LIMIT = 0.9
+"""Share of a device's usable bytes that tensors may take: a caching allocator reserves at least a tenth more."""
+
+_REMEDIES: Mapping[str, str] = {
+    "states": "parallel.zero_stage=3 over more parallel.gpus, parallel.tp or parallel.pp; or parallel.recompute=full",
+    "activations": "parallel.microbatch_size=1, parallel.recompute=full, parallel.tp or parallel.cp, or a shorter "
+    "training.seq_len",
+    "loss": "parallel.tp, which divides the vocabulary, or parallel.microbatch_size=1",
+    "communication": "parallel.zero_stage=3, which gathers one layer at a time, or parallel.tp or parallel.pp",
+    "temporaries": "parallel.microbatch_size=1, parallel.tp or a shorter training.seq_len",
+}
+"""What makes the largest part of a peak smaller."""
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """The bytes alive at the peak of each phase of a step, by category."""
+
+    phases: Mapping[Phase, Mapping[Category, int]]
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase that holds most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> Mapping[Category, int]:
+        """The categories at the peak of the whole step."""
+        return self.phases[self.peak_phase]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once: the maximum over the phases, not their sum."""
+        return sum(self.peak.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and moments when all of them exist: as the optimizer updates."""
+        return sum(self.phases["optimizer"].get(category, 0) for category in STATES)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the profile that ``as_dict`` recorded."""
+        return cls(record["phases"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as a record, with the peak that follows from it for those who read it."""
+        return {
+            "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
+            "peak_phase": self.peak_phase,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """A profile held against a device."""
+
+    profile: MemoryProfile
+    device: str
+    """The device as people call it."""
+    usable_bytes: int
+    """Bytes a training process may use there."""
+    ranks: tuple[MemoryProfile, ...] = ()
+    """The profiles of all ranks of a pipeline, of which ``profile`` is the one that holds most."""
+    refusal: str = ""
+    """Why no plan fits with the margin that an allocator needs, and what would; empty where one does."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Usable bytes less the peak; negative where it does not fit."""
+        return self.usable_bytes - self.profile.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the usable bytes, and no search has found that every plan leaves too little."""
+        return self.headroom_bytes >= 0 and not self.refusal
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is in the way where it does not fit, and what to do; or how little is left where it just does."""
+        states = self.profile.state_bytes
+        if self.refusal:
+            return (self.refusal,)
+        if states > self.usable_bytes:
+            return (
+                f"weights, gradients and moments alone take {states / GB:.1f} GB per device, more than the "
+                f"{self.usable_bytes / GB:.1f} GB usable on {self.device}; divide them over more devices: "
+                "parallel.gpus with parallel.zero_stage=3, parallel.tp or parallel.pp",
+            )
+        if not self.fits:
+            return (
+                f"the peak is {format_bytes(-self.headroom_bytes)} above what {self.device} can hold, and most of it "
+                f"is {self._most_of_it}; try {_REMEDIES[self._most_of_it]}",
+            )
+        if self.profile.peak_bytes > FILL_LIMIT * self.usable_bytes:
+            return (
+                f"only {format_bytes(self.headroom_bytes)} of {self.device} are left, which fragmentation may take",
+            )
+        return ()
+
+    @property
+    def _most_of_it(self) -> str:
+        """What takes most at the peak: the states, or a category beside them."""
+        peak = self.profile.peak
+        sizes = {"states": sum(peak.get(category, 0) for category in STATES)}
+        sizes |= {category: size for category, size in peak.items() if category not in STATES}
+        return max(sizes, key=lambda name: sizes[name])
+
+    def summary(self) -> str:
+        """Return the verdict in one line."""
+        verdict = "fits" if self.fits else "does not fit"
+        if self.refusal and self.headroom_bytes >= 0:
+            verdict = "leaves an allocator too little of"
+        return (
+            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}, "
+            f"{verdict} the {format_bytes(self.usable_bytes)} of {self.device}"
+        )
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the estimate that ``as_dict`` recorded."""
+        return cls(
+            MemoryProfile.from_dict(record),
+            record["device"],
+            record["usable_bytes"],
+            tuple(map(MemoryProfile.from_dict, record["ranks"])),
+            record["refusal"],
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the estimate as a flat record."""
+        return self.profile.as_dict() | {
+            "device": self.device,
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes,
+            "refusal": self.refusal,
+            "notes": list(self.notes),
+            "ranks": [rank.as_dict() for rank in self.ranks],
+        }

@@ -1,0 +1,149 @@
+"""The tensors of one microbatch on one rank: how many bytes each takes, and which of them wait for the backward.
+
+Each term says which tensor of ``llama_core.models`` it is, on a device without fused norms. Tensor-parallel ranks
+divide the heads, the feed-forward columns and the vocabulary, and with sequence parallelism the residual stream; what
+goes into a matrix is whole on each of them. Context-parallel ranks divide every sequence.
+
+Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by saved tensor.
+"""
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import RecomputeMode
+from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
+from llama_core.units import GIB, MIB
+
+FP32_BYTES = 4
+INT64_BYTES = 8
+
+LOSS_MIN_CHUNK_BYTES = 128 * MIB
+LOSS_MAX_CHUNK_BYTES = GIB
+LOSS_NUM_BLOCKS = 16
+"""The sizes of ``models.loss``, which cannot be imported here without torch; a test holds the two together."""
+
+
+def loss_chunk_tokens(vocab_size: int, hidden_size: int, itemsize: int) -> int:
+    """Return the most tokens whose logits the linear cross-entropy holds at once: ``models.loss``'s own rule."""
+    row_bytes = vocab_size * itemsize
+    chunk_bytes = min(max(hidden_size * row_bytes, LOSS_MIN_CHUNK_BYTES), LOSS_MAX_CHUNK_BYTES)
+    return max(1, chunk_bytes // row_bytes)
+
+
+class Tensors:
+    """The sizes, in bytes, of the tensors of one forward and backward on one rank, with those of one dense layer.
+
+    Args:
+        spec: the architecture.
+        plan: how it is divided.
+        seq_len: tokens per sequence.
+        itemsize: bytes per element of activations.
+        documents: what keeps attention inside packed documents.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
+    ) -> None:
+        self.spec, self.itemsize = spec, itemsize
+        self.narrow = itemsize < FP32_BYTES
+        # copies of weights in the activations' dtype, which wait for the backward; fully_shard gathers in that dtype
+        casts = self.narrow and not plan.uses_fully_shard
+        self.casts = casts and not plan.splits_backward  # in parts, the backward makes copies of its own
+        self.casts_head = casts and not spec.lora  # what is frozen is held in the activations' dtype
+        tp = plan.tp
+        own_seq = seq_len // plan.cp
+        tokens = plan.rows_per_forward * own_seq
+        self.is_divided = plan.sharded_sequence
+        stream_tokens = tokens // tp if self.is_divided else tokens
+
+        self.stream = stream_tokens * spec.hidden_size * itemsize  # the residual stream, [B, S, D]
+        self.wide = stream_tokens * spec.hidden_size * FP32_BYTES  # the same in fp32
+        self.whole = tokens * spec.hidden_size * itemsize  # the stream with the whole sequence
+        self.ffn = tokens * spec.ffn_size // tp * itemsize  # [B, S, F]
+        self.queries = tokens * spec.q_size // tp * itemsize  # [B, N, S, H]
+        self.keys = tokens * spec.kv_size // tp * itemsize  # keys, or values, [B, K, S, H]
+        self.norm = 2 * self.wide + stream_tokens * FP32_BYTES  # the input in fp32, the input normalised, its scale
+        self.log_sum_exp = tokens * spec.num_heads // tp * FP32_BYTES
+        # inputs of wq to wv, wo, w1 and w3, w2, and the gradients of what they return
+        matrices = 4 * self.stream + 2 * self.queries + 2 * self.keys + 3 * self.ffn
+        self.put_off = matrices if plan.splits_backward else 0
+        # around a ring, attention to each block of another rank has a result of its own, over half of the queries
+        self.ring = (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
+
+        self.layer_parameters = spec.layer_matmul_parameters // tp + 2 * spec.hidden_size
+        self.layer_trained = self.layer_parameters  # those with gradients
+        self.layer_divided = self.layer_parameters  # those that ZeRO divides over all ranks that shard
+        self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # trained ones of one of its three matrices
+        self.entering = self.whole  # what goes into the feed-forward's first two matrices
+        self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head
+        self.table_trained = 0 if spec.lora else self.table_parameters
+        self.head_norm_trained = 0 if spec.lora else spec.hidden_size
+
+        num_inputs = 2 if documents == "none" else 3  # token, target, position
+        pieces = 2 if plan.cp > 1 else 1  # this rank's columns beside the rows that all ranks of the sequence get
+        self.inputs = INT64_BYTES * num_inputs * plan.microbatch_size * plan.num_microbatches
+        self.inputs *= seq_len + (own_seq if pieces > 1 else 0)
+        rotations = own_seq if documents == "none" else tokens  # without documents all rows share their positions
+        self.shared = rotations * spec.head_dim * FP32_BYTES  # cos and sin, [B, 1, S, H/2] each
+        if (
+            documents == "mask"
+        ):  # the additive mask, [B, 1, S, S]; around a ring a half of it per block, and its own whole
+            self.shared += tokens * own_seq * itemsize * (plan.cp + 1) // 2
+        # which rows of its part of the table a rank looked up, and for which tokens it has none
+        self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
+        self._set_loss(plan, tokens)
+
+    def _set_loss(self, plan: ParallelPlan, tokens: int) -> None:
+        spec = self.spec
+        vocab_size = spec.vocab_size // plan.tp
+        limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
+        chunk = -(-tokens // -(-tokens // limit))
+        self.table = self.table_trained * FP32_BYTES
+        self.loss_saved = self.whole + self.table  # gradients of the hidden states and of the head
+        self.loss_working = (
+            self.loss_saved
+            + self.whole  # the hidden states, those of ignored targets zeroed
+            + self.whole * self.is_divided  # the hidden states of the whole sequence
+            + (self.table_parameters * self.itemsize if self.casts_head else 0)  # the head
+            + chunk * vocab_size * self.itemsize  # logits of one chunk, then their gradients
+            + -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES  # fp32 rows for the softmax
+            + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize  # rows of the head's gradient
+            + tokens * (INT64_BYTES + 1 + FP32_BYTES)  # answers, which of them are ignored, losses
+        )
+
+    def layer(self, mode: RecomputeMode = "none") -> int:
+        """Return what one layer keeps for its backward."""
+        if mode == "full":
+            return self.stream
+        if mode == "selective":  # its input, and what attention returns
+            products = {"wq": self.queries, "wk": self.keys, "wv": self.keys, "wo": self.whole}
+            products |= {"w1": self.ffn, "w3": self.ffn}
+            kept = sum(products[name] for name in KEPT_PRODUCTS)
+            return self.stream + self.queries + self.log_sum_exp + self.ring + kept
+        attention = (
+            self.norm
+            + self.whole  # the norm's output: input of wq, wk, wv
+            + self.queries  # rotated
+            + 2 * self.keys  # rotated, and values
+            + self.queries  # the output: input of wo
+            + self.log_sum_exp
+        )
+        # the norm's output: input of w1 and w3; then gate, silu(gate), up, and their product: input of w2
+        feed_forward = self.norm + self.whole + 4 * self.ffn
+        return attention + feed_forward + (self.itemsize * self.layer_parameters if self.casts else 0)
+
+    def leaving(self, mode: RecomputeMode) -> int:
+        """Return what one layer holds at the end of its forward beside what it keeps."""
+        # the stream before it, w2's output and, of a divided sequence, its parts; their sum
+        joined = self.stream * (2 if self.narrow else 1) + self.whole * (2 if self.is_divided else 1)
+        if mode == "none":
+            return joined
+        return max(joined, 3 * self.ffn + self.stream + self.whole)  # silu(gate), up, their product; the norm's output
+
+    @property
+    def layer_before_w2(self) -> int:
+        """What is left of a layer after the backward of its last matrix."""
+        return self.layer() - self.ffn - self.itemsize * self.ffn_parameters * self.casts
+
+    @property
+    def layer_before_norm(self) -> int:
+        """What is left of a layer after the backward of all three matrices of its feed-forward."""
+        return self.layer() - 4 * self.ffn - 3 * self.itemsize * self.ffn_parameters * self.casts

@@ -1,0 +1,273 @@
+"""The weights and gradients that a rank holds of one pipeline stage within an optimizer step.
+
+A rank alone and a rank with a copy of the whole model hold all weights at all times; a gradient is fp32 from the start.
+``fully_shard`` treats three kinds of groups: each layer, the embedding, and the root with whatever is left, the final
+norm and the head (an embedding that is tied to it included). A group's weights are gathered in the compute dtype, its
+gradients are made in that dtype, and when the backward has passed the group they are reduced, in fp32, into the shards.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Self
+
+from llama_core.config.run import RecomputeMode
+from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
+from llama_core.planning.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank holds of a pipeline stage."""
+
+    modes: tuple[RecomputeMode, ...]
+    """What is recomputed of each layer."""
+    layers: tuple[Tensors, ...]
+    """The sizes of each layer's tensors."""
+    is_first: bool
+    is_last: bool
+    tied: bool
+    """Whether the head is the embedding."""
+    shares_table: bool
+    """Whether the embedding is held as the head of another stage of the same rank."""
+
+
+class Counts(NamedTuple):
+    """Parameters of a stage, by the groups of ``fully_shard``."""
+
+    layers: tuple[int, ...]
+    root: int
+    embedding: int
+
+    @property
+    def tables(self) -> int:
+        """Parameters outside the layers."""
+        return self.root + self.embedding
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.layers) + self.tables
+
+    @classmethod
+    def of(cls, stage: Stage, layers: Iterable[int], *, table: int, norm: int) -> Self:
+        """Return the counts of a stage.
+
+        Args:
+            stage: the stage.
+            layers: parameters of each layer.
+            table: parameters of the embedding, or of the head.
+            norm: parameters of the final norm.
+        """
+        root = 0
+        if stage.is_last:
+            root = table + norm
+        elif stage.is_first and stage.tied and not stage.shares_table:
+            root = table
+        return cls(tuple(layers), root, table if stage.is_first and not stage.tied else 0)
+
+
+@dataclass(frozen=True)
+class When:
+    """Where in the step a forward or backward of a stage stands."""
+
+    is_first: bool
+    """Whether the stage has not run before in this step."""
+    after_forward: bool
+    """Whether the rank ran a forward just before, and not a backward, which ends by dropping weights in stage 3."""
+    accumulated: int
+    """Parameters of the stage that have gradients of earlier microbatches: most often none or all."""
+    final: bool
+    """Whether this is the rank's last backward of the step."""
+    repeated: bool = False
+    """Whether the stage has had two backwards or more."""
+
+
+class StageWeights:
+    """One stage's weights and gradients on a rank that has them whole.
+
+    Args:
+        stage: the stage.
+        tensors: sizes of its tensors.
+        has_buckets: whether copies of the model average their gradients in buckets, which are there at all times.
+    """
+
+    def __init__(self, stage: Stage, tensors: Tensors, *, has_buckets: bool = False) -> None:
+        self.stage, self.has_buckets = stage, has_buckets
+        self.num_layers = len(stage.modes)
+        held = (layer.layer_parameters for layer in stage.layers)
+        self.held = Counts.of(stage, held, table=tensors.table_parameters, norm=tensors.spec.hidden_size)
+        """Parameters the rank computes with."""
+        trained = (layer.layer_trained for layer in stage.layers)
+        self.trained = Counts.of(stage, trained, table=tensors.table_trained, norm=tensors.head_norm_trained)
+        """Those of them that get gradients: all, or adapters alone."""
+        self.num_shards: int | Fraction = 1
+        """Ranks that divide a parameter among them; where they divide experts less than others, on average."""
+        self.root_gathered = 0
+        """Bytes that are gathered in whatever stage of the rank runs."""
+        self.stay_gathered = 0
+        """Bytes that stay gathered between the stage's forwards and backwards."""
+        self.table_gradient = FP32_BYTES * tensors.table_trained
+        """Bytes of the gradient of the embedding or the head as it is made."""
+        self.head_done = 0
+        """Parameters whose gradients are done when the backward comes to the layers."""
+        if stage.is_last:
+            self.head_done = self.trained.root - tensors.table_trained * stage.tied
+        self.last_buffer = 0
+        """Bytes of a backward's last reduction, which are kept until the next one."""
+
+    def at_work(self, layer: int) -> int:
+        """Return the bytes of a layer's weights, where they are gathered for its forward and backward alone."""
+        return 0
+
+    def gathered(self, when: When, done: int) -> int:
+        """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        return 0
+
+    def fetched(self, when: When) -> int:
+        """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
+        return 0
+
+    def fetched_ahead(self, layer: int) -> int:
+        """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
+        return 0
+
+    def averaged(self, when: When, done: int, group: int = 0) -> int:
+        """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones."""
+        return 0
+
+    def gradients(self, when: When, done: int, fresh: int = 0) -> int:
+        """Return the bytes of the gradients in a backward.
+
+        Args:
+            when: which backward.
+            done: parameters whose gradients this backward has made and, where that has to be, reduced.
+            fresh: parameters of the layer at work whose gradients it has made.
+        """
+        made, whole = FP32_BYTES * (done + fresh), FP32_BYTES * self.trained.total
+        held = max(made, FP32_BYTES * when.accumulated)
+        if self.has_buckets:  # the final backward moves every gradient into them
+            return whole + held - (made if when.final else 0)
+        return held
+
+    def adds(self, when: When) -> bool:
+        """Return whether a gradient is made beside the one that it is then added to, or moved into."""
+        return when.accumulated > 0 or self.has_buckets
+
+    def waiting_head(self, when: When) -> int:
+        """Return the bytes of the head's gradient while the backward is in the layers, where it is not done yet."""
+        return self.table_gradient if self.stage.is_last and self.stage.tied else 0
+
+    def reduction_buffer(self, when: When, group: int) -> int:
+        """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
+        return 0
+
+
+class ShardedWeights(StageWeights):
+    """One stage's weights and gradients on a rank that shards them with ``fully_shard``.
+
+    Args:
+        stage: the stage.
+        tensors: sizes of its tensors.
+        plan: how weights and gradients are divided.
+    """
+
+    def __init__(self, stage: Stage, tensors: Tensors, plan: ParallelPlan) -> None:
+        super().__init__(stage, tensors)
+        self.itemsize, self.zero_stage = tensors.itemsize, plan.effective_zero_stage
+        self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        more = sum(layer.layer_divided - layer.layer_parameters for layer in stage.layers)
+        if more:
+            self.num_shards *= Fraction(self.held.total, self.held.total + more)
+        self.drops = self.zero_stage == 3  # a layer's weights, after its forward and its backward
+        self.root_gathered = self.itemsize * self.held.root
+        self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
+        self.table_gradient = self.itemsize * tensors.table_trained
+        self.head_done = 0
+        self._averages_often = plan.averages_every_backward
+        last_group = self.trained.embedding or self.trained.root or self.trained.layers[0]
+        self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
+
+    def at_work(self, layer: int) -> int:
+        """Return the bytes of a layer's weights, where they are gathered for its forward and backward alone."""
+        return self.itemsize * self.held.layers[layer] if self.drops else 0
+
+    def gathered(self, when: When, done: int) -> int:
+        """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        layers = sum(self.trained.layers)
+        if self.drops:
+            return self.stay_gathered if done <= layers else 0
+        if not when.final:
+            return self.stay_gathered
+        # a layer goes as its gradients come, with what of it is frozen
+        frozen = (sum(self.held.layers) - layers) * min(done, layers) // layers
+        return self.stay_gathered - self.itemsize * (done + frozen)
+
+    def fetched(self, when: When) -> int:
+        """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
+        gathers = (self.drops or when.is_first) and self.num_shards > 1
+        return self.itemsize * self.held.layers[-1] if gathers else 0
+
+    def fetched_ahead(self, layer: int) -> int:
+        """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
+        if layer:
+            return self.at_work(layer - 1)
+        return self.itemsize * self.held.embedding if self.drops else 0
+
+    def averaged(self, when: When, done: int, group: int = 0) -> int:
+        """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones.
+
+        The first average of a step becomes the gradient itself.
+
+        Args:
+            when: which backward.
+            done: parameters whose gradients this backward has reduced.
+            group: parameters of the group that it reduces now, whose last average is gone.
+        """
+        if not self._averages_often or not when.accumulated:
+            return 0
+        kept = self.trained.total - group if when.repeated else done
+        return int(FP32_BYTES * kept // self.num_shards)
+
+    def gradients(self, when: When, done: int, fresh: int = 0) -> int:
+        """Return the bytes of the gradients in a backward."""
+        reduced = FP32_BYTES * done
+        held = max(reduced, FP32_BYTES * when.accumulated)
+        unreduced = 0 if self.adds(when) else self.itemsize * fresh
+        if self.zero_stage >= 2:
+            return int(held // self.num_shards) + unreduced
+        if when.final:
+            return held - reduced + int(reduced // self.num_shards) + unreduced
+        return held + unreduced
+
+    def adds(self, when: When) -> bool:
+        """Return whether a gradient is made beside the one that it is then added to; else it is reduced or widened."""
+        return when.accumulated > 0 and self.itemsize == FP32_BYTES and self.zero_stage < 2
+
+    def waiting_head(self, when: When) -> int:
+        """Return the bytes of the head's gradient while the backward is in the layers: it is reduced after them."""
+        return self.table_gradient if self.stage.is_last and not self.adds(when) else 0
+
+    def reduction_buffer(self, when: When, group: int) -> int:
+        """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
+        return FP32_BYTES * group if self._reduces(when) else 0
+
+    def _reduces(self, when: When) -> bool:
+        return self.zero_stage >= 2 or when.final
+
+    def in_reduction(self, when: When, group: int, largest: int) -> int:
+        """Return the bytes of a group's gradients as they are reduced or, where that comes later, widened.
+
+        Args:
+            when: which backward.
+            group: parameters of the group.
+            largest: parameters of its last matrix, whose gradient is held on to a little longer.
+        """
+        made, reduces = self.itemsize * group, self._reduces(when)
+        if not reduces and self.itemsize == FP32_BYTES:
+            return 0 if self.adds(when) else made
+        result = int(FP32_BYTES * group // (self.num_shards if reduces else 1))
+        if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to what was there
+            made, result = (0 if reduces else made), 0
+        holds_on = self.num_shards > 1 or not reduces
+        return max(made, result + (self.itemsize * largest if holds_on else 0))

@@ -1,0 +1,251 @@
+"""A plan with its reasons: what forced each choice, what comes next, and what was never in the running."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from llama_core.errors import PlanError
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.search.candidates import Shape, Variant
+from llama_core.planning.search.leanest import leanest_plan
+from llama_core.planning.search.search import Option, Search
+from llama_core.planning.time.step_time import StepTime
+from llama_core.schedules.registry import schedule_names, schedule_type
+from llama_core.units import format_bytes
+
+MAX_RUNNERS_UP = 4
+"""Plans that are shown beside the chosen one."""
+
+
+class RunnerUp(NamedTuple):
+    """Another plan that fits."""
+
+    plan: ParallelPlan
+    step: StepTime
+    peak_bytes: int
+    """Peak of the fullest rank."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan that the search found, and why."""
+
+    plan: ParallelPlan
+    step: StepTime
+    """How long an optimizer step of the plan takes."""
+    peak_bytes: int
+    """Peak of the fullest rank."""
+    limit_bytes: int | None
+    """What it may reach: ``FILL_LIMIT`` of what a device has; None where memory is no object."""
+    reasons: Mapping[str, str]
+    """For each choice, a sentence with what forced it."""
+    runners_up: tuple[RunnerUp, ...]
+    """The fastest plans of other shapes that the search met, the fastest first."""
+    rejected: tuple[str, ...]
+    """What was never in the running, each with the reason."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the choice as a record."""
+        return {
+            "plan": self.plan.as_dict(),
+            "step": self.step.as_dict(),
+            "peak_bytes": self.peak_bytes,
+            "limit_bytes": self.limit_bytes,
+            "reasons": dict(self.reasons),
+            "runners_up": [
+                {"plan": plan.as_dict(), "step": step.as_dict(), "peak_bytes": peak}
+                for plan, step, peak in self.runners_up
+            ],
+            "rejected": list(self.rejected),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the choice as lines of text."""
+        limit = f" of the {format_bytes(self.limit_bytes)} it may reach" if self.limit_bytes is not None else ""
+        return [
+            f"plan: {self.plan.summary()}",
+            f"step: {self.step.summary()}",
+            f"memory: the fullest rank peaks at {format_bytes(self.peak_bytes)}{limit}",
+            "why:",
+            *(f"  {sentence}" for sentence in self.reasons.values()),
+            *(["next best:"] if self.runners_up else []),
+            *(
+                f"  {_seconds(step.total, self.step.total)}, {format_bytes(peak)}: {plan.summary()}"
+                for plan, step, peak in self.runners_up
+            ),
+            *(["not tried, or not fit:"] if self.rejected else []),
+            *(f"  {sentence}" for sentence in self.rejected),
+        ]
+
+
+_KEYS: Mapping[str, Callable[[Variant], Any]] = {
+    "tp": lambda variant: variant.shape.tp,
+    "pp": lambda variant: variant.shape.pp,
+    "cp": lambda variant: variant.shape.cp,
+    "sharding": lambda variant: variant.sharding,
+    "schedule": lambda variant: variant.order,
+    "microbatch": lambda variant: variant.microbatch_size,
+}
+"""The choices that tell variants apart, by which the best other one is found."""
+
+
+def explain(search: Search, best: Option) -> Choice:
+    """Return ``best`` with its reasons, or what is faster, should one of those it is compared with be.
+
+    Args:
+        search: the search that found it.
+        best: the fastest option.
+    """
+    others = {name: _other(search, best, key) for name, key in _KEYS.items()}
+    faster = min(filter(None, others.values()), key=lambda other: other.step.total, default=best)
+    if faster.step.total < best.step.total:
+        return explain(search, faster)
+    reasons = _Reasons(search, best, others)
+    pipeline = next((other for other in (best, others["pp"]) if other and other.variant.shape.pp > 1), None)
+    return Choice(
+        plan=best.plan,
+        step=best.step,
+        peak_bytes=best.peak_bytes,
+        limit_bytes=search.fitting.limit,
+        reasons=reasons.sentences(),
+        rejected=(
+            *search.candidates.degrees.refusals(),
+            *_rejected_schedules(search, pipeline),
+            *reasons.rejected_stages(),
+        ),
+        runners_up=_runners_up(search, best),
+    )
+
+
+def _other(search: Search, best: Option, key: Callable[[Variant], Any]) -> Option | None:
+    """Return the fastest option with another value of a choice."""
+    return search.fastest(lambda variant: key(variant) != key(best.variant), close=1.0)
+
+
+def _runners_up(search: Search, best: Option) -> tuple[RunnerUp, ...]:
+    fastest: dict[Shape, Option] = {}
+    for option in sorted(search.options(), key=lambda option: option.step.total):
+        fastest.setdefault(option.variant.shape, option)
+    fastest.pop(best.variant.shape, None)
+    return tuple(
+        RunnerUp(option.plan, option.step, option.peak_bytes) for option in [*fastest.values()][:MAX_RUNNERS_UP]
+    )
+
+
+def _seconds(seconds: float, best: float) -> str:
+    more = seconds / best - 1
+    return f"{seconds:.3g} s ({more:+.1%})" if more < 1 else f"{seconds:.3g} s ({more + 1:.1f} times)"
+
+
+class _Reasons:
+    """What forced the choices of an option.
+
+    Args:
+        search: the search that found it.
+        best: the option.
+        others: for each of ``_KEYS`` the fastest option with another value; None where none fits.
+    """
+
+    def __init__(self, search: Search, best: Option, others: Mapping[str, Option | None]) -> None:
+        self.search, self.best, self.others = search, best, others
+        self.candidates, self.fitting, self.asked = search.candidates, search.fitting, search.candidates.asked
+
+    def sentences(self) -> dict[str, str]:
+        """Return a sentence for each choice."""
+        variant, asked = self.best.variant, self.asked
+        is_microbatch_asked = bool(asked.microbatch_size or asked.num_microbatches)
+        given = {
+            "tp": (f"tp {variant.shape.tp}", asked.tp != "auto"),
+            "pp": (f"pp {variant.shape.pp}", asked.pp != "auto"),
+            "cp": (f"cp {variant.shape.cp}", asked.cp != "auto"),
+            "sharding": (f"dp {variant.shape.dp}, {variant.sharding}", asked.zero_stage != "auto"),
+            "schedule": (f"schedule {self._schedule}", asked.schedule != "auto"),
+            "microbatch": (f"microbatch of {variant.microbatch_size}", is_microbatch_asked),
+        }
+        reasons = {
+            name: f"{label}: {self._asked_for(name) if is_asked else self._compared(name)}"
+            for name, (label, is_asked) in given.items()
+        }
+        return reasons | {"recompute": self._recompute(), "offload": self._offload()}
+
+    @property
+    def _schedule(self) -> str:
+        plan = self.best.plan
+        return f"{plan.schedule} x {plan.num_chunks} chunks" if plan.num_chunks > 1 else plan.schedule
+
+    def _asked_for(self, name: str) -> str:
+        tp, node_size = self.best.variant.shape.tp, self.candidates.node_size
+        if name == "tp" and node_size % tp:
+            return f"asked for; it crosses nodes of {node_size}, whose network is slow for what every layer exchanges"
+        return "asked for"
+
+    def _compared(self, name: str) -> str:
+        """Return what the best option with another value of a choice would take, or by how much none fits."""
+        key, value = _KEYS[name], _KEYS[name](self.best.variant)
+        if name == "schedule" and self.best.plan.pp == 1:
+            return "one pipeline rank has nothing to order"
+        other = self.others[name]
+        if other:
+            named = {"microbatch": f"one of {other.variant.microbatch_size}"}.get(name, str(key(other.variant)))
+            rest = f" ({other.plan.summary()})" if name in {"tp", "pp", "cp", "sharding"} else ""
+            return f"with {named} a step takes {_seconds(other.step.total, self.best.step.total)} at best{rest}"
+        try:
+            leanest = leanest_plan(self.candidates, self.fitting, lambda variant: key(variant) != value)
+        except PlanError:
+            return "the only one that can be tried"
+        return f"nothing else fits; the leanest ({leanest.summary()}) {self._misses(leanest)}"
+
+    def _misses(self, plan: ParallelPlan) -> str:
+        over = self.fitting.glance(plan) - (self.fitting.limit or 0)
+        return f"would be {format_bytes(over)} above the limit"
+
+    def _recompute(self) -> str:
+        plan = self.best.plan
+        if not self.candidates.adapts:
+            return f"recompute {plan.recompute}: asked for"
+        if plan.recompute == "none":
+            return "recompute none: it fits without"
+        num_layers = self.candidates.config.spec.num_layers
+        count = num_layers if plan.recomputed_layers is None else sum(plan.recomputed_layers)
+        without = self._misses(replace(plan, recompute="none", recomputed_layers=None))
+        label = f"recompute {plan.recompute} on {count} of {num_layers} layers: without, a rank {without}"
+        if plan.recompute == "selective":
+            return label
+        selective = self._misses(replace(plan, recompute="selective", recomputed_layers=None))
+        return f"{label}, and with selective on all {selective}"
+
+    def _offload(self) -> str:
+        offload = self.best.variant.offload
+        if self.asked.offload != "auto":
+            return f"offload {offload}: asked for"
+        if self.asked.zero_backend == "native":
+            return "offload none: it needs parallel.zero_backend=deepspeed"
+        return f"offload {offload}: it fits without" if offload == "none" else f"offload {offload}: less does not fit"
+
+    def rejected_stages(self) -> Iterator[str]:
+        """Yield the ZeRO stages below the chosen one that do not fit where it does, the least first."""
+        plan, limit = self.best.plan, self.fitting.limit
+        if self.asked.zero_stage != "auto" or plan.zero_backend == "deepspeed" or limit is None:
+            return
+        for stage in range(plan.effective_zero_stage):
+            shards, copies = (1, plan.dp) if stage == 0 else (plan.dp_shard, plan.dp_replicate)
+            other = replace(plan, zero_stage=stage, dp_shard=shards, dp_replicate=copies)
+            states = self.fitting.state_bytes(other)
+            if states > limit:
+                yield f"ZeRO {stage}: {format_bytes(states)} of states at tp {plan.tp} x pp {plan.pp}"
+
+
+def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str]:
+    """Yield the schedules that are never tried, or lose in the shape of the best pipeline."""
+    if search.candidates.asked.schedule != "auto" or pipeline is None:
+        return
+    plan, shape = pipeline.plan, pipeline.variant.shape
+    reasons: dict[str, list[str]] = {}
+    for kind in map(schedule_type, schedule_names()):
+        reason = search.candidates.refusal(kind, shape, plan.num_microbatches, plan.recompute)
+        variants = [v for v in search.bounded if v.shape == shape and v.order.schedule == kind.name]
+        if reason is None and all(search.closer(variant) is None for variant in variants):
+            reason = f"does not fit {shape}" + (", with each stage there twice" if kind.replicas > 1 else "")
+        if reason is not None:
+            reasons.setdefault(reason, []).append(kind.name)
+    yield from (f"{', '.join(names)}: {reason}" for reason, names in reasons.items())

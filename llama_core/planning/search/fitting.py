@@ -1,0 +1,190 @@
+"""What fits the memory of a device: the peak of a plan with a margin, and the least recomputation that makes it fit."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import TypedDict
+
+from llama_core.config.run import Precision, RecomputeMode, RunConfig
+from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks
+from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
+from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
+from llama_core.schedules.registry import schedule_type
+
+STEADY_UNITS = 3
+"""Microbatches per pipeline rank, or pairs of them, after which further ones find a rank as full as those before."""
+
+
+class Fitting:
+    """The memory that the plans of one run have to fit: within ``FILL_LIMIT`` of the budget on every rank.
+
+    Args:
+        config: the run.
+        memory_budget_bytes: bytes each device has for it; None where memory is no object.
+    """
+
+    def __init__(self, config: RunConfig, memory_budget_bytes: int | None) -> None:
+        self.config, self.budget = config, memory_budget_bytes
+        self.limit = None if memory_budget_bytes is None else int(FILL_LIMIT * memory_budget_bytes)
+        """Bytes that the peak of a rank may reach."""
+        self._peaks: dict[ParallelPlan, tuple[int, ...]] = {}
+
+    def fits(self, plan: ParallelPlan) -> bool:
+        """Return whether ``plan`` leaves a margin on every rank of the pipeline."""
+        return self.limit is None or self.peak_bytes(plan) <= self.limit
+
+    def peak_bytes(self, plan: ParallelPlan) -> int:
+        """Return the peak of the fullest rank."""
+        return max(self.peaks(plan))
+
+    def peaks(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """Return the peak of every rank of the pipeline.
+
+        Where a step has very many microbatches, fewer of them are walked through: only their tokens, which are there
+        from the beginning, make a difference.
+        """
+        if plan not in self._peaks:
+            steady = steady_plan(plan)
+            more_tokens = 0 if steady is plan else self.tensors(plan).inputs - self.tensors(steady).inputs
+            profiles = estimate_ranks(self.config.spec, steady, **self._sizes(plan))
+            self._peaks[plan] = tuple(profile.peak_bytes + more_tokens for profile in profiles)
+        return self._peaks[plan]
+
+    def glance(self, plan: ParallelPlan) -> int:
+        """Return about the peak of the fullest rank: that of the fullest of three, at the ends and in the middle."""
+        steady = steady_plan(plan)
+        ranks = {0, plan.pp // 2, plan.pp - 1}
+        profiles = [estimate_memory(self.config.spec, steady, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
+        return max(profile.peak_bytes for profile in profiles)
+
+    def may_fit(self, plan: ParallelPlan) -> bool:
+        """Return whether ``plan`` fits at a glance."""
+        return self.limit is None or self.glance(plan) <= self.limit
+
+    def state_bytes(self, plan: ParallelPlan) -> int:
+        """Return the weights, gradients and moments of the fullest rank."""
+        profiles = estimate_ranks(self.config.spec, steady_plan(plan), **self._sizes(plan))
+        return max(profile.state_bytes for profile in profiles)
+
+    def tensors(self, plan: ParallelPlan) -> Tensors:
+        """Return the sizes of the tensors of a plan."""
+        itemsize = FP32_BYTES if self.config.training.precision == "fp32" else 2
+        return Tensors(
+            self.config.spec,
+            plan,
+            seq_len=self.config.seq_len,
+            itemsize=itemsize,
+            documents=document_attention(self.config, plan),
+        )
+
+    def _sizes(self, plan: ParallelPlan) -> "_Sizes":
+        config = self.config
+        return {
+            "seq_len": config.seq_len,
+            "precision": config.training.precision,
+            "documents": document_attention(config, plan),
+        }
+
+    def with_least_recomputation(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return ``plan`` with the least recomputation that makes it fit; where nothing does, with all that helps.
+
+        That is ``selective`` on the fewest layers of every stage, each stage by itself, or ``full`` where selective on
+        all of them is not enough. A stage that nothing makes fit recomputes all of its layers.
+        """
+        if self.limit is None or (self.may_fit(plan) and self.fits(plan)):
+            return plan
+        if self.may_fit(replace(plan, recompute="selective")):
+            selective = self._least(plan, "selective", self.limit)
+            if self.fits(selective):
+                return selective
+        return self._least(plan, "full", self.limit)
+
+    def _least(self, plan: ParallelPlan, mode: RecomputeMode, limit: int) -> ParallelPlan:
+        """Return ``plan`` with ``mode`` on the fewest layers of every stage."""
+        available = tuple(len(layers) for layers in plan.stage_layers(self.config.spec))
+        neighbourhoods = _neighbourhoods(plan)
+        # stages of one rank share its memory, so that they take turns
+        turns = [
+            [stage for turn in range(max(available)) for stage in stages if turn < available[stage]]
+            for stages in neighbourhoods
+        ]
+        brackets = [_Bracket(len(own)) for own in turns]
+        while not all(bracket.is_closed for bracket in brackets):
+            tried = [bracket.next() for bracket in brackets]
+            peaks = self.peaks(replace(plan, recompute=mode, recomputed_layers=_counted(turns, tried, len(available))))
+            for bracket, count, ranks in zip(brackets, tried, neighbourhoods.values(), strict=True):
+                bracket.note(count, max(peaks[rank] for rank in ranks) - limit)
+        counts = _counted(turns, [bracket.most for bracket in brackets], len(available))
+        return replace(plan, recompute=mode, recomputed_layers=None if counts == available else counts)
+
+
+class _Bracket:
+    """The search for the fewest layers whose recomputation leaves no excess, which falls about linearly with them.
+
+    Args:
+        most: layers there are, which are the answer where even they leave some.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.too_few, self.most = -1, most
+        self._excesses: dict[int, int] = {}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is left to try."""
+        return self.most - self.too_few <= 1 and self.most in self._excesses
+
+    def next(self) -> int:
+        """Return the count to try: first all, then none, then where a line between the nearest meets zero."""
+        if self.is_closed or self.most not in self._excesses:
+            return self.most
+        if self.too_few < 0:
+            return 0
+        over, under = self._excesses[self.too_few], -self._excesses[self.most]
+        guess = self.too_few + -(-over * (self.most - self.too_few) // max(1, over + under))
+        return min(max(guess, self.too_few + 1), self.most - 1)
+
+    def note(self, count: int, excess: int) -> None:
+        """Note by how many bytes ``count`` layers miss the limit; at most 0 where they do not."""
+        self._excesses[count] = excess
+        if excess <= 0:
+            self.most = min(self.most, count)
+        elif count < self.most:
+            self.too_few = max(self.too_few, count)
+        else:
+            self.too_few = self.most - 1  # not even all of them
+
+
+class _Sizes(TypedDict):
+    seq_len: int
+    precision: Precision
+    documents: DocumentAttention
+
+
+def steady_plan(plan: ParallelPlan) -> ParallelPlan:
+    """Return ``plan`` with as few microbatches as fill its ranks no less."""
+    fewer = steady_microbatches(plan.schedule, plan.pp, plan.num_microbatches)
+    return replace(plan, num_microbatches=fewer) if fewer < plan.num_microbatches else plan
+
+
+def steady_microbatches(schedule: str, pp: int, num_microbatches: int) -> int:
+    """Return how many microbatches fill the ranks of a pipeline as much as ``num_microbatches`` do."""
+    kind = schedule_type(schedule)
+    if pp > 1 and kind.holds_all:
+        return num_microbatches
+    return min(num_microbatches, STEADY_UNITS * kind.pair * pp + num_microbatches % (kind.replicas * pp))
+
+
+def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
+    """Return the pipeline ranks that host the same stages, by those stages."""
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
+    schedule = plan.build_schedule()
+    for pp_rank in range(plan.pp):
+        ranks_of.setdefault(tuple(sorted(schedule.stages_of(pp_rank))), []).append(pp_rank)
+    return ranks_of
+
+
+def _counted(turns: list[list[int]], taken: list[int], num_stages: int) -> tuple[int, ...]:
+    """Return how often each stage is among the turns that are taken."""
+    counts = Counter(stage for own, count in zip(turns, taken, strict=True) for stage in own[:count])
+    return tuple(counts[stage] for stage in range(num_stages))

@@ -1,0 +1,169 @@
+"""The plans that hold least: whether anything fits at all, by how much not, and what would."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
+from llama_core.config.run import RunConfig
+from llama_core.errors import DoesNotFitError, PlanError
+from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.tensors import FP32_BYTES
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant
+from llama_core.planning.search.fitting import Fitting
+from llama_core.schedules.registry import schedule_type
+from llama_core.units import GB, format_bytes
+
+_HALVES_MORE = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Halves of the devices there are that are tried where those do not do."""
+MIN_SEQ_LEN = 512
+"""Tokens down to which shorter sequences are tried."""
+STATE_BYTES = 4 * FP32_BYTES
+"""Bytes of states per parameter: weight, gradient and two moments."""
+
+
+class NothingFitsError(DoesNotFitError):
+    """Nothing fits the memory of the device: take what the message lists, or go on all the same with the leanest plan.
+
+    Args:
+        message: by how much nothing fits, and what would.
+        plan: the leanest plan.
+    """
+
+    def __init__(self, message: str, plan: ParallelPlan) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+def leanest_plan(
+    candidates: Candidates, fitting: Fitting, keep: Callable[[Variant], bool] = lambda variant: True
+) -> ParallelPlan:
+    """Return the first plan that fits of those that hold least, or the one that misses by least.
+
+    A pipeline is judged by its ends, which hold most.
+
+    Args:
+        candidates: what the request allows.
+        fitting: the memory that plans have to fit.
+        keep: which of its variants to look at.
+
+    Raises:
+        PlanError: if none of them is a plan.
+    """
+    plans, problems = [], []
+    for variant in _lean_variants(candidates, keep):
+        try:
+            plan = candidates.plan(variant)
+        except PlanError as error:
+            problems.append(error)
+            continue
+        if candidates.adapts_to(variant):
+            plan = replace(plan, recompute="full")
+        if fitting.may_fit(plan) and fitting.fits(plan):
+            return plan
+        plans.append(plan)
+    if not plans:
+        raise problems[0] if problems else PlanError("no division of the devices is a plan")
+    return min(plans, key=fitting.glance)
+
+
+def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
+    """Yield for every shape and sharding the variant with the smallest microbatch under the leanest schedule."""
+    leanest: dict[tuple[Shape, Sharding], Variant] = {}
+    for variant in filter(keep, candidates.variants(candidates.offloads()[-1])):
+        key = variant.shape, variant.sharding
+        if key not in leanest or _held(candidates, variant) < _held(candidates, leanest[key]):
+            leanest[key] = variant
+    yield from sorted(leanest.values(), key=lambda variant: -variant.sharding.zero_stage)
+
+
+def _held(candidates: Candidates, variant: Variant) -> tuple[float, ...]:
+    """Return what a variant holds: rows of a microbatch, replicas of a stage, microbatches, and gradients put off."""
+    (schedule, chunks), (_, pp, _, _) = variant.order, variant.shape
+    kind, count = schedule_type(schedule), candidates.num_microbatches(variant.shape, variant.microbatch_size)
+    return variant.microbatch_size, kind.replicas, kind.in_flight(pp, count, chunks), kind.splits_backward
+
+
+def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | None) -> NothingFitsError:
+    """Return the error that says by how much nothing fits, and lists what would: each item is computed, not guessed."""
+    config, gpus = candidates.config, candidates.asked.gpus
+    leanest = leanest_plan(candidates, fitting)
+    usable = round((fitting.limit or 0) / FILL_LIMIT)
+    label, parameters = device.label if device else "devices", config.spec.num_parameters
+    message = (
+        f"{config.spec.name} does not fit parallel.gpus={gpus} x {label}: its states take {STATE_BYTES} bytes x "
+        f"{parameters / GB:.2f}e9 parameters / {gpus} = {STATE_BYTES * parameters / gpus / GB:.1f} GB per device "
+        f"before activations, of {usable / GB:.1f} GB usable; the leanest plan ({leanest.summary()}) misses "
+        f"{FILL_LIMIT:.0%} of that by {format_bytes(fitting.peak_bytes(leanest) - (fitting.limit or 0))}"
+    )
+    remedies = list(_remedies(config, device, usable))
+    found = f"these would fit: {'; '.join(remedies)}" if remedies else "nothing near it would fit"
+    return NothingFitsError(f"{message}; {found}", leanest)
+
+
+def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
+    yield from _more_devices(config, device, usable)
+    if device:
+        yield from _larger_device(config, device)
+    yield from _offload(config, device, usable)
+    yield from _shorter_sequences(config, device, usable)
+
+
+def _more_devices(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
+    devices, nodes = config.parallel.gpus, config.launch.nodes
+    for halves in _HALVES_MORE:
+        if devices * halves % 2 or (nodes > 1 and nodes * halves % 2):
+            continue
+        gpus = devices * halves // 2
+        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes * halves // 2 if nodes > 1 else 1})
+        if _fits(more, device, usable):
+            yield f"parallel.gpus={gpus}"
+            return
+
+
+def _larger_device(config: RunConfig, device: DeviceSpec) -> Iterator[str]:
+    others = [other for other in map(gpu_spec, gpu_names()) if other.memory_bytes > device.memory_bytes]
+    for other in sorted(others, key=lambda other: other.memory_bytes):
+        if _fits(config, other, other.usable_bytes):
+            yield f"launch.gpu_type={other.name} ({other.label})"
+            return
+
+
+def _offload(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
+    if config.parallel.inner.get("tp", 1) * config.parallel.inner.get("pp", 1) * config.parallel.inner.get("cp", 1) > 1:
+        return
+    host = 3 * FP32_BYTES * config.spec.num_parameters / config.parallel.gpus
+    for offload, more in (("optimizer", 0), ("parameters", FP32_BYTES)):
+        there = host + more * config.spec.num_parameters / config.parallel.gpus
+        changes = {"zero_backend": "deepspeed", "offload": offload, "zero_stage": 3, "dp_replicate": 1}
+        if _fits(_changed(config, parallel=changes), device, usable):
+            yield (
+                f"parallel.zero_backend=deepspeed with parallel.offload={offload} "
+                f"({there / GB:.0f} GB of host memory per device)"
+            )
+            return
+
+
+def _shorter_sequences(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
+    seq_len = config.seq_len // 2
+    while seq_len >= MIN_SEQ_LEN:
+        if _fits(_changed(config, training={"seq_len": seq_len}), device, usable):
+            yield f"training.seq_len={seq_len}"
+            return
+        seq_len //= 2
+
+
+def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """Return ``config`` with some keys of some sections changed; what then contradicts itself is no plan."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
+    )
+
+
+def _fits(config: RunConfig, device: DeviceSpec | None, usable: int) -> bool:
+    fitting = Fitting(config, usable)
+    try:
+        return fitting.fits(leanest_plan(Candidates(config, device), fitting))
+    except PlanError:
+        return False

@@ -1,0 +1,160 @@
+"""The search for the fastest plan that fits: best first, by about what each variant takes.
+
+A variant is looked at in three rounds, each dearer and closer to the truth: the closed form of its memory and time;
+what has to be recomputed, by the estimate of three ranks of its pipeline; and the whole plan with the least
+recomputation that makes every rank fit, whose step is clocked. The search ends when nothing left can be faster.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from llama_core.config.hardware import DeviceSpec
+from llama_core.config.run import Offload
+from llama_core.errors import PlanError
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.search.bounds import MODES, Bounds, Recomputed
+from llama_core.planning.search.candidates import Candidates, Variant
+from llama_core.planning.search.fitting import Fitting, steady_microbatches
+from llama_core.planning.search.rules import in_best_form, no_shape
+from llama_core.planning.time.step_time import StepTime, step_time
+from llama_core.schedules.registry import schedule_type
+
+CLOSE = 0.95
+"""Share of a bound that no step is taken to fall short of: a bound takes all stages of a pipeline to be alike."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan that fits, and how long its step takes."""
+
+    variant: Variant
+    plan: ParallelPlan
+    step: StepTime
+    peak_bytes: int
+
+
+class Search:
+    """The search for the plan of one request.
+
+    Args:
+        candidates: what the request allows.
+        fitting: the memory that plans have to fit.
+        device: the devices, all of one kind.
+        offload: what is kept in host memory.
+    """
+
+    def __init__(self, candidates: Candidates, fitting: Fitting, device: DeviceSpec, offload: Offload = "none") -> None:
+        self.candidates, self.fitting, self.offload = candidates, fitting, offload
+        self.device = replace(device, gpus_per_node=candidates.node_size)
+        self.bounds = Bounds(candidates, fitting, self.step)
+        self._closer: dict[Variant, float | None] = {}
+        self._options: dict[Variant, Option | None] = {}
+
+    @cached_property
+    def bounded(self) -> Mapping[Variant, float]:
+        """The variants that may fit, each with about the seconds of its step.
+
+        Raises:
+            PlanError: if no division of the devices makes a plan, with what is wrong with the most data-parallel one.
+        """
+        problems, bounded, is_any_legal = [], {}, False
+        for variant in self.candidates.variants(self.offload):
+            try:
+                recomputed = self.bounds.recomputed(variant)
+                if recomputed:
+                    bounded[variant] = self.bounds.seconds(variant, recomputed)
+            except PlanError as error:
+                problems.append(error)
+            else:
+                is_any_legal = True
+        if not is_any_legal:
+            raise problems[0] if problems else no_shape(self.candidates)
+        return bounded
+
+    def fastest(self, keep: Callable[[Variant], bool] = lambda variant: True, close: float = CLOSE) -> Option | None:
+        """Return the fastest option that fits; None where none does.
+
+        Args:
+            keep: which variants to look at, by default all.
+            close: share of a bound that no step is taken to fall short of.
+        """
+        number = itertools.count()  # so that of equal bounds the first comes first
+        queue = [(bound, next(number), False, variant) for variant, bound in self.bounded.items() if keep(variant)]
+        heapq.heapify(queue)
+        best: Option | None = None
+        while queue and close * queue[0][0] < (best.step.total if best else math.inf):
+            _, _, is_close, variant = heapq.heappop(queue)
+            if is_close:
+                option = self.option(variant)
+                if option and (best is None or option.step.total < best.step.total):
+                    best = option
+            elif (closer := self.closer(variant)) is not None:
+                heapq.heappush(queue, (closer, next(number), True, variant))
+        return best
+
+    def closer(self, variant: Variant) -> float | None:
+        """Return about the seconds of a step, by an estimate of its memory; None for what fits in no way."""
+        if variant not in self._closer:
+            try:
+                recomputed = self._recomputed(variant)
+            except PlanError:
+                recomputed = None
+            self._closer[variant] = self.bounds.seconds(variant, recomputed) if recomputed else None
+        return self._closer[variant]
+
+    def _recomputed(self, variant: Variant) -> Recomputed | None:
+        """Return what a rank has to recompute, of so many whole layers as it has."""
+        limit, pp = self.fitting.limit, variant.shape.pp
+        count = self.candidates.num_microbatches(variant.shape, variant.microbatch_size)
+        steady = steady_microbatches(variant.order.schedule, pp, count)
+        plan = self.candidates.plan(variant, num_microbatches=steady)
+        peak = 0 if limit is None else self.fitting.glance(plan)
+        if limit is None or peak <= limit:
+            return Recomputed("none", 0.0)
+        num_layers = -(-self.candidates.config.spec.num_layers // pp)
+        for mode in MODES[1:] if self.candidates.adapts_to(variant) else ():
+            least = self.fitting.glance(replace(plan, recompute=mode))
+            if least <= limit:
+                return Recomputed(mode, math.ceil((peak - limit) / (peak - least) * num_layers) / num_layers)
+        return None
+
+    def option(self, variant: Variant) -> Option | None:
+        """Return a variant with the least recomputation that makes it fit; None where nothing does."""
+        if variant not in self._options:
+            try:
+                self._options[variant] = self._option(variant)
+            except PlanError:
+                self._options[variant] = None
+        return self._options[variant]
+
+    def options(self) -> list[Option]:
+        """Return the options that have been looked at so far."""
+        return [option for option in self._options.values() if option]
+
+    def _option(self, variant: Variant) -> Option | None:
+        candidates, plan = self.candidates, self.candidates.plan(variant)
+        if candidates.adapts_to(variant):
+            plan = self.fitting.with_least_recomputation(plan)
+        if not self.fitting.fits(plan):
+            return None
+        if candidates.asked.schedule != "auto":
+            plan = in_best_form(plan, self.fitting)
+        elif candidates.refusal(schedule_type(plan.schedule), variant.shape, plan.num_microbatches, plan.recompute):
+            return None
+        return Option(variant, plan, self.step(plan), self.fitting.peak_bytes(plan))
+
+    def step(self, plan: ParallelPlan) -> StepTime:
+        """Return how long a step of ``plan`` takes."""
+        config = self.candidates.config
+        return step_time(
+            config.spec,
+            plan,
+            self.device,
+            seq_len=config.seq_len,
+            precision=config.training.precision,
+            documents=document_attention(config, plan),
+        )

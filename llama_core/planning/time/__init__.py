@@ -1,0 +1,1 @@
+"""FLOPs, traffic and seconds of a step."""

@@ -1,0 +1,265 @@
+"""What the ranks of a plan send one another in one optimizer step: how often and how much.
+
+Counted are the transfers of activations, weights and gradients, as ``llama_core.parallel`` makes them. Left out are
+those of a few numbers: the count of targets, the loss, the gradient norm, and what the parts of a divided vocabulary
+tell each other of every token.
+
+Sources: Korthikanti et al. 2022, arXiv:2205.05198 (tensor and sequence); Rajbhandari et al. 2020, arXiv:1910.02054
+(ZeRO); Liu et al. 2023, arXiv:2310.01889 (ring).
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import Precision, RecomputeMode
+from llama_core.planning.memory.tensors import FP32_BYTES
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.links import Axis, Collective, Traffic
+from llama_core.schedules.actions import Action, Kind, Schedule
+from llama_core.units import MIB
+
+BUCKET_BYTES = 25 * MIB
+"""Gradients that copies of a model average at once: the default of ``DistributedDataParallel``."""
+POWERSGD_RANK = 4
+"""Rank of the factors that PowerSGD sends: that of ``parallel.zero``, which cannot be imported here without torch."""
+_BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+
+
+@dataclass(frozen=True)
+class PassTraffic:
+    """What goes along with one forward and its backward."""
+
+    forward: tuple[Traffic, ...] = ()
+    backward: tuple[Traffic, ...] = ()
+
+    def __iter__(self) -> Iterator[Traffic]:
+        yield from self.forward
+        yield from self.backward
+
+
+def communication(
+    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, pp_rank: int | None = None
+) -> tuple[Traffic, ...]:
+    """Return what one rank takes part in within one optimizer step, one record per collective, axis and group size.
+
+    Args:
+        spec: the architecture.
+        plan: how a batch is divided.
+        seq_len: tokens per sequence.
+        precision: the dtype of activations; ``auto`` counts as bf16.
+        pp_rank: the rank's place in its pipeline; by default the one that sends most.
+    """
+    messages = Messages(spec, plan, seq_len=seq_len, precision=precision)
+    ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
+    of_ranks = [_merged(_of_rank(messages, rank)) for rank in ranks]
+    return max(of_ranks, key=lambda records: sum(record.sent_bytes for record in records))
+
+
+def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
+    schedule = messages.plan.build_schedule()
+    passes = Counter(action.stage for action in schedule.actions[pp_rank] if action.kind is Kind.FORWARD)
+    for stage in schedule.stages_of(pp_rank):
+        yield from (traffic.times(passes[stage]) for traffic in messages.activations(stage))
+        yield from (traffic.times(passes[stage]) for traffic in messages.weights_per_pass(stage))
+        yield from messages.weights_per_step(stage)
+        yield messages.norm_gradients(stage).times(passes[stage] if messages.sums_norms_every_pass else 1)
+    yield from messages.shared_gradients(pp_rank)
+    num_sends = sum(_is_sent(schedule, pp_rank, action) for action in schedule.actions[pp_rank])
+    yield messages.hop.times(num_sends)
+
+
+def _is_sent(schedule: Schedule, pp_rank: int, action: Action) -> bool:
+    """Return whether the outcome of ``action`` goes to another rank."""
+    step = 1 if action.kind is Kind.FORWARD else -1 if action.kind in _BACKWARDS else 0
+    stage = action.stage + step
+    return step != 0 and 0 <= stage < schedule.num_stages and schedule.rank_of(stage, action.microbatch) != pp_rank
+
+
+def _merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    sums: dict[tuple[Collective, Axis, int], list[Traffic]] = defaultdict(list)
+    for part in traffic:
+        if part.num_ranks > 1 and part.count:
+            sums[part.collective, part.axis, part.num_ranks].append(part)
+    return tuple(
+        Traffic(*key, sum(part.count for part in parts), sum(part.num_bytes for part in parts))
+        for key, parts in sorted(sums.items())
+    )
+
+
+class Messages:
+    """The transfers of one rank of a plan.
+
+    Args:
+        spec: the architecture.
+        plan: how a batch is divided.
+        seq_len: tokens per sequence.
+        precision: the dtype of activations.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision) -> None:
+        self.spec, self.plan = spec, plan
+        self.itemsize = FP32_BYTES if precision == "fp32" else 2
+        schedule = plan.build_schedule()
+        self.num_replicas, self.placement = schedule.num_replicas, schedule.placement
+        self.layers, self.modes = plan.stage_layers(spec), plan.recompute_modes(spec)
+        self.tokens = plan.rows_per_forward * seq_len // plan.cp
+        self.gradient_itemsize = 2 if plan.gradient_compression == "bf16" else FP32_BYTES
+        self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        self.num_copies = plan.dp_replicate if plan.zero_stage else plan.dp * plan.cp
+        self.stream = self.tokens * spec.hidden_size * self.itemsize
+        self.hop = Traffic("send", "pp", 2, 1, self.stream / plan.tp if plan.sharded_sequence else self.stream)
+
+    def is_first(self, stage: int) -> bool:
+        """Return whether a stage holds the embedding."""
+        return stage == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Return whether a stage holds the head."""
+        return stage == len(self.layers) - 1
+
+    def activations(self, stage: int) -> Iterator[Traffic]:
+        """Yield what one microbatch's forward and backward through a stage exchange with tp and cp ranks."""
+        for mode in self.modes[stage]:
+            yield from self.tensor_parallel(mode)
+            yield from self.ring(mode)
+        yield from self.tensor_parallel_ends(stage)
+
+    def tensor_parallel(self, mode: RecomputeMode) -> PassTraffic:
+        """Return what tensor-parallel ranks exchange in one layer.
+
+        Attention and feed-forward each gather their input and sum their output, and the backward does the reverse. What
+        is recomputed ends before the last sum.
+        """
+        again = mode != "none"
+        if self.plan.sharded_sequence:
+            forward = (self._tp("all_gather", 2), self._tp("reduce_scatter", 2))
+            return PassTraffic(forward, (self._tp("all_gather", 2 + 2 * again), self._tp("reduce_scatter", 2 + again)))
+        return PassTraffic((self._tp("all_reduce", 2),), (self._tp("all_reduce", 2 + again),))
+
+    def tensor_parallel_ends(self, stage: int) -> PassTraffic:
+        """Return what tensor-parallel ranks exchange in the embedding and the head, whose vocabulary they divide."""
+        forward: list[Traffic] = []
+        backward: list[Traffic] = []
+        divided = self.plan.sharded_sequence
+        if self.is_first(stage):
+            forward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
+            backward += [self._tp("all_gather", 1)] * divided
+        if self.is_last(stage):
+            forward += [self._tp("all_gather", 1)] * divided
+            backward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
+        return PassTraffic(tuple(forward), tuple(backward))
+
+    def _tp(self, collective: Collective, count: int) -> Traffic:
+        return Traffic(collective, "tp", self.plan.tp, count, count * self.stream)
+
+    def ring(self, mode: RecomputeMode) -> PassTraffic:
+        """Return the hops of keys and values in one layer; gradients follow them, in fp32, in the backward."""
+        hops = self.plan.cp - 1
+        elements = 2 * self.tokens * self.spec.kv_size / self.plan.tp
+        blocks = Traffic("send", "cp", 2, 1, elements * self.itemsize)
+        gradients = Traffic("send", "cp", 2, 1, elements * FP32_BYTES)
+        again = 2 if mode != "none" else 1
+        return PassTraffic((blocks.times(hops),), (blocks.times(again * hops), gradients.times(hops)))
+
+    def parameters(self, stage: int) -> float:
+        """Return the parameters of a stage on one rank before data-parallel ranks divide them."""
+        return sum(self.groups(stage))
+
+    def groups(self, stage: int) -> tuple[float, ...]:
+        """Return the parameters of each group of weights that is gathered at once."""
+        return self._blocks(stage) + self._rest(stage)
+
+    def _blocks(self, stage: int) -> tuple[float, ...]:
+        """Return the parameters of every layer, and of an embedding that is no head."""
+        layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size
+        embedding = (self._table,) if self.is_first(stage) and not self.spec.tied_embeddings else ()
+        return (*[layer] * len(self.layers[stage]), *embedding)
+
+    def _rest(self, stage: int) -> tuple[float, ...]:
+        """Return what no block holds: the last norm and the head, or an embedding tied to the head of another rank."""
+        if self.is_last(stage):
+            return (self._table + self.spec.hidden_size,)
+        return (self._table,) if self._is_tied_apart(stage) else ()
+
+    @property
+    def _table(self) -> float:
+        return self.spec.embedding_parameters / self.plan.tp
+
+    def _is_tied_apart(self, stage: int) -> bool:
+        """Return whether a stage holds an embedding that is tied to the head of another rank."""
+        last = len(self.layers) - 1
+        together = any({stage, last} <= set(hosted) for hosted in self.placement)
+        return self.is_first(stage) and self.spec.tied_embeddings and not together
+
+    def weights_per_pass(self, stage: int) -> PassTraffic:
+        """Return what data-parallel ranks exchange with every microbatch."""
+        forward, backward = [], []
+        if self.plan.effective_zero_stage == 3:
+            # what no block holds is gathered in whatever stage of the rank runs first, and kept up to a backward
+            hosted = next(hosted for hosted in self.placement if stage in hosted)
+            rest = [group for other in hosted for group in self._rest(other)]
+            forward = [self._gather(group) for group in (*self._blocks(stage), *rest)]
+            backward = [self._gather(group) for group in self._blocks(stage)]
+        if self.plan.effective_zero_stage >= 2:
+            backward += [self._scatter(group) for group in self.groups(stage)]
+        return PassTraffic(_merged(forward), _merged(backward))
+
+    def weights_per_step(self, stage: int) -> PassTraffic:
+        """Return what data-parallel ranks exchange once: in the first forward and in the last backward."""
+        if not self.plan.uses_fully_shard:
+            return PassTraffic((), _merged([self._copies(stage)]))
+        groups = self.groups(stage)
+        forward = [self._gather(group) for group in groups] if self.plan.effective_zero_stage in {1, 2} else []
+        backward = [self._scatter(group) for group in groups] if self.plan.effective_zero_stage == 1 else []
+        shards = [self._reduction(1, group / self.num_shards) for group in groups]
+        return PassTraffic(_merged(forward), _merged([*backward, *shards]))
+
+    def _gather(self, parameters: float) -> Traffic:
+        return Traffic("all_gather", "shard", self.num_shards, 1, parameters * self.itemsize)
+
+    def _scatter(self, parameters: float) -> Traffic:
+        return Traffic("reduce_scatter", "shard", self.num_shards, 1, parameters * self.gradient_itemsize)
+
+    def _reduction(self, count: int, parameters: float) -> Traffic:
+        return Traffic("all_reduce", "replicate", self.num_copies, count, parameters * self.gradient_itemsize)
+
+    def _copies(self, stage: int) -> Traffic:
+        """Return the averaging of whole gradients, in buckets, or with PowerSGD of their factors."""
+        parameters, hidden = self.parameters(stage), self.spec.hidden_size
+        count = math.ceil(parameters * FP32_BYTES / BUCKET_BYTES)
+        if self.plan.gradient_compression != "powersgd":
+            return self._reduction(count, parameters)
+        spec = self.spec
+        sides = 2 * (hidden + spec.q_size) + 2 * (hidden + spec.kv_size) + 3 * (hidden + spec.ffn_size)
+        tables = (1 if spec.tied_embeddings else 2) * (spec.vocab_size + hidden)
+        norms = (2 * spec.num_layers + 1) * hidden
+        # the left factors of a bucket are sent, then the right ones
+        return self._reduction(2 * count, POWERSGD_RANK * (spec.num_layers * sides + tables) + norms)
+
+    @property
+    def sums_norms_every_pass(self) -> bool:
+        """Whether the gradients of norms are summed after every backward: before they are reduced into shards."""
+        return self.plan.effective_zero_stage >= 2
+
+    def norm_gradients(self, stage: int) -> Traffic:
+        """Return the sums of the norms' gradients, which each tensor-parallel rank has of its part of the sequence."""
+        norms = 2 * len(self.layers[stage]) + self.is_last(stage) if self.plan.sharded_sequence else 0
+        is_reduced_as_made = self.sums_norms_every_pass or self.plan.num_microbatches == 1
+        itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
+        return Traffic("all_reduce", "tp", self.plan.tp, norms, norms * self.spec.hidden_size * itemsize)
+
+    def shared_gradients(self, pp_rank: int) -> Iterator[Traffic]:
+        """Yield the sums, after the last backward, of gradients that several pipeline ranks have a part of."""
+        hosted = self.placement[pp_rank]
+        groups = [group for stage in hosted for group in self.groups(stage)]
+        if self.num_replicas > 1:
+            tensors = sum(9 * len(self.layers[stage]) + 2 * self.is_last(stage) for stage in hosted)
+            tensors += sum(self.is_first(stage) and not self.spec.tied_embeddings for stage in hosted)
+            num_bytes = sum(groups) * FP32_BYTES / self.num_shards
+            yield Traffic("all_reduce", "pp", self.num_replicas, tensors, num_bytes)
+        ends = [stage for stage in hosted if self.is_first(stage) or self.is_last(stage)]
+        if self.num_replicas == 1 and self._is_tied_apart(0) and ends:
+            yield Traffic("all_reduce", "pp", 2, 1, self._table / self.num_shards * FP32_BYTES)

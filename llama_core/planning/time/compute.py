@@ -1,0 +1,213 @@
+"""How long one device computes on one microbatch of a pipeline stage, communication left out.
+
+Matrix products run at a measured share of the device's peak, less where a side is short; attention at the rate of a
+flash kernel, over the scores it does not skip; everything else at the speed of memory, by the bytes that its kernels
+read and write. The engine's own kernels are counted: norms, rotation and activation in eager kernels, or fused where
+the plan compiles; a linear cross-entropy that computes its gradients in the forward.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llama_core.config.hardware import DeviceSpec
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import Precision, RecomputeMode
+from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
+from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
+
+HALF_RATE_DIM = 128
+"""Shortest side of a matrix product at which it reaches half of its rate; at 4096 it reaches 97 %.
+
+A product is computed in tiles of about this many rows and columns. NVIDIA 2023, *Matrix Multiplication Background
+User's Guide*, sections 3 and 4.
+"""
+MODEL_SHAPES = 0.9
+"""Rate of the products of a model over that of the best shape, which ``DeviceSpec.matmul_share`` is of.
+
+720 over 794 TFLOP/s on H100: SemiAnalysis 2024, *MI300X vs H100 vs H200 Benchmark Part 1: Training*.
+"""
+MEMORY_SHARE = 0.85
+"""Share of a device's memory bandwidth that kernels are assumed to reach: about 0.9 in long streams, else less."""
+KERNEL_SECONDS = 5e-6
+"""Least time of a kernel: to launch it from Python."""
+KERNELS_PER_LAYER = {False: 40, True: 16}
+"""Kernels of a layer's forward, eager and compiled."""
+BACKWARD_ATTENTION = 2.5
+"""Products of attention's backward over those of its forward: five, with the scores computed again, over two."""
+
+
+class Pass(NamedTuple):
+    """Seconds of a forward and of its backward."""
+
+    forward: float
+    backward: float
+
+    def plus(self, other: "Pass") -> "Pass":
+        """Return the seconds of both passes, one after the other."""
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+
+NO_TIME = Pass(0.0, 0.0)
+
+
+class _Accesses(NamedTuple):
+    """How often the kernels of a layer read or write an element, in the activations' dtype and in fp32."""
+
+    stream: tuple[int, int]
+    """Of the residual stream: norms and residual additions."""
+    whole: tuple[int, int]
+    """Of a matrix input: adding the gradients of the matrices that share it."""
+    rotated: tuple[int, int]
+    """Of queries and keys: the rotation."""
+    queries: tuple[int, int]
+    """Of the attention's output: putting the heads last."""
+    ffn: tuple[int, int]
+    """Of the feed-forward: the activation and its product."""
+
+
+# (compiled, backward); each norm is widened, squared, averaged, scaled, narrowed and multiplied, eager in a kernel each
+_ACCESSES = {
+    (False, False): _Accesses(stream=(14, 14), whole=(0, 0), rotated=(2, 11), queries=(2, 0), ffn=(5, 0)),
+    (False, True): _Accesses(stream=(22, 26), whole=(9, 0), rotated=(2, 11), queries=(2, 0), ffn=(9, 0)),
+    (True, False): _Accesses(stream=(8, 0), whole=(0, 0), rotated=(2, 0), queries=(2, 0), ffn=(3, 0)),
+    (True, True): _Accesses(stream=(10, 0), whole=(3, 0), rotated=(2, 0), queries=(2, 0), ffn=(6, 0)),
+}
+_LOSS_ACCESSES = (2, 10)
+"""Of a logit: widened, its row's peak, less the peak, the exponential, their sum, the quotient, narrowed."""
+_TABLE_ACCESSES = (2, 2)
+"""Of an element of the head's gradient and chunk of tokens: its product, and its sum in fp32."""
+
+
+class StageCompute:
+    """The times of one plan's layers, embedding and head on one rank, for one microbatch as it passes a stage.
+
+    Args:
+        spec: the architecture.
+        plan: how it is divided.
+        device: what computes.
+        seq_len: tokens per sequence.
+        precision: the dtype of activations and products; ``auto`` counts as bf16.
+        documents: what keeps attention inside packed documents; for a mask no score is skipped, and otherwise those
+            after each token are, as if every row were one document.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: ParallelPlan,
+        device: DeviceSpec,
+        *,
+        seq_len: int,
+        precision: Precision,
+        documents: DocumentAttention,
+    ) -> None:
+        self.spec, self.plan, self.device = spec, plan, device
+        self.itemsize = FP32_BYTES if precision == "fp32" else 2
+        self.peak = device.fp32_flops if precision == "fp32" else device.bf16_flops
+        self.tokens = plan.rows_per_forward * seq_len // plan.cp
+        self.visible_scores = seq_len if documents == "mask" else seq_len / 2
+        self.casts = self.itemsize < FP32_BYTES and not plan.uses_fully_shard
+
+    def stage(self, modes: tuple[RecomputeMode, ...], *, is_first: bool, is_last: bool) -> Pass:
+        """Return the time of a stage whose layers are recomputed as ``modes`` has it."""
+        layers = {mode: self.layer(mode) for mode in set(modes)}
+        total = NO_TIME
+        for mode in modes:
+            total = total.plus(layers[mode])
+        if is_first:
+            total = total.plus(self.embedding())
+        return total.plus(self.head()) if is_last else total
+
+    def layer(self, mode: RecomputeMode) -> Pass:
+        """Return the time of one layer, with what of its forward is computed again in its backward."""
+        products = {name: self._product(*shape) for name, shape in self._shapes().items()}
+        attention, elementwise = self.attention(), self._elementwise()
+        launches = KERNEL_SECONDS * KERNELS_PER_LAYER[self.plan.compile]
+        once = sum(products.values())
+        forward = max(once + attention.forward + elementwise.forward, launches)
+        backward = max(2 * once + attention.backward + elementwise.backward, 2 * launches)
+        if mode == "none":
+            return Pass(forward, backward)
+        kept = () if mode == "full" else KEPT_PRODUCTS
+        again = forward - sum(products[name] for name in ("w2", *kept))  # no backward reads the last product
+        return Pass(forward, backward + again - (attention.forward if mode == "selective" else 0))
+
+    def attention(self) -> Pass:
+        """Return the time of one layer's scores and of their products with the values."""
+        flops = 4 * self.tokens * self.visible_scores * self.spec.q_size / self.plan.tp
+        forward = flops / (self.peak * self.device.attention_share)
+        return Pass(forward, BACKWARD_ATTENTION * forward)
+
+    def embedding(self) -> Pass:
+        """Return the time of looking up every token, and of adding their gradients to the table's."""
+        looked_up = self._memory(self.tokens * self.spec.hidden_size, narrow=1, wide=2)
+        return Pass(looked_up, looked_up + self._memory(self._table_size, narrow=0, wide=4))
+
+    def head(self) -> Pass:
+        """Return the time of the last product and the loss, whose gradients are computed in the forward."""
+        vocab_size = self.spec.vocab_size // self.plan.tp
+        chunk = loss_chunk_tokens(vocab_size, self.spec.hidden_size, self.itemsize)
+        num_chunks = -(-self.tokens // chunk)
+        forward = (
+            3 * self._product(self.spec.hidden_size, vocab_size)
+            + self._memory(self.tokens * vocab_size, *_LOSS_ACCESSES)
+            + num_chunks * self._memory(self._table_size, *_TABLE_ACCESSES)
+        )
+        hidden = self._memory(self.tokens * self.spec.hidden_size, narrow=2, wide=0)
+        return Pass(forward, hidden + self._memory(self._table_size, narrow=0, wide=2))
+
+    def optimizer(self, num_parameters: float) -> float:
+        """Return the time to clip and to update so many parameters with AdamW, all of them in fp32."""
+        # the norm reads the gradient; clipping reads and writes it; the update reads it and reads and writes three more
+        return self._memory(num_parameters, narrow=0, wide=1 + 2 + 7)
+
+    def copying(self, num_bytes: float) -> float:
+        """Return the time to read or write so many bytes."""
+        return num_bytes / (self.device.memory_bandwidth * MEMORY_SHARE)
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the columns and rows of a layer's matrices on one rank."""
+        spec, tp = self.spec, self.plan.tp
+        hidden, queries, keys, ffn = spec.hidden_size, spec.q_size // tp, spec.kv_size // tp, spec.ffn_size // tp
+        return {
+            "wq": (hidden, queries),
+            "wk": (hidden, keys),
+            "wv": (hidden, keys),
+            "wo": (queries, hidden),
+            "w1": (hidden, ffn),
+            "w3": (hidden, ffn),
+            "w2": (ffn, hidden),
+        }
+
+    def _product(self, columns: int, rows: int) -> float:
+        """Return the time to multiply the tokens with one matrix; its gradients take twice as long."""
+        shortest = min(self.tokens, columns, rows)
+        rate = self.peak * self.device.matmul_share * MODEL_SHAPES * shortest / (shortest + HALF_RATE_DIM)
+        return 2 * self.tokens * columns * rows / rate
+
+    def _elementwise(self) -> Pass:
+        """Return the time of what one layer does besides products and attention."""
+        forward, backward = (sum(self._elementwise_parts(backward)) for backward in (False, True))
+        if not self.casts:
+            return Pass(forward, backward)
+        # each weight is read in fp32 and written narrow; its gradient is widened and added to the one that is there
+        weights = self.spec.layer_matmul_parameters / self.plan.tp
+        return Pass(forward + self._memory(weights, 1, 1), backward + self._memory(weights, 1, 4))
+
+    def _elementwise_parts(self, backward: bool) -> Iterator[float]:
+        spec, tp, tokens = self.spec, self.plan.tp, self.tokens
+        accesses = _ACCESSES[self.plan.compile, backward]
+        stream_tokens = tokens / tp if self.plan.sharded_sequence else tokens
+        yield self._memory(stream_tokens * spec.hidden_size, *accesses.stream)
+        yield self._memory(tokens * spec.hidden_size, *accesses.whole)
+        yield self._memory(tokens * (spec.q_size + spec.kv_size) / tp, *accesses.rotated)
+        yield self._memory(tokens * spec.q_size / tp, *accesses.queries)
+        yield self._memory(tokens * spec.ffn_size / tp, *accesses.ffn)
+
+    @property
+    def _table_size(self) -> float:
+        return self.spec.embedding_parameters / self.plan.tp
+
+    def _memory(self, num_elements: float, narrow: int, wide: int) -> float:
+        """Return the time to access elements so often in the activations' dtype and so often in fp32."""
+        return self.copying(num_elements * (narrow * self.itemsize + wide * FP32_BYTES))

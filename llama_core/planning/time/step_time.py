@@ -1,0 +1,161 @@
+"""What training costs: FLOPs, the time of an optimizer step, and what follows from it: tokens per second and money.
+
+FLOPs are those of matrix products, two per multiply-add; norms, rotary embedding, softmax and optimizer are left out.
+The convention of everything printed is full attention: a causal mask is not credited with the half that it spares, as
+in the figures of Megatron-LM and torchtitan.
+
+The time of a step is arithmetic from data sheets and published measurements; ``docs/cost.md`` has every constant with
+its source, and how far published throughputs are from the estimate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llama_core.config.hardware import DeviceSpec
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import Precision, RecomputeMode
+from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.planning.time.parts import Part, StepParts
+from llama_core.units import format_count, format_duration
+
+_SHOWN_SHARE = 0.005
+"""Share of a step below which a part is not worth a word."""
+
+
+def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> float:
+    """Return the model FLOPs per token of a forward and a backward pass, nothing recomputed.
+
+    Args:
+        spec: the architecture.
+        seq_len: tokens per sequence, all of which every token is scored against.
+        causal: count only the scores below the diagonal, half of them.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6 N + 12 L H Q T), with N the parameters that are
+    multiplied: the head counts, the embedding look-up does not.
+    """
+    attention = 12 * spec.num_layers * spec.q_size * seq_len
+    return spec.matmul_flops_per_token + (attention / 2 if causal else attention)
+
+
+def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: RecomputeMode) -> float:
+    """Return the FLOPs per token that are executed: with ``'full'`` every layer runs its forward a second time.
+
+    That approaches 4/3 of ``flops_per_token`` as the layers outweigh the head, which is not recomputed. The scores
+    that flash attention computes again in its backward are not counted.
+    """
+    forward = flops_per_token(spec, seq_len) / 3
+    head_forward = 2 * spec.embedding_parameters
+    return 3 * forward + (forward - head_forward if recompute == "full" else 0)
+
+
+def model_flops_utilisation(
+    tokens_per_second: float, spec: ModelSpec, seq_len: int, num_devices: int, device: DeviceSpec | None
+) -> float | None:
+    """Return model FLOP/s over the devices' peak bf16 rate, from 0 to 1; None where that peak is unknown.
+
+    Attention is counted in full, recomputation is not counted.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    if device is None:
+        return None
+    return tokens_per_second * flops_per_token(spec, seq_len) / (num_devices * device.bf16_flops)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long one optimizer step takes, in seconds, and what follows from it."""
+
+    parts: Mapping[Part, float]
+    """What the step goes to on the pipeline rank that computes most; together they are the whole of it.
+
+    ``compute``: forwards, backwards and what is recomputed. ``bubble``: waiting while other pipeline ranks compute.
+    ``tp``, ``cp``, ``dp``, ``pp``: what communication over these axes adds; dp is that of weights and gradients over
+    all ranks that hold the same ones. ``optimizer``: clipping, updating, and moving states to the host and back.
+    """
+    tokens: int
+    """Tokens of a step, over all devices."""
+    num_devices: int
+    flops: float
+    """Model FLOPs of a step: attention in full, recomputation not counted."""
+    peak_flops: float
+    """Peak bf16 rate of all devices."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices."""
+        return self.tokens / self.total
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Tokens per second of one device."""
+        return self.tokens_per_second / self.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak, from 0 to 1."""
+        return self.flops / self.total / self.peak_flops
+
+    def training_time(self, tokens: float) -> float:
+        """Return the seconds to train on so many tokens, without checkpoints, evaluations and failures."""
+        return tokens / self.tokens_per_second
+
+    def price(self, tokens: float, dollars_per_gpu_hour: float) -> float:
+        """Return the dollars to train on so many tokens."""
+        return self.training_time(tokens) / 3600 * self.num_devices * dollars_per_gpu_hour
+
+    def summary(self) -> str:
+        """Return the estimate in one line."""
+        duration = f"{self.total:.3g} s" if self.total < 60 else format_duration(self.total)
+        shares = {name: seconds / self.total for name, seconds in self.parts.items()}
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _SHOWN_SHARE)
+        return (
+            f"about {duration} per step, {format_count(self.tokens_per_second)} tokens/s "
+            f"({format_count(self.tokens_per_second_per_device)} per GPU), MFU {self.mfu:.1%}; {shown}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the estimate as a flat record."""
+        return {
+            "step_seconds": self.total,
+            **{f"{name}_seconds": seconds for name, seconds in self.parts.items()},
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "mfu": self.mfu,
+        }
+
+
+def step_time(
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    device: DeviceSpec,
+    *,
+    seq_len: int,
+    precision: Precision = "auto",
+    documents: DocumentAttention = "none",
+) -> StepTime:
+    """Return how long one optimizer step of ``plan`` takes on ``device``.
+
+    Args:
+        spec: the architecture.
+        plan: how a batch is divided and what is recomputed; one that ``plan.check`` accepts.
+        device: the devices, all of one kind.
+        seq_len: tokens per sequence.
+        precision: the dtype of activations and products; ``auto`` counts as bf16.
+        documents: what keeps attention inside packed documents.
+    """
+    parts = StepParts(spec, plan, device, seq_len=seq_len, precision=precision, documents=documents)
+    tokens = plan.batch_size * seq_len
+    return StepTime(
+        parts=parts.seconds(),
+        tokens=tokens,
+        num_devices=plan.world_size,
+        flops=tokens * flops_per_token(spec, seq_len),
+        peak_flops=plan.world_size * device.bf16_flops,
+    )

@@ -1,0 +1,115 @@
+"""The directory of a run: which file holds what. Every step of the chain is handed this path and nothing else."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_core.errors import RunDirectoryError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths inside one run's directory. Every step of the chain is handed this and nothing else."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is its directory's."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved ``RunConfig`` as YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The ``ParallelPlan``."""
+        return self.path / "plan.json"
+
+    @property
+    def choice(self) -> Path:
+        """Why the plan is as it is, and what else was considered; not there for a plan that follows from rules."""
+        return self.path / "choice.json"
+
+    @property
+    def environment(self) -> Path:
+        """What ``validate_environment`` found."""
+        return self.path / "environment.json"
+
+    @property
+    def estimate(self) -> Path:
+        """Bytes per category by arithmetic."""
+        return self.path / "estimate.json"
+
+    @property
+    def dry_run(self) -> Path:
+        """Bytes per category and FLOPs counted on fake tensors."""
+        return self.path / "dry_run.json"
+
+    @property
+    def job(self) -> Path:
+        """The ``JobRecord`` of the job now or last at work; written before anyone waits for it."""
+        return self.path / "job.json"
+
+    @property
+    def flow_run(self) -> Path:
+        """The Prefect flow runs that have followed the run, the newest last."""
+        return self.path / "flow_run.json"
+
+    @property
+    def training(self) -> Path:
+        """What training reached: held-out loss, tokens, the corpus' entropies."""
+        return self.path / "training.json"
+
+    @property
+    def benchmark(self) -> Path:
+        """Timed steps: median and spread."""
+        return self.path / "benchmark.json"
+
+    @property
+    def outcome(self) -> Path:
+        """The ``Outcome``: why the job ended."""
+        return self.path / "outcome.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Folder of Parquet parts of ``StepRecord``."""
+        return self.path / "metrics"
+
+    @property
+    def heartbeat(self) -> Path:
+        """The newest ``StepRecord``, rewritten every step, for those who watch."""
+        return self.path / "metrics" / "heartbeat.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of ``step-00000100`` directories and the ``latest`` pointer."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of each rank's output."""
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self.path / "report.html"
+
+    def create(self) -> None:
+        """Make the directory.
+
+        Raises:
+            RunDirectoryError: if it cannot be made or written.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.metrics.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot write run directory {str(self.path)!r}: {error.strerror or error}; choose another --run-dir"
+            ) from None

@@ -1,0 +1,71 @@
+"""Writing a record so that a reader never sees half of it, and reading it back."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from llama_core.errors import RunDirectoryError
+
+SCHEMA_VERSION = 1
+
+
+def now() -> str:
+    """Return the current time in UTC as ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def timestamp() -> str:
+    """Return the current time in UTC as ISO 8601, to the microsecond: two jobs are never submitted in the same one."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+@contextmanager
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path that takes the place of ``path`` when the block ends without an error.
+
+    Args:
+        path: the file to make or replace.
+        durable: see that the bytes are on disk first, so that a power cut leaves the old file or the new one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        yield temporary
+        if durable:
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, record: object, *, durable: bool = True) -> None:
+    """Write a mapping or dataclass as JSON with its ``schema_version``, whole or not at all; see ``atomic_write``."""
+    payload = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
+    if not isinstance(payload, Mapping):
+        raise TypeError(f"a record is a mapping or a dataclass, not {type(record).__name__}")
+    with atomic_write(path, durable=durable) as temporary:
+        temporary.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the record in ``path`` without its ``schema_version``.
+
+    Raises:
+        RunDirectoryError: if the file is missing, damaged, or of another schema version.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunDirectoryError(f"{path} does not exist; run the step that writes it first") from None
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"cannot read {path}: {error}") from None
+    if not isinstance(record, dict) or record.pop("schema_version", None) != SCHEMA_VERSION:
+        raise RunDirectoryError(f"{path} was written by another version of this software; start a new run")
+    return record

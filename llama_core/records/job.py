@@ -1,0 +1,59 @@
+"""The job at work on a run, and why it ended."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+OutcomeStatus = Literal[
+    "finished",
+    "oom",
+    "non-finite",
+    "preempted",
+    "timeout",
+    "node-failure",
+    "hang",
+    "cancelled",
+    "crashed",
+    "bad-config",
+]
+
+
+Part = Literal["train", "benchmark"]
+"""What of its work a job does where it does not do all of it."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The job at work on a run: enough to find it again."""
+
+    launcher: str
+    job_id: str
+    """Slurm's job id, or the process id of the local controller."""
+    host: str
+    """Where it was submitted from."""
+    submitted_at: str
+    name: str = ""
+    """Its name in Slurm's queue."""
+    cluster: str = ""
+    """The name of the Slurm cluster; empty on this machine."""
+    grace_seconds: float = 120.0
+    """Time the job gets to finish its step and save a checkpoint before it is killed."""
+    folder: str = ""
+    """Where submitit keeps what the job starts from, and what it prints before its ranks begin."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why a job ended."""
+
+    status: OutcomeStatus
+    reason: str
+    """One sentence: what happened, with the values that show it."""
+    step: int
+    """Last completed optimizer step."""
+    next_action: str
+    """What to try next; empty when the run finished."""
+    ended_at: str
+    attempts: tuple[Mapping[str, Any], ...] = ()
+    """Every attempt at this run, oldest first: job id, how often Slurm had started the job before, status, reason,
+    first and last step, and whether the job was queued again."""

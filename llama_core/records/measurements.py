@@ -1,0 +1,114 @@
+"""What training measures: each step, the whole of it, and timed steps."""
+
+from dataclasses import dataclass
+
+from llama_core.units import format_bytes, format_count, format_duration
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as it goes to every metrics sink."""
+
+    step: int
+    """Optimizer step, from 1."""
+    total_steps: int
+    """The run's last step."""
+    loss: float
+    """Mean cross-entropy of the step's target tokens, in nats."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    learning_rate: float
+    """Learning rate of the step."""
+    tokens: int
+    """Tokens trained on since the run began, this step included."""
+    tokens_per_second: float
+    """Tokens of this step over ``step_seconds``, all devices together."""
+    step_seconds: float
+    """Wall time of the whole step."""
+    data_seconds: float
+    """Part of the step spent waiting for data."""
+    forward_backward_seconds: float
+    """Part of the step spent in forward and backward passes, and clipping the gradient."""
+    optimizer_seconds: float
+    """Part of the step spent updating the weights."""
+    mfu: float | None
+    """Model FLOP/s over the devices' peak, attention counted in full; None where the peak is unknown."""
+    memory_allocated_bytes: int
+    """Memory held now: the CUDA allocator's, or the process's resident set on the CPU."""
+    memory_peak_bytes: int
+    """Most memory held since this attempt's training began, in the same measure."""
+    loss_scale: float
+    """Factor the loss was scaled by; 1 except in fp16."""
+    skipped: bool
+    """Whether the update was left out because the loss or the gradient was not finite."""
+    eval_loss: float | None
+    """Mean cross-entropy on held-out tokens after this step, in nats; None where none was measured."""
+    time: float
+    """Seconds since the epoch at the end of the step."""
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """What training reached."""
+
+    steps: int
+    tokens: int
+    train_loss: float
+    """Mean cross-entropy of the last step's target tokens, in nats."""
+    eval_loss: float | None
+    """Mean cross-entropy on the held-out tokens after the last step, in nats."""
+    eval_tokens: int
+    unigram_entropy: float | None
+    """Entropy of the corpus' tokens taken one by one, in nats; only for the byte tokenizer."""
+    bigram_entropy: float | None
+    """Entropy of a token of the corpus given the one before, in nats; only for the byte tokenizer."""
+    memory_baseline_bytes: int
+    """Memory held before the model was built, in the measure of ``StepRecord.memory_peak_bytes``."""
+    memory_peak_bytes: int
+    """Most memory held while training."""
+    seconds: float
+    """Wall time of the training loop of this attempt."""
+
+    def summary(self) -> str:
+        """Return what was reached in one line."""
+        parts = [f"{self.steps} steps, {format_count(self.tokens)} tokens in {format_duration(self.seconds)}"]
+        if self.eval_loss is not None:
+            baselines = [
+                f"{name} {entropy:.3f}"
+                for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
+                if entropy is not None
+            ]
+            parts.append(
+                f"held-out loss {self.eval_loss:.3f} nats/token" + (f" ({', '.join(baselines)})" if baselines else "")
+            )
+        grown, bare = self.memory_peak_bytes - self.memory_baseline_bytes, self.memory_baseline_bytes
+        parts.append(f"peak {format_bytes(grown)} above the {format_bytes(bare)} of the bare process")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class BenchmarkRecord:
+    """Timed optimizer steps, after warm-up steps that are not counted."""
+
+    device: str
+    """The device as its maker calls it."""
+    warmup_steps: int
+    step_seconds: tuple[float, ...]
+    """Wall time of each timed step."""
+    median_seconds: float
+    spread_seconds: float
+    """Interquartile range of ``step_seconds``."""
+    tokens_per_step: int
+    tokens_per_second: float
+    """Tokens of a step over the median, all devices together."""
+    mfu: float | None
+    memory_peak_bytes: int
+    """Most memory held during the timed steps, in the measure of ``StepRecord.memory_peak_bytes``."""
+
+    def summary(self) -> str:
+        """Return the speed in one line."""
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        return (
+            f"{self.tokens_per_second:,.0f} tokens/s{mfu}: median step {self.median_seconds:.3f} s, "
+            f"quartiles {self.spread_seconds:.3f} s apart, {len(self.step_seconds)} steps on {self.device}"
+        )

@@ -1,0 +1,1 @@
+"""The step on fake tensors: every byte, FLOP and transfer counted."""

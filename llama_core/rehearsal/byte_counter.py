@@ -1,0 +1,303 @@
+"""Follows the bytes, FLOPs and transfers of a computation while it runs, on real and on fake tensors alike.
+
+The bytes are those of tensors, each rounded up as the CUDA caching allocator rounds it; what the allocator keeps in
+reserve and what libraries take for themselves is not seen. Of a tensor divided over ranks this rank's part counts.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Self
+
+import torch
+import torch.nn.attention.varlen  # which makes torch.ops.torch_attn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from llama_core.planning.memory.peaks import STATES, Category, Phase
+from llama_core.rehearsal.transfers import Transfer, transfer_of
+
+CUDA_BLOCK_BYTES = 512
+"""What the CUDA caching allocator rounds every request up to."""
+
+
+def _flash_forward_flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
+    return 4 * query.numel() * key.shape[-2]
+
+
+def _flash_backward_flops(_: Tensor, query: Tensor, key: Tensor, *__: Any, **___: Any) -> int:
+    # five products where the forward has two: the scores once more, then the gradients of q, k, v and of the scores
+    return 10 * query.numel() * key.shape[-2]
+
+
+def _documents_forward_flops(query: Tensor, *others: Any, **__: Any) -> int:
+    longest: int = others[5]
+    return 4 * query.numel() * longest  # every token against the longest document; their number does not count
+
+
+def _documents_backward_flops(_: Tensor, query: Tensor, *others: Any, **__: Any) -> int:
+    longest: int = others[7]
+    return 10 * query.numel() * longest
+
+
+_FLOP_FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
+    torch.ops.torch_attn._varlen_attn: _documents_forward_flops,
+    torch.ops.torch_attn._varlen_attn_backward: _documents_backward_flops,
+}
+"""FLOPs of each operator, attention counted in full; torch's table lacks what training on a CPU adds to it."""
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@dataclass
+class _Block:
+    """The memory of one storage, from its first appearance to its release."""
+
+    num_bytes: int
+    category: Category
+    born: int
+    """How many blocks there had been before it."""
+    storage: "weakref.ref[torch.UntypedStorage]"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The bytes that were alive at one moment."""
+
+    num_bytes: int
+    categories: Counter[Category]
+    """What they were, by category."""
+    where: str
+    """The operator that ran last, and the last landmark before it."""
+    num_born: int
+    """How many blocks there had been by then."""
+
+
+@dataclass
+class Span:
+    """A part of a computation, from one call of ``begin_span`` to the next."""
+
+    start: Snapshot
+    """What was alive as it began."""
+    peaks: dict[Phase, Snapshot] = field(default_factory=dict)
+    """The most that was alive at once in every phase that it was part of."""
+    flops: int = 0
+    transfers: Counter[Transfer] = field(default_factory=Counter)
+    """Calls of every transfer between ranks."""
+
+
+class ByteCounter(TorchDispatchMode):
+    """Counts bytes by category, their peak in every phase, FLOPs and transfers, of what runs inside it.
+
+    A new tensor belongs to the current ``category``. Whoever learns later what it has become says so with
+    ``relabel``; snapshots that it was part of are then corrected too, so that they say what the bytes turned out to be.
+
+    Args:
+        block_bytes: the allocator's unit; every storage is rounded up to a multiple of it.
+    """
+
+    def __init__(self, block_bytes: int = CUDA_BLOCK_BYTES) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.category: Category = "temporaries"
+        self.phase: Phase = "forward"
+        self.landmark = "the start"
+        """The last place in the program that was passed, for people who look for the peak."""
+        self._block_bytes = block_bytes
+        self._blocks: dict[int, _Block] = {}
+        self._alive: Counter[Category] = Counter()
+        self._num_born = 0
+        self.spans: list[Span] = []
+        self.begin_span()
+        self._is_paused = False
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to count, and to follow what no operator shows."""
+        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing()))
+        name = "_propagate_tensor_meta_non_cached"
+        self._patches.enter_context(replaced(ShardingPropagator, name, self._paused(getattr(ShardingPropagator, name))))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """Return ``UntypedStorage.resize_`` made to tell; ``fully_shard`` takes and frees whole weights with it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = resize(storage, num_bytes)
+            if block := self._blocks.get(id(storage)):
+                self._alive[block.category] += self._rounded(num_bytes) - block.num_bytes
+                block.num_bytes = self._rounded(num_bytes)
+                self._move(block, "communication")
+            return result
+
+        return resize_and_tell
+
+    def _paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` made to run uncounted.
+
+        For what DTensor does to learn a result's shape: the operator once more, on fake tensors of the whole shape.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_paused = self._is_paused, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_paused = before
+
+        return run
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes alive now."""
+        return self._alive.total()
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all spans."""
+        return sum(span.flops for span in self.spans)
+
+    @property
+    def peaks(self) -> dict[Phase, Snapshot]:
+        """The most that was alive at once in every phase, over all spans."""
+        most: dict[Phase, Snapshot] = {}
+        for phase, peak in chain.from_iterable(span.peaks.items() for span in self.spans):
+            if phase not in most or peak.num_bytes > most[phase].num_bytes:
+                most[phase] = peak
+        return most
+
+    def begin_span(self) -> None:
+        """End the current span and begin another one."""
+        self.spans.append(Span(self._snapshot(self.landmark)))
+
+    def forget_spans(self) -> None:
+        """Begin anew to count, with a first span; what is alive stays counted."""
+        self.spans.clear()
+        self.begin_span()
+
+    def _snapshot(self, where: str) -> Snapshot:
+        return Snapshot(self.total_bytes, self._alive.copy(), where, self._num_born)
+
+    def relabel(self, tensors: Iterable[Tensor], category: Category, *, unless: Collection[Category] = ()) -> None:
+        """Count the memory of ``tensors`` under ``category``, whether it was known before or not.
+
+        What already is of one of the categories in ``unless`` stays it.
+        """
+        for tensor in tensors:
+            block = self._block_of(_local(tensor).untyped_storage())
+            if block.category not in unless:
+                self._move(block, category)
+
+    def relabel_since(self, num_born: int, old: Collection[Category], new: Category) -> None:
+        """Count what is alive of the blocks made after the first ``num_born`` ones under ``new`` instead of ``old``."""
+        for block in self._blocks.values():
+            if block.born >= num_born and block.category in old:
+                self._move(block, new)
+
+    @property
+    def num_born(self) -> int:
+        """How many blocks there have been so far."""
+        return self._num_born
+
+    def _move(self, block: _Block, category: Category) -> None:
+        if block.category == category:
+            return
+        tallies = [self._alive]
+        for span in reversed(self.spans):
+            tallies += [s.categories for s in (span.start, *span.peaks.values()) if block.born < s.num_born]
+            if span.start.num_born <= block.born:
+                break
+        for tally in tallies:
+            tally[block.category] -= block.num_bytes
+            tally[category] += block.num_bytes
+        block.category = category
+
+    def _block_of(self, storage: torch.UntypedStorage) -> _Block:
+        key = id(storage)
+        if key in self._blocks:
+            return self._blocks[key]
+        num_bytes = self._rounded(storage.nbytes())
+
+        def release(_: object) -> None:
+            block = self._blocks.pop(key)
+            self._alive[block.category] -= block.num_bytes
+
+        block = _Block(num_bytes, self.category, self._num_born, weakref.ref(storage, release))
+        self._blocks[key] = block
+        self._num_born += 1
+        self._alive[self.category] += num_bytes
+        return block
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._block_bytes) * self._block_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, then count what it made."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operators on this rank's parts
+        if func is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # it would make a copy
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._is_paused or func.namespace == "prim":  # which asks for a fake tensor's device, and makes nothing
+            return out
+        span = self.spans[-1]
+        formula = _FLOP_FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            span.flops += formula(*args, **kwargs, out_val=out)
+        for tensor in _tensors(out):
+            self._block_of(tensor.untyped_storage())
+        self._label_buffers(func, args, kwargs)
+        if (transfer := transfer_of(func, args, out)) is not None:
+            span.transfers[transfer] += 1
+        peak = span.peaks.get(self.phase)
+        if peak is None or self.total_bytes > peak.num_bytes:
+            span.peaks[self.phase] = self._snapshot(f"{func} after {self.landmark}")
+        return out
+
+    def _label_buffers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Recognise what ``fully_shard`` gathers and reduces, and what a transfer works on."""
+        if func is torch.ops.fsdp.chunk_cat.default:
+            self.relabel(_tensors(args), "gradients")
+            self.relabel(_tensors(kwargs), "communication")
+        elif func.namespace == "fsdp":
+            self.relabel(_tensors((args, kwargs)), "communication", unless=STATES)
+        elif func.namespace == "c10d":
+            self.relabel(_tensors((args, kwargs)), "communication", unless=(*STATES, "activations"))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,254 @@
+"""A whole optimizer step composed of a few of its actions.
+
+A schedule repeats itself: of many microbatches, most pass a rank in one of a few situations, and what an action holds,
+frees, computes and sends depends on the situation alone. So a few microbatches are traced, in the order in which the
+rank runs them, and what was recorded in a situation stands for every action in it. What is under way beside the action
+at work, which differs from rank to rank and from action to action, follows from walking through the rank's whole list.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import Self
+
+from llama_core.config.models import ModelSpec
+from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
+from llama_core.planning.memory.prefetch import Prefetch, Prefetches
+from llama_core.planning.plan import ParallelPlan
+from llama_core.rehearsal.byte_counter import Snapshot, Span
+from llama_core.rehearsal.transfers import Transfer
+from llama_core.schedules.actions import Action, Kind
+
+_BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+_COMPUTATIONS = _BACKWARDS | {Kind.FORWARD, Kind.WEIGHT_GRADIENT}
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What a rank hosts, as far as its situations depend on it."""
+
+    stages: tuple[int, ...]
+    """The stages, in the order in which the rank counts them."""
+    zero_stage: int
+    """The ZeRO stage that takes effect."""
+    has_rest: bool
+    """Whether it holds weights outside the layers and the untied embedding, which every stage's forward gathers."""
+    averages_often: bool
+    """Whether copies average after every backward, and keep what they add to gradients until the next."""
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
+        """Return what a pipeline rank hosts."""
+        stages, last = plan.build_schedule().stages_of(pp_rank), plan.num_stages - 1
+        has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
+        return cls(stages, plan.effective_zero_stage, has_rest, plan.averages_every_backward)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that the bytes, FLOPs and transfers of a computation and the transfers after it depend on."""
+
+    slot: int
+    """The stage, as the rank counts its own."""
+    kind: Kind
+    transfers: tuple[tuple[Kind, int], ...]
+    """What is sent and received before the next computation, and for which stage."""
+    is_received: bool
+    """Whether its input comes from another rank."""
+    is_last: bool
+    """Whether it is the last of its kind."""
+    done: frozenset[tuple[int, Kind]]
+    """Backwards that there have been, and whether this stage's forward has: what is accumulated and gathered."""
+    repeated: frozenset[int]
+    """Stages that have had two backwards or more, where copies average often: they keep an average already."""
+    buffer: int | None
+    """The stage that ran the last backward, if the buffer of the gradients that it has reduced is still there."""
+    prefetch: Prefetch | None
+    """What weights wait or are fetched too early, if every layer's are fetched when it runs."""
+    after_forward: bool
+    """Whether a forward has just gathered the weights outside the layers."""
+
+
+def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
+    """Return the situation of every computation among a rank's actions, sends and receives included."""
+    slots = {stage: slot for slot, stage in enumerate(hosting.stages)}
+    last_places = {action.kind: place for place, action in enumerate(actions)}
+    received = {(action.stage, action.microbatch, action.kind) for action in actions}
+    prefetches = Prefetches(has_root=hosting.has_rest, single_groups=()) if hosting.zero_stage == 3 else None
+    before = None
+    done: set[tuple[int, Kind]] = set()
+    num_backwards: Counter[int] = Counter()
+    buffer, found = None, []
+    for place, action in _computations(actions):
+        slot, kind = slots[action.stage], action.kind
+        source = Kind.RECV_F if kind is Kind.FORWARD else Kind.RECV_B
+        found.append(
+            Situation(
+                slot=slot,
+                kind=kind,
+                transfers=tuple((other.kind, slots[other.stage]) for other in _transfers_after(actions, place)),
+                is_received=(action.stage, action.microbatch, source) in received,
+                is_last=place == last_places[kind],
+                done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
+                repeated=frozenset(s for s, n in num_backwards.items() if n > 1 and hosting.averages_often),
+                buffer=buffer if hosting.zero_stage >= 2 else None,
+                prefetch=prefetches.enter(slot, kind) if prefetches else None,
+                after_forward=prefetches is not None and hosting.has_rest and before is Kind.FORWARD,
+            )
+        )
+        done.add((slot, kind))
+        num_backwards[slot] += kind in _BACKWARDS
+        buffer, before = slot if kind in _BACKWARDS else buffer, kind
+    return found
+
+
+def _computations(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    return ((place, action) for place, action in enumerate(actions) if action.kind in _COMPUTATIONS)
+
+
+def _transfers_after(actions: Sequence[Action], place: int) -> Iterator[Action]:
+    """Return the actions between the computation at ``place`` and the next one."""
+    return takewhile(lambda action: action.kind not in _COMPUTATIONS, islice(actions, place + 1, None))
+
+
+def telling_actions(actions: Sequence[Action], hosting: Hosting) -> list[Action]:
+    """Return those of a rank's actions, in their order, that show it in every situation that it meets.
+
+    They are all actions of some microbatches. The first microbatch that is not understood, and what comes before it,
+    is added until nothing new is left.
+    """
+    wanted, places = situations(actions, hosting), [place for place, _ in _computations(actions)]
+    chosen = {action.microbatch for action in actions[: places[0] + 1]}
+    while True:
+        kept = [action for action in actions if action.microbatch in chosen]
+        known = set(situations(kept, hosting))
+        missing = [number for number, situation in enumerate(wanted) if situation not in known]
+        if not missing:
+            return kept
+        around = (_around(actions, places, number) for number in (*missing, *range(len(wanted))))
+        chosen |= next(microbatches for microbatches in around if not microbatches <= chosen)
+
+
+def _around(actions: Sequence[Action], places: Sequence[int], number: int) -> set[int]:
+    """Return the microbatches of a computation, of the one before it, and of the transfers that follow the two."""
+    end = places[number + 1] if number + 1 < len(places) else len(actions)
+    return {action.microbatch for action in actions[places[max(0, number - 1)] : end]}
+
+
+def one_pass(actions: Sequence[Action]) -> list[Action]:
+    """Return those actions, of the last microbatch through each of a rank's stages."""
+    last_passes = {action.stage: action.microbatch for action in actions}
+    return [action for action in actions if action.microbatch in last_passes.values()]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What happened from one moment to a later one, relative to what was alive at the first."""
+
+    growth: Counter[Category]
+    """Bytes at the end less those at the beginning."""
+    rises: Mapping[Phase, tuple[Counter[Category], str]]
+    """The largest bytes of every phase less those at the beginning, and where that was."""
+    flops: int
+    transfers: Counter[Transfer]
+
+    @classmethod
+    def of(cls, span: Span, end: Snapshot) -> "Walk":
+        """Return the walk of a span that ended at ``end``."""
+        start = span.start.categories
+        rises = {phase: (_less(peak.categories, start), peak.where) for phase, peak in span.peaks.items()}
+        return cls(_less(end.categories, start), rises, span.flops, span.transfers)
+
+
+@dataclass
+class Recording:
+    """What is known of the ranks whose stages have the same contents."""
+
+    start: Counter[Category]
+    """What is alive as a step begins."""
+    prologue: Walk
+    """What happens before the first computation."""
+    walks: dict[Situation, Walk]
+    """What happens in every situation that was met."""
+    update_start: Counter[Category]
+    """What is alive as the optimizer begins."""
+    update: Walk
+    """What the optimizer does."""
+
+    def knows(self, wanted: Iterable[Situation]) -> bool:
+        """Return whether a step in these situations can be composed."""
+        return all(situation in self.walks for situation in wanted)
+
+
+def record(spans: Sequence[Span], end: Snapshot, met: Sequence[Situation]) -> Recording:
+    """Return what the spans of a traced step tell.
+
+    Args:
+        spans: one before the first computation, one for each, and the optimizer's.
+        end: what was alive when the last one ended.
+        met: the situations of the computations.
+    """
+    ends = [*(span.start for span in spans[1:]), end]
+    prologue, *steps, update = (Walk.of(span, last) for span, last in zip(spans, ends, strict=True))
+    return Recording(
+        start=spans[0].start.categories.copy(),
+        prologue=prologue,
+        walks=dict(zip(met, steps, strict=True)),
+        update_start=spans[-1].start.categories.copy(),
+        update=update,
+    )
+
+
+@dataclass
+class ComposedStep:
+    """One rank's step, from its recorded parts."""
+
+    peaks: dict[Phase, Counter[Category]] = field(default_factory=dict)
+    places: dict[Phase, str] = field(default_factory=dict)
+    """The operator that reached each phase's peak, and the landmark before it."""
+    flops: int = 0
+    flops_of_one: dict[tuple[int, Kind], int] = field(default_factory=dict)
+    """FLOPs of one computation of each stage, as the rank counts its own, and kind."""
+    transfers: Counter[Transfer] = field(default_factory=Counter)
+
+    @property
+    def profile(self) -> MemoryProfile:
+        """The peaks as they are published."""
+        return MemoryProfile({phase: dict(categories) for phase, categories in self.peaks.items()})
+
+    def add(self, level: Counter[Category], walk: Walk) -> None:
+        """Go through ``walk`` where ``level`` is alive."""
+        for phase, (rise, where) in walk.rises.items():
+            if phase not in self.peaks or level.total() + rise.total() > self.peaks[phase].total():
+                self.peaks[phase], self.places[phase] = _plus(level, rise), where
+        self.flops += walk.flops
+        self.transfers += walk.transfers
+
+
+def compose(recording: Recording, wanted: Iterable[Situation]) -> ComposedStep:
+    """Return the step of a rank that goes through the situations ``wanted``."""
+    step, level = ComposedStep(), recording.start
+    step.add(level, recording.prologue)
+    level = _plus(level, recording.prologue.growth)
+    for situation in wanted:
+        walk = recording.walks[situation]
+        step.add(level, walk)
+        step.flops_of_one[situation.slot, situation.kind] = walk.flops
+        level = _plus(level, walk.growth)
+    step.add(recording.update_start, recording.update)
+    return step
+
+
+def renamed_layers(where: str, layers: Mapping[int, int]) -> str:
+    """Return a place with the numbers of its layers replaced."""
+    return re.sub(r"layers\.(\d+)", lambda match: f"layers.{layers[int(match[1])]}", where)
+
+
+def _less(one: Counter[Category], other: Counter[Category]) -> Counter[Category]:
+    return Counter({category: one[category] - other[category] for category in {*one, *other}})
+
+
+def _plus(one: Counter[Category], other: Counter[Category]) -> Counter[Category]:
+    return Counter({category: one[category] + other[category] for category in {*one, *other}})

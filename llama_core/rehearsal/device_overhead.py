@@ -1,0 +1,120 @@
+"""What training on CUDA takes beside the counted bytes: an amount of its own, each part with where it comes from."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llama_core.config.hardware import CONTEXT_BYTES
+from llama_core.config.run import RunConfig
+from llama_core.planning.memory.peaks import MemoryProfile
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.schedules.actions import RELEASES, Kind
+from llama_core.units import MIB, format_bytes
+
+RESERVED_OVER_HELD = 1.04
+"""Bytes that a caching allocator reserves over those of tensors: fitted on published figures, docs/memory.md."""
+NCCL_CHANNELS, NCCL_BUFFER_BYTES = 32, 4 * MIB
+"""Most channels of a communicator, and the buffer that each has for a neighbour (NCCL's guide, ``NCCL_BUFFSIZE``)."""
+
+
+@dataclass(frozen=True)
+class OverheadPart:
+    """One thing that takes memory beside tensors."""
+
+    name: str
+    num_bytes: int
+    source: str
+    """Where the number comes from."""
+
+
+@dataclass(frozen=True)
+class DeviceOverhead:
+    """All of them. An estimate that is never added to counted bytes."""
+
+    parts: tuple[OverheadPart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def summary(self) -> str:
+        """Return the amount and its parts in one line."""
+        parts = ", ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in self.parts)
+        return f"about {format_bytes(self.num_bytes)} on top on CUDA ({parts})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the overhead as a record."""
+        return {"num_bytes": self.num_bytes, "parts": [asdict(part) for part in self.parts]}
+
+
+def device_overhead(
+    config: RunConfig, plan: ParallelPlan, pp_rank: int, profile: MemoryProfile
+) -> DeviceOverhead | None:
+    """Return what CUDA adds to the counted bytes of a rank; None for a run on the CPU.
+
+    Args:
+        config: the resolved configuration.
+        plan: the plan.
+        pp_rank: the rank's place in its pipeline.
+        profile: its counted bytes.
+    """
+    if config.launch.device == "cpu":
+        return None
+    streams = _streams_bytes(profile) if plan.uses_fully_shard else 0
+    slack = round((RESERVED_OVER_HELD - 1) * profile.peak_bytes)
+    parts = (
+        OverheadPart("context", CONTEXT_BYTES, "CUDA's context, cuBLAS and cuDNN: config.hardware.CONTEXT_BYTES"),
+        OverheadPart(
+            "nccl",
+            _num_communicators(plan) * NCCL_CHANNELS * NCCL_BUFFER_BYTES * 2,
+            f"at most {NCCL_CHANNELS} channels with {format_bytes(NCCL_BUFFER_BYTES)} for each of two neighbours, per "
+            "group of ranks: NCCL's guide, NCCL_BUFFSIZE",
+        ),
+        OverheadPart(
+            "streams", streams, "what each stream's pool keeps for itself: the sum of their peaks less the joint peak"
+        ),
+        OverheadPart("fragmentation", slack, "slack fitted on published reserved memory: docs/memory.md"),
+        OverheadPart(
+            "repeated key/value heads",
+            _repeated_heads_bytes(config, plan, pp_rank),
+            "CUDA's kernels with a document mask keep a key head for each query head: models.layers.attend",
+        ),
+    )
+    return DeviceOverhead(tuple(part for part in parts if part.num_bytes))
+
+
+def _num_communicators(plan: ParallelPlan) -> int:
+    """Return how many groups of several ranks a rank belongs to, that of all ranks included."""
+    shard, replicate = (plan.dp_shard * plan.cp, plan.dp_replicate) if plan.zero_stage else (1, plan.dp * plan.cp)
+    holders = plan.build_schedule().num_replicas
+    sizes = (plan.world_size, plan.tp, plan.pp, plan.cp, shard, replicate, holders)
+    return sum(size > 1 for size in sizes)
+
+
+def _streams_bytes(profile: MemoryProfile) -> int:
+    """Return what tensors take more in pools of their own, one for communication, that do not lend to each other."""
+    gathered = [phase.get("communication", 0) for phase in profile.phases.values()]
+    others = [
+        sum(phase.values()) - communication
+        for phase, communication in zip(profile.phases.values(), gathered, strict=True)
+    ]
+    return max(gathered) + max(others) - profile.peak_bytes
+
+
+def _repeated_heads_bytes(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> int:
+    """Return what the repeated heads of all layers under way take; with a ring, attention goes by blocks of its own."""
+    spec = config.spec
+    if document_attention(config, plan) != "mask" or plan.cp > 1:
+        return 0
+    schedule = plan.build_schedule()
+    tokens = plan.rows_per_forward * config.seq_len
+    itemsize = 4 if config.training.precision == "fp32" else 2
+    one_layer = 2 * tokens * (spec.q_size - spec.kv_size) // plan.tp * itemsize
+    keeping = [sum(mode != "full" for mode in modes) for modes in plan.recompute_modes(spec)]
+    under_way: Counter[int] = Counter()
+    most = 0
+    for action in schedule.actions[pp_rank]:
+        under_way[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in RELEASES)
+        most = max(most, sum(keeping[stage] * count for stage, count in under_way.items()))
+    return max(most, 1) * one_layer

@@ -1,0 +1,96 @@
+"""Tells a byte counter what the tensors of a training step are."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llama_core.models.llama import Llama
+from llama_core.planning.memory.peaks import Phase
+from llama_core.planning.plan import ParallelPlan
+from llama_core.rehearsal.byte_counter import ByteCounter
+from llama_core.schedules.actions import Action, Kind
+
+
+class Labels:
+    """Tells a counter where in ``train_step`` the computation is, and what its tensors have become.
+
+    What a forward leaves behind are activations, what is made after the final norm is the loss's, and a gradient is
+    one from when it is accumulated; everything else is temporary or, as the counter sees itself, communication.
+    """
+
+    def __init__(self, counter: ByteCounter, model: Llama) -> None:
+        self.counter, self.model = counter, model
+        self._forward_since = 0
+        self._watched: set[int] = set()
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda module, args, name=name: self._at(module, name))
+        model.register_forward_pre_hook(lambda module, args: self._begin_forward(args[0]))
+        model.register_forward_hook(lambda module, args, out: self._end_forward())
+        if model.norm is not None:
+            model.norm.register_forward_hook(lambda module, args, out: self._begin_loss())
+        self._watch(model)
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of ``train_step``."""
+        counter = self.counter
+        counter.phase, counter.category, counter.landmark = phase, "temporaries", f"the {phase} began"
+        counter.relabel((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
+
+    def _watch(self, module: nn.Module) -> None:
+        """Recognise gradients of ``module`` from now on; gathered weights have some of their own."""
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda parameter, name=name: self._accumulated(parameter, name)
+                )
+
+    def _at(self, module: nn.Module, name: str) -> None:
+        self.counter.landmark = name or "the model"
+        self._watch(module)
+
+    def _begin_forward(self, inputs: Tensor) -> None:
+        self._forward_since = self.counter.num_born
+        self.counter.relabel([inputs], "activations")
+
+    def _end_forward(self) -> None:
+        # a ring of ranks sends what it keeps
+        self.counter.relabel_since(self._forward_since, ("temporaries", "communication"), "activations")
+        self.counter.category = "temporaries"
+
+    def _begin_loss(self) -> None:
+        self.counter.landmark, self.counter.category = "the loss began", "loss"
+
+    def _accumulated(self, parameter: nn.Parameter, name: str) -> None:
+        self.counter.landmark = f"the gradient of {name}"
+        if parameter.grad is not None:
+            self.counter.relabel([parameter.grad], "gradients")
+
+
+class GradientBuckets:
+    """The memory in which copies of a whole model average their gradients: there at all times, for all of them.
+
+    What ``DistributedDataParallel`` does to bytes; its own reducer needs real ranks. A gradient lies outside until the
+    last backward of a step moves it in.
+    """
+
+    def __init__(self, model: Llama, plan: ParallelPlan) -> None:
+        copies = plan.dp * plan.cp > 1 and not plan.uses_fully_shard and dist.get_backend() == "fake"
+        self._backwards_left = 0
+        self.gradients = {p: torch.empty_like(p, requires_grad=False) for p in model.parameters() if copies}
+        for parameter in self.gradients:
+            parameter.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Begin a step of ``actions``."""
+        self._backwards_left = sum(action.kind is Kind.BACKWARD for action in actions)
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of ``train_step``."""
+        self._backwards_left -= phase == "backward"
+
+    def _move(self, parameter: nn.Parameter) -> None:
+        if not self._backwards_left:
+            parameter.grad = self.gradients[parameter]

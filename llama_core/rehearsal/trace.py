@@ -1,0 +1,179 @@
+"""Real steps of one rank's part of a model, on fake tensors and among fake ranks, with a counter that watches."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError
+from llama_core.models.batch import Batch, Documents
+from llama_core.parallel.apply import ParallelModel
+from llama_core.planning.memory.peaks import Category, Phase
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.rehearsal.byte_counter import ByteCounter, replaced
+from llama_core.rehearsal.compose import Hosting, Recording, Situation, one_pass, record, situations, telling_actions
+from llama_core.rehearsal.labels import GradientBuckets, Labels
+from llama_core.rehearsal.transfers import axes_by_group, on_axes
+from llama_core.schedules.actions import Action
+from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
+from llama_core.training.optimizer import build_optimizer
+
+_UNLABELLED: tuple[Category, ...] = ("temporaries",)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One optimizer step of one rank, as it was watched."""
+
+    counter: ByteCounter
+    """Has a span before the first computation, one for each, one for the update, and the one that follows the step."""
+    met: list[Situation]
+    """The situation of every computation that was run."""
+
+    def recording(self) -> Recording:
+        """Return what it tells of other steps."""
+        *spans, after = self.counter.spans
+        return record(spans, after.start, self.met)
+
+
+def trace_rank(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool = False) -> Trace:
+    """Take an optimizer step of one rank of ``plan`` without allocating, and watch it.
+
+    The other ranks are not there: a process group is made for the time of the trace in which every transfer is over at
+    once and brings nothing.
+
+    Args:
+        config: the resolved configuration (no ``auto`` left).
+        plan: how the work is divided.
+        rank: which rank.
+        in_full: run all microbatches, and not just as many as show every situation.
+
+    Raises:
+        PlanError: if the plan has no such rank, or ranks are connected already.
+    """
+    with _alone_among(plan.world_size, rank):
+        dtype = COMPUTE_DTYPES[config.training.precision]
+        model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return trace_steps(model, config, in_full=in_full)
+
+
+def trace_steps(model: ParallelModel, config: RunConfig, *, in_full: bool) -> Trace:
+    """Return the trace of the second step of a model without memory yet, whether its tensors are fake or not.
+
+    The first step makes the optimizer's moments, for which one microbatch per stage is enough; only the second one
+    finds them there.
+    """
+    counter = ByteCounter()
+    with counter:
+        tracer = _Tracer(model.materialize(), config, counter)
+        whole = tuple(tracer.pipeline.actions)
+        tracer.take_step(whole if in_full else one_pass(whole))
+        counter.forget_spans()
+        actions = whole if in_full else telling_actions(whole, tracer.hosting)
+        tracer.take_step(actions)
+    axes = axes_by_group(model.mesh)
+    for span in counter.spans:
+        span.transfers = on_axes(span.transfers, axes)
+    return Trace(counter, situations(actions, tracer.hosting))
+
+
+class _Tracer:
+    """A model, its optimizer, and what tells the counter of them."""
+
+    def __init__(self, model: ParallelModel, config: RunConfig, counter: ByteCounter) -> None:
+        self.plan, self.config, self.counter = model.plan, config, counter
+        self.model, self.pipeline = model.model, model.pipeline
+        self.hosting = Hosting.of(model.plan, config.spec, self.pipeline.rank)
+        self.optimizer = build_optimizer(model.model, config.training)
+        self.engine = NativeEngine(model, self.optimizer, check_finite=False)
+        self.labels = Labels(counter, model.model)
+        self.buckets = GradientBuckets(model.model, model.plan)
+        counter.relabel(self.buckets.gradients.values(), "gradients")
+
+    def take_step(self, actions: Sequence[Action]) -> None:
+        """Take an optimizer step in which the rank does ``actions`` alone, and begin the span that follows it."""
+        counter, training = self.counter, self.config.training
+        self._inputs_since: int | None = counter.num_born
+        counter.relabel(self.model.parameters(), "weights")  # fully_shard pads uneven shards in its first forward
+        self.pipeline.actions = tuple(actions)
+        self.buckets.expect(actions)
+        num_forwards = self.plan.build_schedule().num_microbatches
+        microbatches = [_fake_batch(self.config, self.plan) for _ in range(num_forwards)]
+        for batch in microbatches:
+            counter.relabel(batch.tensors(), "activations")
+        train_step(
+            self.engine,
+            microbatches,
+            learning_rate=training.learning_rate,
+            max_grad_norm=training.max_grad_norm,
+            on_phase=self._enter,
+        )
+        counter.begin_span()
+        counter.relabel((s for state in self.optimizer.state.values() for s in state.values()), "moments")
+
+    def _enter(self, phase: Phase) -> None:
+        if self._inputs_since is not None:  # a ring of ranks has cut its part of every microbatch out
+            self.counter.relabel_since(self._inputs_since, _UNLABELLED, "activations")
+            self._inputs_since = None
+        self.counter.begin_span()
+        self.labels.enter(phase)
+        self.buckets.enter(phase)
+
+
+@contextmanager
+def _alone_among(world_size: int, rank: int) -> Iterator[None]:
+    """Be one of several ranks of which the others do not exist.
+
+    Raises:
+        PlanError: if there is no such rank, or this process is connected to others already.
+    """
+    if not 0 <= rank < world_size:
+        raise PlanError(f"rank {rank} is not one of the plan's ranks 0 to {world_size - 1}")
+    if dist.is_initialized():
+        raise PlanError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, and a dry run is of one "
+            "process; rehearse before the process group is made"
+        )
+    if world_size == 1:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_without_torchs_advice())
+        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group sets one of its own
+        # or else sent tensors would be kept to the end: a fake transfer never says that it is over
+        stack.enter_context(replaced(FakeWork, "is_completed", lambda work: True))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(_clear_sharding_prop_cache)  # it remembers meshes, and equal ones have groups of their own
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+@contextmanager
+def _without_torchs_advice() -> Iterator[None]:
+    """Keep from the user what torch has to say on how collectives could be fewer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        logger = logging.getLogger("torch.distributed.tensor._redistribute")
+        with replaced(logger, "disabled", True):
+            yield
+
+
+def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
+    rows = plan.rows_per_forward
+    tokens = torch.zeros((rows, config.seq_len), dtype=torch.int64)
+    kind = document_attention(config, plan)
+    positions = None if kind == "none" else torch.zeros_like(tokens)
+    # one document in every row: fewer have no use for memory, and more take no more of it
+    documents = Documents(torch.zeros(rows + 1, dtype=torch.int32), config.seq_len) if kind == "varlen" else None
+    return Batch(tokens, torch.zeros_like(tokens), positions, documents)

@@ -1,0 +1,245 @@
+"""The twin of a plan: its graph of ranks at a size that fits this machine, run for real and held against one process.
+
+The twin has the plan's schedule, ZeRO stage, recomputation and kinds of ranks, and a tiny model of the same family,
+with as many layers as there are stages. It trains on the CPU over gloo, in float64, where two orders of the same sums
+differ by 1e-16 or so, and any mistake in how work is divided by far more.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError
+from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.parallel.apply import ParallelModel
+from llama_core.planning.plan import ParallelPlan
+from llama_core.rehearsal.byte_counter import replaced
+from llama_core.rehearsal.dry_run import RankResult, rehearse
+from llama_core.rehearsal.rank_processes import run_ranks
+from llama_core.rehearsal.trace import trace_steps
+from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
+from llama_core.training.optimizer import build_optimizer
+from llama_core.units import format_duration
+
+MAX_RANKS = 16
+TIMEOUT_S = 300
+LARGEST_DIFFERENCE = 1e-8
+"""Relative difference of losses and gradient norms up to which two runs are the same."""
+LARGEST_BYTES_DIFFERENCE = 0.05
+"""The same of peak bytes: where tensor- and pipeline-parallel ranks meet, results of real collectives that nobody has
+waited for yet are held a little longer than rehearsed ones, and are some percent of a tiny model."""
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class TwinResult:
+    """How far training under a plan was from training on one process."""
+
+    plan: ParallelPlan
+    """What was run."""
+    changes: tuple[str, ...]
+    """How it differs from the plan that was asked for."""
+    num_steps: int
+    loss_difference: float
+    """The largest relative difference of a step's loss on any rank."""
+    grad_norm_difference: float
+    """The same of gradient norms."""
+    measured_bytes: tuple[int, ...]
+    """The most bytes of tensors alive at once in a step, on the first rank of every pipeline rank."""
+    rehearsed_bytes: tuple[int, ...]
+    """The same as the dry run of this plan counts them."""
+    seconds: float
+
+    @property
+    def bytes_difference(self) -> float:
+        """The largest relative difference of the two."""
+        pairs = zip(self.measured_bytes, self.rehearsed_bytes, strict=True)
+        return max(abs(measured / rehearsed - 1) for measured, rehearsed in pairs)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the differences are those of rounding."""
+        differences = (self.loss_difference, self.grad_norm_difference)
+        return max(differences) <= LARGEST_DIFFERENCE and self.bytes_difference <= LARGEST_BYTES_DIFFERENCE
+
+    def summary(self) -> str:
+        """Return the verdict in one line."""
+        return (
+            f"{'agrees' if self.agrees else 'DIFFERS'} with one process over {self.num_steps} steps of "
+            f"{self.plan.summary()}: losses within {self.loss_difference:.1e}, gradient norms within "
+            f"{self.grad_norm_difference:.1e}, bytes within {self.bytes_difference:.2%} of the dry run; "
+            f"took {format_duration(self.seconds)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as a record."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        return record | {
+            "plan": self.plan.as_dict(),
+            "changes": list(self.changes),
+            "measured_bytes": list(self.measured_bytes),
+            "rehearsed_bytes": list(self.rehearsed_bytes),
+            "bytes_difference": self.bytes_difference,
+            "agrees": self.agrees,
+        }
+
+
+def twin(
+    config: RunConfig, plan: ParallelPlan, *, num_steps: int = 3, max_ranks: int = MAX_RANKS, timeout_s: int = TIMEOUT_S
+) -> TwinResult:
+    """Train a tiny model under ``plan`` on processes of this machine, and on one, and compare them.
+
+    Args:
+        config: the resolved configuration; its model's family, documents and optimizer are the twin's too.
+        plan: what to run; sizes beyond ``max_ranks`` processes are made smaller.
+        num_steps: optimizer steps to compare.
+        max_ranks: most processes to start.
+        timeout_s: how long they may take.
+
+    Raises:
+        PlanError: if DeepSpeed shards the model, or no smaller plan has few enough ranks.
+        TrainingFailedError: if a process fails or does not answer in time; none is left behind.
+    """
+    if plan.zero_backend == "deepspeed":
+        raise PlanError("the twin runs torch's own ZeRO, not DeepSpeed's; use parallel.zero_backend=native")
+    started = time.perf_counter()
+    small = shrunk(plan, max_ranks)
+    tiny = _tiny_config(config, small)
+    alone = _train(tiny, ParallelPlan(num_microbatches=small.batch_size), num_steps)
+    ranks = run_ranks(small.world_size, _rank_of_twin, tiny, small, num_steps, timeout_s=timeout_s)
+    rehearsed: tuple[RankResult, ...] = rehearse(tiny, small).ranks
+    return TwinResult(
+        plan=small,
+        changes=tuple(_changes(plan, small)),
+        num_steps=num_steps,
+        loss_difference=max(_difference(rank["losses"], alone["losses"]) for rank in ranks),
+        grad_norm_difference=max(_difference(rank["norms"], alone["norms"]) for rank in ranks),
+        measured_bytes=tuple(ranks[result.rank]["peak_bytes"] for result in rehearsed),
+        rehearsed_bytes=tuple(result.profile.peak_bytes for result in rehearsed),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def shrunk(plan: ParallelPlan, max_ranks: int) -> ParallelPlan:
+    """Return ``plan`` with at most ``max_ranks`` ranks, few and small microbatches, and nothing that rounds.
+
+    Data-parallel ranks are the first to go, down to two of each kind; then the others, down to two; then copies.
+
+    Raises:
+        PlanError: if that does not suffice.
+    """
+    small = replace(
+        plan,
+        num_microbatches=min(plan.num_microbatches, 2 * plan.pp),
+        microbatch_size=min(plan.microbatch_size, 2),
+        gradient_compression="none",
+        compile=False,
+    )
+    steps = (("dp_replicate", 2), ("dp_shard", 2), ("pp", 2), ("tp", 2), ("cp", 2), ("dp_replicate", 1))
+    for axis, size in steps:
+        if small.world_size <= max_ranks:
+            return small
+        if getattr(small, axis) > size:
+            cut: dict[str, Any] = {axis: size}
+            if axis == "pp":  # the stages are others
+                cut |= {"recomputed_layers": None, "num_microbatches": min(small.num_microbatches, 2 * size)}
+            small = replace(small, **cut)
+    if small.world_size > max_ranks:
+        raise PlanError(f"the twin of this plan needs {small.world_size} processes, more than {max_ranks}")
+    return small
+
+
+def _changes(plan: ParallelPlan, small: ParallelPlan) -> Iterator[str]:
+    """Yield every size and setting of ``plan`` that ``small`` has another one of."""
+    before, after = asdict(plan), asdict(small)
+    for name, value in before.items():
+        if after[name] != value:
+            yield f"{name} {value} -> {after[name]}"
+
+
+def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
+    """Return the configuration of a model of the same family that ``plan`` divides evenly."""
+    training = config.training
+    return RunConfig.from_mapping(
+        {
+            "model": config.model,
+            "architecture": {
+                "num_layers": max(2, plan.num_stages),
+                "hidden_size": 64,
+                "num_heads": 4 * plan.tp,
+                "num_kv_heads": 2 * plan.tp,
+                "head_dim": 8,
+                "ffn_size": 64 * plan.tp,
+                "vocab_size": 256 * plan.tp,
+            },
+            "training": {
+                "precision": "fp32",
+                "seq_len": 16 * plan.cp * plan.tp,
+                "learning_rate": training.learning_rate,
+                "weight_decay": training.weight_decay,
+                "max_grad_norm": training.max_grad_norm,
+            },
+            "data": {"document_mask": config.data.document_mask},
+            "launch": {"device": "cpu"},
+        }
+    )
+
+
+def _rank_of_twin(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
+    """Return what one rank measures: losses, gradient norms, and the peak bytes of a step."""
+    dtype = COMPUTE_DTYPES[config.training.precision]
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # advice on how to use fully_shard
+    counted = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
+    # gloo tells that a message has left to those alone who wait for it; till then it would be held
+    with replaced(dist.Work, "is_completed", lambda work: work.wait()):
+        peaks = trace_steps(counted, config, in_full=True).counter.peaks
+    return _train(config, plan, num_steps) | {"peak_bytes": max(peak.num_bytes for peak in peaks.values())}
+
+
+def _train(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
+    """Train in float64 and return the loss and gradient norm of every step."""
+    wide = torch.float64
+    parallel = ParallelModel(
+        config.spec, plan, device=torch.device("cpu"), compute_dtype=wide, weight_dtype=wide
+    ).materialize()
+    engine = NativeEngine(parallel, build_optimizer(parallel.model, config.training))
+    engine.initialize_weights(_SEED)
+    steps = [
+        train_step(
+            engine,
+            _own_microbatches(config, plan, step),
+            learning_rate=config.training.learning_rate,
+            max_grad_norm=config.training.max_grad_norm,
+        )
+        for step in range(num_steps)
+    ]
+    return {"losses": [float(step.loss) for step in steps], "norms": [float(step.grad_norm) for step in steps]}
+
+
+def _own_microbatches(config: RunConfig, plan: ParallelPlan, step: int) -> list[Batch]:
+    """Return this rank's microbatches of a global batch that depends on the step alone."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (plan.batch_size, config.seq_len)
+    tokens = torch.randint(0, config.spec.vocab_size, shape, generator=generator)
+    targets = torch.randint(0, config.spec.vocab_size, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.1] = IGNORE_INDEX
+    starts = (torch.rand(shape, generator=generator) < 0.1).long()
+    index = torch.arange(config.seq_len)
+    positions = index - (starts * index).cummax(1).values
+    batch = Batch(tokens, targets, positions if config.data.document_mask else None)
+    rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
+    own = batch.split(plan.batch_size // plan.dp)[rank]
+    return own.split(plan.rows_per_forward)
+
+
+def _difference(ours: list[float], theirs: list[float]) -> float:
+    """Return the largest relative difference; infinite where a number is not finite."""
+    differences = (abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
+    return max(math.inf if math.isnan(difference) else difference for difference in differences)

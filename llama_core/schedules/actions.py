@@ -1,0 +1,263 @@
+"""What a pipeline schedule is made of: the actions of every rank, in order, and the order in which they can be run.
+
+A stage is a run of consecutive layers, counted from the input; a microbatch passes every stage forward and then, from
+the last stage to the first, backward. Actions are written as in torch's pipelining CSV: ``0F3`` is the forward of
+microbatch 3 on stage 0.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import islice, product
+from typing import Self
+
+from llama_core.errors import PlanError
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its spelling."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward: the gradient of the stage's input and those of its weights."""
+    INPUT_GRADIENT = "I"
+    """The part of the backward that the stage before waits for."""
+    WEIGHT_GRADIENT = "W"
+    """The rest of it, for which nobody waits."""
+    SEND_F = "SEND_F"
+    """The stage sends its output to the next stage."""
+    RECV_F = "RECV_F"
+    """The stage receives its input from the stage before."""
+    SEND_B = "SEND_B"
+    """The stage sends the gradient of its input to the stage before."""
+    RECV_B = "RECV_B"
+    """The stage receives the gradient of its output from the next stage."""
+
+
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RELEASES = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
+"""After these a stage needs nothing of the microbatch any more."""
+
+_FEEDS = {Kind.RECV_F: {Kind.FORWARD}, Kind.RECV_B: {Kind.BACKWARD, Kind.INPUT_GRADIENT}}
+_WAYS_TO_RUN = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
+# Any positive times give an order without deadlock; with these the lists are the ones that run best on real models.
+_USUAL_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRADIENT: 1.0, Kind.WEIGHT_GRADIENT: 1.0}
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One step of one rank."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the action that ``text`` spells.
+
+        Raises:
+            PlanError: if ``text`` is not a stage, a kind and a microbatch.
+        """
+        match = re.fullmatch(rf"(\d+)({'|'.join(Kind)})(\d+)", text)
+        if match is None:
+            raise PlanError(f"{text!r} is not an action; write stage, kind and microbatch, such as 0F3 or 1RECV_B2")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action with the times at which it starts and ends."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Placement = tuple[tuple[int, ...], ...]
+"""The stages whose weights each rank holds."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The computations of every rank of one pipeline for one optimizer step."""
+
+    name: str
+    """What the schedule is called on the command line."""
+    num_stages: int
+    """Stages the layers are divided into."""
+    num_microbatches: int
+    """Microbatches as the actions count them: parts, where a microbatch is cut into ``parts_per_microbatch``."""
+    actions: tuple[tuple[Action, ...], ...]
+    """Computations of each rank, in order."""
+    placement: Placement
+    parts_per_microbatch: int = 1
+    """Equal parts, by rows, that each microbatch is cut into before it enters the pipeline."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.actions)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the weights of the same stage and have to sum their gradients."""
+        return sum(map(len, self.placement)) // self.num_stages
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that ``rank`` hosts; in Chimera that of the down pipeline comes first."""
+        return self.placement[rank]
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the rank on which ``stage`` runs ``microbatch``."""
+        return self._ranks[stage, microbatch]
+
+    @cached_property
+    def _ranks(self) -> Mapping[tuple[int, int], int]:
+        return {
+            (action.stage, action.microbatch): rank
+            for rank, actions in enumerate(self.actions)
+            for action in actions
+            if action.kind is Kind.FORWARD
+        }
+
+    def replay(self, times: Mapping[Kind, float]) -> tuple[tuple[TimedAction, ...], ...]:
+        """Return every rank's actions with their times, each action starting as soon as its rank and inputs allow.
+
+        Args:
+            times: how long an action of each kind takes; communication takes no time.
+
+        Raises:
+            PlanError: if an action is missing, is listed twice or on the wrong rank, or waits for ever.
+        """
+        if problems := list(self._problems()):
+            raise PlanError(f"schedule {self.name} is not complete: {'; '.join(problems)}")
+        ends: dict[Action, float] = {}
+        lanes: list[list[TimedAction]] = [[] for _ in self.actions]
+        progress = -1
+        while progress < len(ends):
+            progress = len(ends)
+            for lane, actions in zip(lanes, self.actions, strict=True):
+                for action in islice(actions, len(lane), None):
+                    needed = inputs(action, self.num_stages)
+                    if not all(before in ends for before in needed):
+                        break
+                    start = max([lane[-1].end if lane else 0.0, *(ends[before] for before in needed)])
+                    ends[action] = start + times[action.kind]
+                    lane.append(TimedAction(action, start, ends[action]))
+        if stuck := list(self._waits(lanes, ends)):
+            raise PlanError(f"schedule {self.name} deadlocks: {'; '.join(stuck)}")
+        return tuple(map(tuple, lanes))
+
+    def _problems(self) -> Iterator[str]:
+        runs: dict[tuple[int, int], list[tuple[Kind, int]]] = defaultdict(list)
+        for rank, actions in enumerate(self.actions):
+            for action in actions:
+                runs[action.stage, action.microbatch].append((action.kind, rank))
+        for stage, microbatch in sorted({*runs, *product(range(self.num_stages), range(self.num_microbatches))}):
+            kinds = [kind for kind, _ in runs[stage, microbatch]]
+            ranks = {rank for _, rank in runs[stage, microbatch]}
+            where = f"microbatch {microbatch} on stage {stage}"
+            if not (stage < self.num_stages and microbatch < self.num_microbatches):
+                yield f"there is no {where}"
+            elif sorted(kinds) not in map(sorted, _WAYS_TO_RUN):
+                yield f"{where} runs {', '.join(kinds) or 'nothing'} instead of F, B or F, I, W"
+            elif len(ranks) > 1 or stage not in self.placement[min(ranks)]:
+                hosts = [str(rank) for rank, stages in enumerate(self.placement) if stage in stages]
+                yield f"{where} runs on rank {', '.join(map(str, sorted(ranks)))} instead of one of {', '.join(hosts)}"
+
+    def _waits(self, lanes: Sequence[Sequence[TimedAction]], done: Mapping[Action, float]) -> Iterator[str]:
+        for rank, (lane, actions) in enumerate(zip(lanes, self.actions, strict=True)):
+            for action in actions[len(lane) : len(lane) + 1]:
+                missing = [str(before) for before in inputs(action, self.num_stages) if before not in done]
+                yield f"rank {rank} waits with {action} for {' and '.join(missing)}"
+
+    def with_communication(self) -> tuple[tuple[Action, ...], ...]:
+        """Return every rank's actions with the sends and receives between them.
+
+        The lists can be run with blocking, unbuffered sends and receives: they are projections of one global order in
+        which each send and its receive are a single event. So between two ranks, too, sends and receives come in the
+        same order. No computation stands between a send and the one that made what it sends; a receive stands as late
+        as that order and its use allow. Neighbouring stages of one rank hand over without communication.
+
+        Raises:
+            PlanError: as ``replay``.
+        """
+        lists: list[list[Action]] = [[] for _ in self.actions]
+        for rank, action, ended in self._events():
+            if not ended:
+                lists[rank].append(action)
+            elif (handed_on := self._hand_over(action)) is not None:
+                send, receive = handed_on
+                peer = self.rank_of(receive.stage, receive.microbatch)
+                if peer != rank:
+                    lists[rank].append(send)
+                    lists[peer].append(receive)
+        return tuple(tuple(_receiving_late(actions)) for actions in lists)
+
+    def _events(self) -> Iterator[tuple[int, Action, bool]]:
+        """Yield rank, action and whether it has ended, at each start and each end, in clock order.
+
+        At equal times ends come first, since others start on them; and of the ends those whose receiver stands further
+        along its way, so that a rank sends before it receives.
+        """
+        events = []
+        for rank, lane in enumerate(self.replay(_USUAL_TIMES)):
+            for timed in lane:
+                stages_left = timed.action.stage * (-1 if timed.action.kind is Kind.FORWARD else 1)
+                events.append((timed.end, 0, stages_left, rank, timed.action))
+                events.append((timed.start, 1, 0, rank, timed.action))
+        for _, is_start, _, rank, action in sorted(events):
+            yield rank, action, not is_start
+
+    def _hand_over(self, action: Action) -> tuple[Action, Action] | None:
+        """Return the send that follows ``action`` and its receive; None where nobody waits for what it makes."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD and stage < self.num_stages - 1:
+            return Action(stage, Kind.SEND_F, microbatch), Action(stage + 1, Kind.RECV_F, microbatch)
+        if action.kind in _FEEDS[Kind.RECV_B] and stage > 0:
+            return Action(stage, Kind.SEND_B, microbatch), Action(stage - 1, Kind.RECV_B, microbatch)
+        return None
+
+
+def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """Return the computations that have to be done before ``action`` in a pipeline of ``num_stages``."""
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if kind is Kind.FORWARD:
+        return (Action(stage - 1, kind, microbatch),) if stage else ()
+    if kind is Kind.WEIGHT_GRADIENT:
+        return (Action(stage, Kind.INPUT_GRADIENT, microbatch),)
+    own = Action(stage, Kind.FORWARD, microbatch)
+    return (own,) if stage == num_stages - 1 else (own, Action(stage + 1, kind, microbatch))
+
+
+def _receiving_late(actions: Sequence[Action]) -> Iterator[Action]:
+    """Yield ``actions`` with every receive put off to its use or, to keep the order of messages, the next send."""
+    pending: list[Action] = []
+    for action in actions:
+        if action.kind in _FEEDS:
+            pending.append(action)
+            continue
+        due = [
+            number
+            for number, receive in enumerate(pending, start=1)
+            if action.kind in SENDS or (action.kind in _FEEDS[receive.kind] and _same_microbatch(action, receive))
+        ]
+        yield from pending[: max(due, default=0)]
+        del pending[: max(due, default=0)]
+        yield action
+
+
+def _same_microbatch(one: Action, other: Action) -> bool:
+    return (one.stage, one.microbatch) == (other.stage, other.microbatch)
+
+
+def one_stage_each(num_ranks: int) -> Placement:
+    """Return the placement of as many stages as ranks."""
+    return tuple((rank,) for rank in range(num_ranks))

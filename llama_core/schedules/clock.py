@@ -1,0 +1,76 @@
+"""The clock of a pipeline schedule: when every action runs, what the ranks wait and what they hold."""
+
+from dataclasses import dataclass
+
+from llama_core.schedules.actions import RELEASES, Kind, Schedule, TimedAction
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One optimizer step of a schedule, its times in the unit of those it was made from."""
+
+    schedule: Schedule
+    lanes: tuple[tuple[TimedAction, ...], ...]
+    """Actions of each rank, in order."""
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end."""
+        return max(lane[-1].end for lane in self.lanes)
+
+    def idle(self, rank: int) -> float:
+        """Return how long ``rank`` waits: the makespan less its own work."""
+        return self.makespan - sum(timed.end - timed.start for timed in self.lanes[rank])
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Part of the ranks' time that they wait."""
+        num_ranks = self.schedule.num_ranks
+        return sum(map(self.idle, range(num_ranks))) / (num_ranks * self.makespan)
+
+    def peak_in_flight(self, rank: int) -> float:
+        """Return the most microbatches that ``rank`` holds activations of, in units of one full stage.
+
+        It holds a microbatch from its forward to its backward or, where that is in two, to its weight gradient. A stage
+        that is one of several chunks of a full one counts as that part of it, and so does half a microbatch.
+        """
+        held = most = 0
+        for timed in self.lanes[rank]:
+            held += (timed.action.kind is Kind.FORWARD) - (timed.action.kind in RELEASES)
+            most = max(most, held)
+        return most / _actions_per_pass(self.schedule)
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    input_gradient: float | None = None,
+    weight_gradient: float | None = None,
+) -> Timeline:
+    """Return when every action of ``schedule`` runs if each starts as soon as it can and communication takes no time.
+
+    Args:
+        schedule: what to clock.
+        forward: time that one full stage (the model divided by the ranks) takes for the forward of one microbatch.
+        backward: time that it takes for the whole backward.
+        input_gradient: time of the part that the stage before waits for; half of ``backward`` if not given.
+        weight_gradient: time of the rest; half of ``backward`` if not given.
+
+    Raises:
+        PlanError: if an action is missing, is listed twice or on the wrong rank, or waits for ever.
+    """
+    times = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.INPUT_GRADIENT: backward / 2 if input_gradient is None else input_gradient,
+        Kind.WEIGHT_GRADIENT: backward / 2 if weight_gradient is None else weight_gradient,
+    }
+    parts = _actions_per_pass(schedule)
+    return Timeline(schedule, schedule.replay({kind: time / parts for kind, time in times.items()}))
+
+
+def _actions_per_pass(schedule: Schedule) -> float:
+    """Return in how many actions a microbatch passes a full stage in one direction."""
+    return schedule.num_stages / schedule.num_ranks * schedule.parts_per_microbatch

@@ -1,0 +1,56 @@
+"""All schedules by name. A new one is a ``ScheduleType`` in this table; what it costs is in ``docs/schedules.md``.
+
+Symbols there and in the files of the schedules: D ranks, N microbatches, F and B the times of one stage's forward and
+backward.
+"""
+
+from llama_core.errors import PlanError, did_you_mean
+from llama_core.schedules.actions import Schedule
+from llama_core.schedules.chimera import CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING
+from llama_core.schedules.one_way import GPIPE, INTERLEAVED, ONE_F_ONE_B
+from llama_core.schedules.traits import ScheduleType
+from llama_core.schedules.zero_bubble import ZB_H1, ZBV
+
+_SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED, CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING, ZB_H1, ZBV)
+_BY_NAME = {schedule.name: schedule for schedule in _SCHEDULES}
+
+DEFAULT_SCHEDULE = ONE_F_ONE_B.name
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return the name of every schedule."""
+    return tuple(_BY_NAME)
+
+
+def schedule_type(name: str) -> ScheduleType:
+    """Return the schedule called ``name``, with its traits.
+
+    Raises:
+        PlanError: if there is none; the message names the nearest ones.
+    """
+    if name not in _BY_NAME:
+        near = did_you_mean(name, schedule_names())
+        raise PlanError(f"schedule={name!r} is not one of {', '.join(schedule_names())}{near}")
+    return _BY_NAME[name]
+
+
+def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Return the schedule called ``name`` of one optimizer step.
+
+    Args:
+        name: one of ``schedule_names()``.
+        num_ranks: ranks of the pipeline.
+        num_microbatches: microbatches of one optimizer step, before they are cut into ``parts_per_microbatch``.
+        num_chunks: stages on each rank, for a schedule that takes them; 1 for the others, which place their own.
+
+    Raises:
+        PlanError: naming the value that is not legal and those that are.
+    """
+    schedule = schedule_type(name)
+    for size, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+        if value < 1:
+            raise PlanError(f"{size}={value} is not at least 1")
+    if num_chunks > 1 and not schedule.takes_chunks:
+        takers = ", ".join(other.name for other in _SCHEDULES if other.takes_chunks)
+        raise PlanError(f"num_chunks={num_chunks} goes with schedule={takers} alone; use 1 with {name}")
+    return schedule.build(num_ranks, num_microbatches, num_chunks)

@@ -1,0 +1,95 @@
+"""The contract of a sweep's directory: which file holds what, and what is recorded of its elements."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_core.launch.outcome import read_outcome
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+from llama_core.sweep.grid import GridValue, SweepConfig
+
+
+@dataclass(frozen=True)
+class SweepDirectory:
+    """The paths inside one sweep's directory."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The sweep's name, which is its directory's."""
+        return self.path.name
+
+    @property
+    def record(self) -> Path:
+        """The ``SweepRecord``."""
+        return self.path / "sweep.json"
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self.path / "report.html"
+
+    def run(self, element: str) -> RunDirectory:
+        """Return the run directory of an element, by its name."""
+        return RunDirectory(self.path / "runs" / element)
+
+
+@dataclass(frozen=True)
+class ElementRecord:
+    """One element of a sweep."""
+
+    name: str
+    settings: Mapping[str, GridValue]
+    """Its value of each key of the grid."""
+    skipped: str = ""
+    """Why it cannot be run; empty if it can."""
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """What a sweep consists of."""
+
+    config: Mapping[str, Any]
+    """The ``SweepConfig``."""
+    elements: tuple[ElementRecord, ...]
+
+    @property
+    def sweep_config(self) -> SweepConfig:
+        """The configuration, validated."""
+        return SweepConfig.from_mapping(self.config)
+
+    @property
+    def runnable(self) -> tuple[ElementRecord, ...]:
+        """The elements that are not skipped."""
+        return tuple(element for element in self.elements if not element.skipped)
+
+
+def write_record(sweep: SweepDirectory, record: SweepRecord) -> None:
+    """Write ``sweep.json``, whole or not at all."""
+    write_json(sweep.record, asdict(record))
+
+
+def read_record(sweep: SweepDirectory) -> SweepRecord:
+    """Return what the sweep consists of.
+
+    Raises:
+        RunDirectoryError: if the directory holds no sweep.
+    """
+    record = read_json(sweep.record)
+    return SweepRecord(record["config"], tuple(ElementRecord(**element) for element in record["elements"]))
+
+
+def is_timed(run: RunDirectory) -> bool:
+    """Return whether the run's steps have been timed to the end."""
+    return run.benchmark.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
+
+
+def unfinished(sweep: SweepDirectory) -> Iterator[RunDirectory]:
+    """Yield the runs of the elements that are not skipped and have not been timed to the end."""
+    for element in read_record(sweep).runnable:
+        run = sweep.run(element.name)
+        if not is_timed(run):
+            yield run

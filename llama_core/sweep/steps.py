@@ -1,0 +1,294 @@
+"""The steps of a sweep: prepare, validate, rehearse, submit, follow, cancel; each over the sweep's directory.
+
+The elements of a sweep are ordinary runs, so these steps are those of ``llama_core.chain`` taken for many runs at once.
+An element that cannot be run is recorded with the reason, and the others go on.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from llama_core.chain import steps
+from llama_core.chain.console import say
+from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import load_config, load_plan
+from llama_core.config.run import RunConfig
+from llama_core.errors import (
+    ConfigError,
+    EnvironmentMismatchError,
+    PlanError,
+    RunDirectoryError,
+    StoppedError,
+    TrainingFailedError,
+)
+from llama_core.launch.jobs import submission
+from llama_core.launch.jobs.handle import WORKER, JobHandle, cancel_all
+from llama_core.launch.outcome import read_outcome
+from llama_core.launch.scheduler import SharedAnswers
+from llama_core.records.directory import RunDirectory
+from llama_core.records.job import Outcome
+from llama_core.sweep.directory import (
+    ElementRecord,
+    SweepDirectory,
+    SweepRecord,
+    is_timed,
+    read_record,
+    unfinished,
+    write_record,
+)
+from llama_core.sweep.grid import Element, SweepConfig
+
+SWEEPS = Path("sweeps")
+
+CANCEL_GRACE_SECONDS = 15.0
+"""Time that jobs get to stop before they are killed: there is nothing to save."""
+LOOK_SECONDS = 1.0
+"""Time between two looks at the jobs that are followed; Slurm is asked less often."""
+
+_IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
+_FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force"}
+"""What of the base's ``launch`` a resumed sweep may change: nothing that its earlier measurements depend on."""
+
+
+def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool = False) -> SweepDirectory:
+    """Make the directory of a sweep and of each run of it, or find the one to resume.
+
+    Args:
+        config: what to run. On resume the grid may have got more or other values since.
+        sweep_dir: where; by default ``sweeps/<name>-<date>``.
+        resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
+
+    Raises:
+        RunDirectoryError: if the directory holds something else, or this sweep already and ``resume`` is not set.
+        ConfigError: if no element can be run, with the reason of each.
+    """
+    sweep = _directory(config, sweep_dir, resume=resume)
+    elements = config.elements()
+    mapping = config.model_dump()
+    write_record(sweep, SweepRecord(mapping, tuple(ElementRecord(e.name, e.settings) for e in elements)))
+    record = SweepRecord(mapping, tuple(_prepare_element(sweep, element, config.base) for element in elements))
+    write_record(sweep, record)
+    _refuse_empty(record)
+    return sweep
+
+
+def _directory(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> SweepDirectory:
+    if sweep_dir is None:
+        return (_newest_unfinished(config) if resume else None) or _new_directory(config)
+    sweep = SweepDirectory(sweep_dir)
+    if not sweep.record.exists():
+        if sweep_dir.exists() and (not sweep_dir.is_dir() or any(sweep_dir.iterdir())):
+            raise RunDirectoryError(f"{sweep_dir} holds files that are not a sweep; choose another --sweep-dir")
+        return sweep
+    if not resume:
+        raise RunDirectoryError(f"{sweep_dir} already holds a sweep; add --resume to continue it")
+    if not _continues(config, sweep):
+        raise RunDirectoryError(
+            f"{sweep_dir} holds a sweep of another base or over other keys; choose another --sweep-dir"
+        )
+    return sweep
+
+
+def _newest_unfinished(config: SweepConfig) -> SweepDirectory | None:
+    records = sorted(SWEEPS.glob(f"{config.name}-*/sweep.json"), key=lambda path: path.stat().st_mtime)
+    sweeps = (SweepDirectory(path.parent) for path in reversed(records))
+    return next((sweep for sweep in sweeps if _continues(config, sweep) and any(unfinished(sweep))), None)
+
+
+def _continues(config: SweepConfig, sweep: SweepDirectory) -> bool:
+    there = read_record(sweep).sweep_config
+    return (there.name, _measured(there.base), list(there.grid)) == (
+        config.name,
+        _measured(config.base),
+        list(config.grid),
+    )
+
+
+def _measured(base: RunConfig) -> dict[str, object]:
+    return base.model_dump(exclude={"tracking": True, "launch": _FREE_TO_CHANGE})
+
+
+def _new_directory(config: SweepConfig) -> SweepDirectory:
+    name = f"{config.name}-{datetime.now(UTC):%Y%m%d}"
+    paths = (SWEEPS / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    return SweepDirectory(next(path for path in paths if not path.exists()))
+
+
+def _prepare_element(sweep: SweepDirectory, element: Element, base: RunConfig) -> ElementRecord:
+    run = sweep.run(element.name)
+    record = ElementRecord(element.name, element.settings)
+    if is_timed(run):
+        return record
+    try:
+        prepare_run(element.config(base), run.path, resume=run.config.exists())
+        steps.estimate(run)
+    except _IMPOSSIBLE as error:
+        return replace(record, skipped=str(error))
+    return record
+
+
+def _refuse_empty(record: SweepRecord) -> None:
+    if not record.runnable:
+        raise ConfigError(*(f"{element.name}: {element.skipped}" for element in record.elements))
+
+
+def validate(sweep: SweepDirectory) -> None:
+    """Check this machine, and Slurm, once for each group of elements that ask for the same.
+
+    Raises:
+        EnvironmentMismatchError: naming everything that keeps them from starting.
+    """
+    for runs in _groups(list(unfinished(sweep))):
+        steps.validate(runs[0])
+
+
+def rehearse(sweep: SweepDirectory) -> None:
+    """Take a step of every element on fake tensors; one that turns out not to fit is skipped from then on.
+
+    Raises:
+        ConfigError: if no element is left, with the reason of each.
+    """
+    record = read_record(sweep)
+    for element in record.runnable:
+        run = sweep.run(element.name)
+        if run.dry_run.exists() or is_timed(run):
+            continue
+        try:
+            rehearsed = steps.rehearse(run)
+        except _IMPOSSIBLE as error:
+            run.dry_run.unlink(missing_ok=True)  # a resumed sweep looks again, as it does at what was skipped before
+            record = _with_skipped(record, element, str(error))
+            write_record(sweep, record)
+            say("dry-run", f"{element.name}: skipped: {error}")
+        else:
+            say("dry-run", f"{element.name}: {rehearsed.summary() if rehearsed else steps.NOT_REHEARSED}")
+    _refuse_empty(record)
+
+
+def _with_skipped(record: SweepRecord, element: ElementRecord, reason: str) -> SweepRecord:
+    skipped = replace(element, skipped=reason)
+    return replace(record, elements=tuple(skipped if e == element else e for e in record.elements))
+
+
+def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobHandle]:
+    """Hand what is neither finished nor at work to Slurm, a job array for each group that asks for the same.
+
+    Elements of the local launcher are left to ``follow``, which runs them one after the other.
+
+    Args:
+        sweep: the sweep.
+        worker: the command line that every rank runs.
+
+    Returns:
+        The jobs at work on the sweep, those that were found there included.
+
+    Raises:
+        RunDirectoryError, EnvironmentMismatchError: if a job cannot be started.
+    """
+    ask = SharedAnswers()
+    jobs = attach(sweep, ask)
+    at_work = {job.run.name for job in jobs}
+    # Looking for their jobs has concluded those that ended while nobody waited.
+    waiting = [run for run in unfinished(sweep) if run.name not in at_work and _launcher(run) == "slurm"]
+    for runs in _groups(waiting):
+        with_configs = [(run, load_config(run)) for run in runs]
+        num_ranks = load_plan(runs[0]).world_size
+        jobs += submission.submit_array(sweep.path, with_configs, num_ranks, "benchmark", worker=worker, ask=ask)
+    return jobs
+
+
+def attach(sweep: SweepDirectory, ask: SharedAnswers | None = None) -> list[JobHandle]:
+    """Return the jobs at work on the sweep, whoever submitted them."""
+    ask = ask or SharedAnswers()
+    found = (submission.attach(run, ask) for run in unfinished(sweep))
+    return [job for job in found if job is not None]
+
+
+def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
+    """Follow what Slurm runs, and run what is left to this machine, to the end.
+
+    An element that fails is a result like any other. An interrupt (Ctrl-C) stops all jobs first.
+
+    Args:
+        sweep: the sweep.
+        jobs: those at work on it, as ``submit`` returns them.
+
+    Raises:
+        TrainingFailedError: if no element could be timed, with the reasons.
+        StoppedError: if the sweep was interrupted, or jobs of it were cancelled.
+    """
+    try:
+        _wait(jobs)
+        for run in [run for run in unfinished(sweep) if _launcher(run) == "local"]:
+            job = steps.submit(run, only="benchmark")
+            _wait([job] if job else [])
+            if read_outcome(run).status == "cancelled":
+                break
+    except KeyboardInterrupt:
+        say("stopping", "every job of the sweep")
+        cancel(sweep)
+        raise _stopped(sweep) from None
+    _check_ends(sweep)
+
+
+def _wait(jobs: Sequence[JobHandle]) -> None:
+    while jobs:
+        alive = [job for job in jobs if job.is_running()]
+        for job in jobs:
+            if job not in alive:
+                _say_end(job.run, job.wait())
+        jobs = alive
+        if jobs:
+            time.sleep(LOOK_SECONDS)
+
+
+def _say_end(run: RunDirectory, outcome: Outcome) -> None:
+    came_out = steps.benchmark(run).summary() if is_timed(run) else f"{outcome.status}, {outcome.reason}"
+    say("element", f"{run.name}: {came_out}")
+
+
+def _check_ends(sweep: SweepDirectory) -> None:
+    left = {run.name: read_outcome(run) for run in unfinished(sweep) if run.outcome.exists()}
+    if any(outcome.status == "cancelled" for outcome in left.values()):
+        raise _stopped(sweep)
+    if len(left) == len(read_record(sweep).runnable):
+        ends = (f"{name}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
+        raise TrainingFailedError(f"no element could be timed; {'; '.join(ends)}")
+
+
+def cancel(sweep: SweepDirectory) -> int:
+    """End every job of the sweep, and return how many there were; what has been timed stays."""
+    return len(cancel_all(attach(sweep), CANCEL_GRACE_SECONDS))
+
+
+def records(sweep: SweepDirectory) -> dict[str, Any]:
+    """Return what is known of each element: its settings, why it was skipped, and what its run has recorded."""
+    elements = [
+        asdict(element) | ({} if element.skipped else steps.records(sweep.run(element.name)))
+        for element in read_record(sweep).elements
+    ]
+    return {"sweep_dir": str(sweep.path), "elements": elements}
+
+
+def _stopped(sweep: SweepDirectory) -> StoppedError:
+    timed = sum(is_timed(sweep.run(element.name)) for element in read_record(sweep).runnable)
+    return StoppedError(
+        f"stopped with {timed} elements timed; continue with: training-infra sweep --sweep-dir {sweep.path} --resume"
+    )
+
+
+def _launcher(run: RunDirectory) -> str:
+    return load_config(run).launch.launcher
+
+
+def _groups(runs: Sequence[RunDirectory]) -> list[list[RunDirectory]]:
+    """Return the runs in groups that ask for the same machines."""
+    groups: dict[tuple[str, int], list[RunDirectory]] = {}
+    for run in runs:
+        key = (load_config(run).launch.model_dump_json(), load_plan(run).world_size)
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())

@@ -1,0 +1,110 @@
+"""What a run directory holds for a report, and in one sentence each what it does not hold yet."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import pandas as pd
+import pyarrow as pa
+
+from llama_core.config.run import parse_yaml
+from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+from llama_core.records.job import JobRecord, Outcome
+from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.records.metrics import read_metrics
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """A run's records; None where there is nothing to read, with the reason in ``missing``."""
+
+    steps: pd.DataFrame
+    """One row for each ``StepRecord``; empty where there are none."""
+    config: Record | None
+    plan: Record | None
+    environment: Record | None
+    estimate: Record | None
+    dry_run: Record | None
+    job: JobRecord | None
+    heartbeat: StepRecord | None
+    training: TrainingSummary | None
+    benchmark: BenchmarkRecord | None
+    outcome: Outcome | None
+    missing: Mapping[str, str]
+    """A sentence for each field above that has nothing to show, by its name."""
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> Self:
+        """Read everything that ``run`` has written so far. A damaged file counts as missing."""
+        missing: dict[str, str] = {}
+
+        def load(field: str, what: str, path: Path, parse: Callable[[Path], T]) -> T | None:
+            if not path.exists():
+                missing[field] = f"No {what} yet: {path.name} has not been written."
+                return None
+            try:
+                return parse(path)
+            except _DAMAGE as error:
+                missing[field] = f"No {what} to show: {path.name} is damaged ({' '.join(str(error).split())})."
+                return None
+
+        steps = load("steps", "metrics", run.metrics, lambda _: read_metrics(run).to_pandas())
+        if steps is None:
+            steps = pd.DataFrame(columns=[field.name for field in fields(StepRecord)])
+        elif steps.empty:
+            missing["steps"] = "No metrics yet: no part of metrics has been written."
+        return cls(
+            steps=steps,
+            config=load("config", "configuration", run.config, _read_yaml),
+            plan=load("plan", "plan", run.plan, read_json),
+            environment=load("environment", "check of the environment", run.environment, read_json),
+            estimate=load("estimate", "memory estimate", run.estimate, _read_profile),
+            dry_run=load("dry_run", "dry run", run.dry_run, _read_profile),
+            job=load("job", "job", run.job, lambda path: JobRecord(**read_json(path))),
+            heartbeat=load("heartbeat", "heartbeat", run.heartbeat, lambda path: StepRecord(**read_json(path))),
+            training=load(
+                "training", "training summary", run.training, lambda path: TrainingSummary(**read_json(path))
+            ),
+            benchmark=load("benchmark", "benchmark", run.benchmark, lambda path: BenchmarkRecord(**read_json(path))),
+            outcome=load("outcome", "outcome", run.outcome, lambda path: Outcome(**read_json(path))),
+            missing=missing,
+        )
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Most memory that training held above what was held before the model was built."""
+        if self.training is None:
+            return None
+        return self.training.memory_peak_bytes - self.training.memory_baseline_bytes
+
+    @property
+    def predictions(self) -> Iterator[tuple[str, str, Record | None]]:
+        """How each prediction of the peak memory was made, the field it is in, and its profile."""
+        yield "estimated", "estimate", self.estimate
+        yield "rehearsed", "dry_run", self.dry_run
+
+    def setting(self, section: str, key: str) -> Any:
+        """Return a value of the configuration, or None where it is not known."""
+        settings = (self.config or {}).get(section)
+        return settings.get(key) if isinstance(settings, dict) else None
+
+
+_DAMAGE = (RunDirectoryError, ConfigError, OSError, ValueError, LookupError, TypeError, pa.ArrowException)
+"""What reading a file raises when it was cut short, edited, or written by another version."""
+
+
+def _read_yaml(path: Path) -> Record:
+    return dict(parse_yaml(path.read_text(encoding="utf-8"), path.name))
+
+
+def _read_profile(path: Path) -> Record:
+    record = read_json(path)
+    if sum(dict(record["phases"][record["peak_phase"]]).values()) != record["peak_bytes"]:
+        raise ValueError("the categories of its peak phase do not add up to its peak")
+    return record

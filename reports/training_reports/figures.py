@@ -1,0 +1,261 @@
+"""Figures of a run: pure functions from its records to Plotly figures.
+
+``steps`` is a table with one row per optimizer step and the columns of ``StepRecord``; a value that was not measured
+is NaN there and leaves a gap in its line. Series colours keep a contrast of 3:1 on white and on near-black; the
+colours of text and grid belong to the page.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from llama_core.records.measurements import BenchmarkRecord
+from llama_core.units import GIB, MIB
+
+BLUE, ORANGE, TEAL, PURPLE = "#4078c0", "#cf7320", "#2f9494", "#8f67b8"
+RED, OLIVE, PINK, GREY = "#cf4b4b", "#8a8a3c", "#c25d93", "#7c8591"
+
+CATEGORY_COLORS = {
+    "weights": BLUE,
+    "gradients": ORANGE,
+    "moments": TEAL,
+    "activations": PURPLE,
+    "loss": RED,
+    "communication": OLIVE,
+    "temporaries": PINK,
+}
+"""Colour of each memory category, in the order they are stacked."""
+
+MEASURED = "all categories"
+"""Name of the bar of a measurement."""
+
+MAX_MARKED_STEPS = 60
+"""Steps up to which each one is marked by a dot; the dots of more would hide the line."""
+
+Profile = Mapping[str, Any]
+"""A memory profile as ``estimate.json`` and ``dry_run.json`` hold it: ``phases``, ``peak_phase``, ``peak_bytes``."""
+
+
+def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entropy: float | None = None) -> go.Figure:
+    """Return training and held-out loss by step, with the entropies of the corpus as lines to get below.
+
+    A skipped step is marked at its loss, or where that is not finite at the nearest finite one.
+    """
+    figure = styled_figure("loss (nats per token)")
+    _add_line(figure, steps["step"], steps["loss"], "training", color=BLUE, hover="%{y:.4f}")
+    held_out = steps[steps["eval_loss"].notna()]
+    if not held_out.empty:
+        _add_line(
+            figure, held_out["step"], held_out["eval_loss"], "held-out", color=ORANGE, hover="%{y:.4f}", marked=True
+        )
+    skipped = steps[steps["skipped"].astype(bool)]
+    if not skipped.empty:
+        finite = steps["loss"].where(steps["loss"].abs() < float("inf"))
+        figure.add_scatter(
+            x=skipped["step"],
+            y=finite.ffill().bfill().fillna(0.0)[skipped.index],
+            name="skipped step",
+            mode="markers",
+            marker={"color": RED, "symbol": "x", "size": 9},
+            hovertemplate="not finite, update left out",
+        )
+    for entropy, name, dash in ((unigram_entropy, "unigram", "dash"), (bigram_entropy, "bigram", "dot")):
+        if entropy is not None:
+            _add_level(figure, entropy, f"byte-{name} entropy {entropy:.3f}", GREY, dash)
+    _label_steps(figure, steps)
+    return figure
+
+
+def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
+    """Return the learning rate above the global gradient norm before clipping, by step; both are pure numbers."""
+    figure = styled_figure("", rows=2)
+    _add_line(figure, steps["step"], steps["learning_rate"], "learning rate", color=BLUE, hover="%{y:.3g}", row=1)
+    _add_line(figure, steps["step"], steps["grad_norm"], "gradient norm", color=TEAL, hover="%{y:.4g}", row=2)
+    figure.update_yaxes(title_text="learning rate", rangemode="tozero", exponentformat="power", row=1)
+    figure.update_yaxes(title_text="gradient norm", rangemode="tozero", row=2)
+    figure.update_layout(showlegend=False)
+    _label_steps(figure, steps, lowest_row=2)
+    return figure
+
+
+def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) -> go.Figure:
+    """Return tokens/s of every step, with the benchmark's median as a line and the span of its quartiles as a band."""
+    figure = styled_figure("throughput (tokens/s)")
+    _add_line(
+        figure, steps["step"], steps["tokens_per_second"], "training steps", color=BLUE, hover="%{y:,.0f} tokens/s"
+    )
+    if benchmark is not None:
+        slow, fast = throughput_quartiles(benchmark)
+        figure.add_hrect(
+            slow,
+            fast,
+            name="benchmark, middle half",
+            showlegend=True,
+            fillcolor=ORANGE,
+            opacity=0.3,
+            line_width=0,
+        )
+        median = benchmark.tokens_per_second
+        _add_level(figure, median, f"benchmark, median {median:,.0f}", ORANGE, "solid")
+    figure.update_yaxes(rangemode="tozero", tickformat="~s")
+    _label_steps(figure, steps)
+    return figure
+
+
+def throughput_quartiles(benchmark: BenchmarkRecord) -> tuple[float, float]:
+    """Return the tokens/s between which the middle half of the timed steps lies."""
+    rates = benchmark.tokens_per_step / pd.Series(benchmark.step_seconds, dtype=float)
+    return float(rates.quantile(0.25)), float(rates.quantile(0.75))
+
+
+def step_time(steps: pd.DataFrame) -> go.Figure:
+    """Return the seconds of every step as a stack: its three measured parts and what they leave of the whole."""
+    measured = {
+        "forward + backward": (steps["forward_backward_seconds"], BLUE),
+        "optimizer": (steps["optimizer_seconds"], TEAL),
+        "waiting for data": (steps["data_seconds"], ORANGE),
+    }
+    rest = steps["step_seconds"] - sum(seconds for seconds, _ in measured.values())
+    # The parts are timed by clocks of their own and may exceed the whole by a hair; a stack cannot go down.
+    parts = measured | {"everything else": (rest.clip(lower=0.0), GREY)}
+    figure = styled_figure("time (s per step)")
+    for name, (seconds, color) in parts.items():
+        _add_line(figure, steps["step"], seconds, name, color=color, hover="%{y:.3f} s", stack="step")
+    figure.update_yaxes(rangemode="tozero")
+    _label_steps(figure, steps)
+    return figure
+
+
+def memory_by_step(steps: pd.DataFrame) -> go.Figure:
+    """Return the memory held at the end of every step and the most held until then."""
+    size, unit = memory_unit(steps["memory_peak_bytes"].max())
+    figure = styled_figure(f"memory ({unit})")
+    # The peak comes last and is dotted: where the two are equal, both can still be seen.
+    for column, name, color, dash in (("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")):
+        held = steps[f"memory_{column}_bytes"] / size
+        _add_line(figure, steps["step"], held, name, color=color, hover=f"%{{y:.3f}} {unit}", dash=dash)
+    figure.update_yaxes(rangemode="tozero")
+    _label_steps(figure, steps)
+    return figure
+
+
+def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, measured_bytes: float | None) -> go.Figure:
+    """Return the peaks that were estimated, rehearsed and measured as bars side by side; what is None has no bar.
+
+    The two predictions are stacked by category at their peak phase, so that each stack is as long as its
+    ``peak_bytes``. A measurement knows no categories and is one bar.
+    """
+    profiles = {
+        label: profile for label, profile in (("estimated", estimated), ("rehearsed", rehearsed)) if profile is not None
+    }
+    peaks = {label: profile["peak_bytes"] for label, profile in profiles.items()}
+    if measured_bytes is not None:
+        peaks["measured"] = measured_bytes
+    size, unit = memory_unit(max(peaks.values(), default=0))
+    rows = {label: f"{label}<br><b>{peak / size:.2f} {unit}</b>" for label, peak in peaks.items()}
+
+    figure = styled_figure("")
+    stacks = {label: profile["phases"][profile["peak_phase"]] for label, profile in profiles.items()}
+    categories = dict.fromkeys([*CATEGORY_COLORS, *(category for stack in stacks.values() for category in stack)])
+    for category in categories:
+        num_bytes = {label: stack.get(category, 0) for label, stack in stacks.items()}
+        if any(num_bytes.values()):
+            color = CATEGORY_COLORS.get(category, GREY)
+            _add_bar(figure, {rows[label]: value / size for label, value in num_bytes.items()}, category, color, unit)
+    if measured_bytes is not None:
+        _add_bar(figure, {rows["measured"]: measured_bytes / size}, MEASURED, GREY, unit)
+    figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", uniformtext={"minsize": 11, "mode": "hide"})
+    figure.update_xaxes(title_text=f"peak memory of one rank ({unit})", rangemode="tozero", showgrid=True)
+    figure.update_yaxes(
+        autorange="reversed",
+        showgrid=False,
+        ticklabelstandoff=8,
+        categoryorder="array",
+        categoryarray=list(rows.values()),
+    )
+    return figure
+
+
+def memory_unit(num_bytes: float) -> tuple[int, str]:
+    """Return the unit in which a number of bytes reads well, as bytes and by name."""
+    return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
+
+
+def styled_figure(y_title: str, rows: int = 1) -> go.Figure:
+    """Return an empty figure in the style of the page, its rows one above the other over the same x."""
+    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.12)
+    figure.update_layout(
+        template="none",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 12},
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        hovermode="x unified",
+        hoverlabel={"bgcolor": "#ffffff", "font": {"color": "#1c2024"}},
+    )
+    figure.update_xaxes(automargin=True, showgrid=False, zeroline=False, title_font_size=13)
+    figure.update_yaxes(automargin=True, zeroline=False, title={"text": y_title, "font": {"size": 13}})
+    return figure
+
+
+def _add_line(
+    figure: go.Figure,
+    x: "pd.Series[Any]",
+    y: "pd.Series[Any]",
+    name: str,
+    *,
+    color: str,
+    hover: str,
+    marked: bool = False,
+    dash: str | None = None,
+    stack: str | None = None,
+    row: int | None = None,
+) -> None:
+    # The dots of a stack would blot its thin parts, but a single step has no area to show.
+    most_marked = MAX_MARKED_STEPS if stack is None else 1
+    line = go.Scatter(
+        x=x,
+        y=y,
+        name=name,
+        mode="lines+markers" if marked or len(x) <= most_marked else "lines",
+        line={"color": color, "width": 1.8 if stack is None else 0, "dash": dash},
+        marker={"size": 8 if marked else 4},
+        stackgroup=stack,
+        fillcolor=None if stack is None else color,
+        hovertemplate=hover,
+    )
+    figure.add_trace(line, row=row, col=None if row is None else 1)
+
+
+def _add_level(figure: go.Figure, y: float, name: str, color: str, dash: str) -> None:
+    figure.add_hline(y, name=name, showlegend=True, line={"color": color, "width": 1.8, "dash": dash})
+
+
+def _add_bar(figure: go.Figure, lengths: Mapping[str, float], name: str, color: str, unit: str) -> None:
+    # A mapping rather than keywords, whose annotations know only numbers as y.
+    bar = {
+        "type": "bar",
+        "x": list(lengths.values()),
+        "y": list(lengths),
+        "orientation": "h",
+        "name": name,
+        "showlegend": name != MEASURED,
+        "marker": {"color": color},
+        "text": [name] * len(lengths),
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "textfont": {"color": "#ffffff"},
+        "hovertemplate": f"{name}: %{{x:.3f}} {unit}<extra></extra>",
+    }
+    figure.add_trace(bar)
+
+
+def _label_steps(figure: go.Figure, steps: pd.DataFrame, lowest_row: int = 1) -> None:
+    """Name the lowest axis of steps; few steps get a tick each, lest the axis shows halves of a step."""
+    figure.update_xaxes(tickformat="d", dtick=1 if len(steps) <= 10 else None)
+    figure.update_xaxes(title_text="optimizer step", row=lowest_row)

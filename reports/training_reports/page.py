@@ -1,0 +1,344 @@
+"""The report of one run: a single HTML file, made from the run directory alone, that opens offline."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now
+from llama_core.units import format_bytes, format_count, format_duration
+from training_reports import figures
+from training_reports.contents import Record, RunContents
+from training_reports.layout import NOTHING, STATUS_STYLE, Panel, card, header, panels, section, write_page
+from training_reports.markup import Markup, details, element, paragraphs, table
+
+MEASURES = {"cpu": "the process's resident set", "cuda": "what the CUDA allocator has handed out"}
+"""What the memory of a step is, by device."""
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Write the report of ``run`` as it stands and return its path.
+
+    What the run has not written yet, or left damaged, is said in its place in one line.
+
+    Raises:
+        RunDirectoryError: if there is no such directory, or the page cannot be written there.
+    """
+    if not run.path.is_dir():
+        raise RunDirectoryError(f"{str(run.path)!r} is not a directory; name one that a run has written")
+    contents = RunContents.read(run)
+    body = (
+        _header(run, contents),
+        *_what_to_do(run, contents),
+        _cards(contents),
+        _panels(contents),
+        _environment(contents),
+        *_attempts(contents),
+        _settings(contents),
+        element("footer", f"Written {now()} from ", element("code", str(run.path))),
+    )
+    return write_page(run.report, f"{run.name} · training report", body)
+
+
+def _header(run: RunDirectory, contents: RunContents) -> Markup:
+    outcome, steps = contents.outcome, contents.steps
+    status, style = "no outcome yet", "idle"
+    if outcome is not None:
+        status, style = outcome.status, STATUS_STYLE.get(outcome.status, "bad")
+    done = _last(steps, "step") if outcome is None else outcome.step
+    planned = _last(steps, "total_steps") or contents.setting("training", "steps")
+    facts = {
+        "Model": (contents.config or {}).get("model"),
+        "Steps": done if planned is None or done is None else f"{done} of {planned}",
+        "Tokens": None if steps.empty else format_count(_last(steps, "tokens")),
+        "Time in steps": None if steps.empty else format_duration(steps["step_seconds"].sum()),
+        "Measured on": contents.benchmark and contents.benchmark.device,
+    }
+    return header(run.name, status, style, facts)
+
+
+def _what_to_do(run: RunDirectory, contents: RunContents) -> Iterator[Markup]:
+    """Yield what happened and what to try next, unless the run finished."""
+    outcome = contents.outcome
+    if outcome is None:
+        command = f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume"
+        yield element(
+            "section",
+            element("h2", contents.missing["outcome"]),
+            paragraphs(_last_signs(contents)),
+            element("p", "If nothing is at work on it any more, continue it: ", element("code", command)),
+            class_="callout idle",
+        )
+    elif outcome.status != "finished":
+        yield element(
+            "section",
+            element("h2", f"Ended as {outcome.status} after step {outcome.step}, {outcome.ended_at}"),
+            element("p", outcome.reason),
+            element(
+                "p", element("strong", "Next: "), outcome.next_action or "read the ranks' logs in the run directory"
+            ),
+            class_=f"callout {STATUS_STYLE.get(outcome.status, 'bad')}",
+        )
+
+
+def _last_signs(contents: RunContents) -> Iterator[str]:
+    job, latest = contents.job, contents.heartbeat
+    if job is not None:
+        yield f"Job {job.job_id} ({job.launcher}) was submitted from {job.host}, {job.submitted_at}."
+    if latest is not None:
+        seen = datetime.fromtimestamp(latest.time, UTC).isoformat(timespec="seconds")
+        yield f"Last sign of life: step {latest.step} with a loss of {latest.loss:.4f}, {seen}."
+
+
+def _cards(contents: RunContents) -> Markup:
+    cards = (_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents))
+    return element("section", *cards, class_="cards", aria_label="Headline numbers")
+
+
+def _held_out_loss(contents: RunContents) -> Markup:
+    training, steps = contents.training, contents.steps
+    if training is None:
+        evaluated = steps[steps["eval_loss"].notna()]
+        loss = _last(evaluated, "eval_loss")
+        newest = "None evaluated yet." if loss is None else f"The newest, after step {_last(evaluated, 'step')}."
+        lines = [newest, contents.missing["training"]]
+    elif training.eval_loss is None:
+        loss, lines = None, ["No held-out documents were evaluated."]
+    else:
+        loss = training.eval_loss
+        entropies = (("unigram", training.unigram_entropy), ("bigram", training.bigram_entropy))
+        lines = [
+            f"{_against(loss, entropy)} the byte-{name} entropy of {entropy:.3f}."
+            for name, entropy in entropies
+            if entropy is not None
+        ] or ["No byte entropies to compare with: the tokenizer is not the byte one."]
+        lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
+    return card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
+
+
+def _against(loss: float, entropy: float) -> str:
+    return f"{abs(loss - entropy):.3f} {'below' if loss < entropy else 'above'}"
+
+
+def _throughput(contents: RunContents) -> Markup:
+    benchmark, rates = contents.benchmark, contents.steps["tokens_per_second"]
+    value = None if rates.empty else f"{rates.median():,.0f}"
+    if benchmark is not None:
+        slow, fast = figures.throughput_quartiles(benchmark)
+        value = f"{benchmark.tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
+        lines = [
+            f"Median ± half the interquartile range of {len(benchmark.step_seconds)} timed steps,"
+            f" after {benchmark.warmup_steps} to warm up.",
+            f"{benchmark.median_seconds:.3f} s per step of {benchmark.tokens_per_step:,} tokens.",
+        ]
+    else:
+        lines = [contents.missing["benchmark"]]
+        if not rates.empty:
+            lines.insert(0, f"Median of the {len(rates)} training steps.")
+    return card("Throughput", value, "tokens/s", lines)
+
+
+def _mfu(contents: RunContents) -> Markup:
+    title, benchmark, steps = "Model FLOP/s utilisation", contents.benchmark, contents.steps
+    if benchmark is None and steps.empty:
+        return card(title, None, "", [contents.missing["benchmark"]])
+    mfu = steps["mfu"].median() if benchmark is None else benchmark.mfu
+    if mfu is None or pd.isna(mfu):
+        return card(title, None, "", ["No MFU: the peak rate of this device is not known."])
+    source = "training" if benchmark is None else "timed"
+    return card(
+        title,
+        f"{mfu:.1%}",
+        "MFU",
+        [f"Share of the peak rate in the {source} steps; attention is counted in full, recomputation is not."],
+    )
+
+
+def _peak_memory(contents: RunContents) -> Markup:
+    measured = contents.measured_bytes
+    lines = [
+        contents.missing[field]
+        if profile is None
+        else f"{how.capitalize()} {format_bytes(profile['peak_bytes'])}{_error(profile, measured)}."
+        for how, field, profile in contents.predictions
+    ]
+    if measured is None:
+        return card("Peak memory", None, "", [contents.missing["training"], *lines])
+    value, unit = format_bytes(measured).split(" ")
+    return card("Peak memory", value, f"{unit} measured", lines)
+
+
+def _error(profile: Record, measured: int | None) -> str:
+    """Return how far a prediction is from what was measured, such as ``' (+4.5 %)'``."""
+    return f" ({100 * (profile['peak_bytes'] / measured - 1):+.1f} %)" if measured else ""
+
+
+def _panels(contents: RunContents) -> Markup:
+    first, *others = _panels_by_step(contents)
+    return panels([first, _comparison_panel(contents), *others])
+
+
+def _panels_by_step(contents: RunContents) -> list[Panel]:
+    steps, training, benchmark = contents.steps, contents.training, contents.benchmark
+    if steps.empty:
+        return [Panel("Training by step", None, "", [contents.missing["steps"]], wide=True)]
+    entropies = (training.unigram_entropy, training.bigram_entropy) if training else (None, None)
+    first, last = steps.iloc[0], steps.iloc[-1]
+    span = f"Steps {first['step']} to {last['step']}"
+    shares = _time_shares(steps)
+    return [
+        Panel(
+            "Loss",
+            figures.loss(steps, *entropies),
+            f"{span}: training loss from {first['loss']:.4f} to {last['loss']:.4f} nats per token.",
+            list(_loss_notes(steps, *entropies)),
+            wide=True,
+        ),
+        Panel(
+            "Throughput",
+            figures.throughput(steps, benchmark),
+            f"{span}: median {steps['tokens_per_second'].median():,.0f} tokens/s.",
+            ["Tokens of all devices together." if benchmark else contents.missing["benchmark"]],
+        ),
+        Panel("Where the time of a step goes", figures.step_time(steps), f"{span}. {shares}", [shares]),
+        Panel(
+            "Learning rate and gradient norm",
+            figures.learning_rate_and_gradient_norm(steps),
+            f"{span}: learning rate up to {steps['learning_rate'].max():.3g}, "
+            f"median gradient norm {steps['grad_norm'].median():.4g}.",
+            ["The gradient norm is the global one, before clipping."],
+        ),
+        Panel(
+            "Memory by step",
+            figures.memory_by_step(steps),
+            f"{span}: up to {format_bytes(steps['memory_peak_bytes'].max())}.",
+            [f"Memory is {_measure(contents)}, with all that was held before the model was built."],
+        ),
+    ]
+
+
+def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None) -> Iterator[str]:
+    if unigram is not None and bigram is not None:
+        yield (
+            "The byte-unigram entropy is the loss of knowing only how frequent each byte is; the byte-bigram entropy,"
+            " of knowing the byte before as well."
+        )
+    skipped = int(steps["skipped"].sum())
+    if skipped:
+        yield f"Updates left out because the loss or the gradient was not finite: {skipped}."
+
+
+def _time_shares(steps: pd.DataFrame) -> str:
+    parts = {"forward + backward": "forward_backward", "optimizer": "optimizer", "waiting for data": "data"}
+    whole = steps["step_seconds"].sum()
+    shares = (f"{name} {steps[f'{column}_seconds'].sum() / whole:.1%}" for name, column in parts.items())
+    return f"Of the time of all steps: {', '.join(shares)}."
+
+
+def _comparison_panel(contents: RunContents) -> Panel:
+    measured = contents.measured_bytes
+    peaks = [
+        f"{how} {format_bytes(profile['peak_bytes'])} in the {profile['peak_phase']} phase{_error(profile, measured)}"
+        for how, _, profile in contents.predictions
+        if profile is not None
+    ]
+    notes = [contents.missing[field] for _, field, profile in contents.predictions if profile is None]
+    if measured is None:
+        notes.append(contents.missing["training"])
+    else:
+        peaks.append(f"measured {format_bytes(measured)}")
+        notes.append(f"Measured is the peak of {_measure(contents)}, above what it was before the model was built.")
+        if contents.setting("launch", "device") != "cuda":
+            notes.append(
+                "A resident set also counts freed memory that the process keeps and libraries it loads on the way,"
+                " which the predictions leave out."
+            )
+    figure, summary = None, ", ".join(peaks)
+    if peaks:
+        figure = figures.memory_comparison(contents.estimate, contents.dry_run, measured)
+        notes.insert(0, f"Peaks: {summary}.")
+    return Panel("Peak memory: estimated, rehearsed, measured", figure, summary, notes + _fit(contents), wide=True)
+
+
+def _fit(contents: RunContents) -> list[str]:
+    estimate = contents.estimate or {}
+    if not {"fits", "usable_bytes", "device", "notes"} <= estimate.keys():
+        return []
+    verdict = "fits" if estimate["fits"] else "does not fit"
+    usable = f"{format_bytes(estimate['usable_bytes'])} usable of {estimate['device']}"
+    return [f"The estimate {verdict} the {usable}.", *(f"On the estimate: {note}." for note in estimate["notes"])]
+
+
+def _measure(contents: RunContents) -> str:
+    either = f"{MEASURES['cuda']}, or on the CPU {MEASURES['cpu']}"
+    return MEASURES.get(str(contents.setting("launch", "device")), either)
+
+
+def _environment(contents: RunContents) -> Markup:
+    environment = contents.environment
+    if environment is None:
+        return section("Environment", element("p", contents.missing["environment"], class_="note"))
+    findings = [
+        element("li", element("strong", kind, class_=style), f": {text}")
+        for kind, style in (("error", "bad"), ("warning", "warn"))
+        for text in environment.get(f"{kind}s", ())
+    ]
+    found = element("ul", *findings) if findings else element("p", "No errors and no warnings.", class_="note")
+    facts = [(name, _show(value)) for name, value in environment.get("facts", {}).items()]
+    return section("Environment", found, details("What was found", table(("Fact", "Value"), facts)))
+
+
+def _attempts(contents: RunContents) -> Iterator[Markup]:
+    attempts = contents.outcome.attempts if contents.outcome else ()
+    if len(attempts) > 1:
+        keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
+        rows = [(str(number), *(_show(attempt.get(key)) for key in keys)) for number, attempt in enumerate(attempts, 1)]
+        yield section("Attempts", table(("Attempt", *(_words(key) for key in keys)), rows))
+
+
+def _settings(contents: RunContents) -> Markup:
+    defaults = _flat(RunConfig().model_dump())
+    folded = []
+    for field, title, record in (("config", "Settings", contents.config), ("plan", "Plan", contents.plan)):
+        if record is None:
+            folded.append(element("p", contents.missing[field], class_="note"))
+            continue
+        values = _flat(record)
+        changed = [key for key, value in values.items() if field == "config" and value != defaults.get(key, value)]
+        note = f"{len(changed)} of {len(values)} differ from their defaults" if field == "config" else ""
+        rows = [(key, _show(value)) for key, value in values.items()]
+        folded.append(details(title, table(("Key", "Value"), rows, emphasised=changed), note=note))
+    return section("Configuration", *folded)
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in record.items():
+        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
+
+
+def _show(value: object) -> str:
+    """Return a value as it is written in a table."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or NOTHING
+    return str(value)
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
+def _last(rows: pd.DataFrame, column: str) -> Any:
+    return None if rows.empty else rows[column].iloc[-1]

@@ -1,0 +1,91 @@
+"""Figures of a sweep: its elements as bars below each other, each labelled by what is special about it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import plotly.graph_objects as go
+
+from llama_core.records.measurements import BenchmarkRecord
+from training_reports.figures import BLUE, ORANGE, TEAL, memory_unit, styled_figure, throughput_quartiles
+
+PEAK_COLORS = {"estimated": BLUE, "rehearsed": TEAL, "measured": ORANGE}
+"""Colour of each way to know the peak memory, in the order they are drawn."""
+
+LINE_PX, GAP_PX, AXES_PX = 17, 12, 90
+"""Height of a line of a label, of the gap between two elements, and of axis and legend."""
+
+
+def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
+    """Return the median tokens/s of each element, with a line over the middle half of its timed steps."""
+    labels, ahead, behind = [], [], []
+    for name, record in timed.items():
+        slow, fast = throughput_quartiles(record)
+        labels.append(_label(name, f"{record.tokens_per_second:,.0f}"))
+        ahead.append(max(0.0, fast - record.tokens_per_second))
+        behind.append(max(0.0, record.tokens_per_second - slow))
+    figure = styled_figure("")
+    spread = {"type": "data", "array": ahead, "arrayminus": behind, "color": ORANGE, "thickness": 2.5}
+    rates = [record.tokens_per_second for record in timed.values()]
+    _add_bars(figure, labels, rates, "median", color=BLUE, hover="%{x:,.0f} tokens/s", error_x=spread)
+    _finish(figure, labels, "throughput (tokens/s)")
+    figure.update_layout(showlegend=False)
+    figure.update_xaxes(tickformat="~s")
+    return figure
+
+
+def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figure:
+    """Return the peaks of each element side by side, by how they are known; what is None has no bar.
+
+    Args:
+        peaks: bytes of each element, by the keys of ``PEAK_COLORS``.
+    """
+    known = [num_bytes for by_kind in peaks.values() for num_bytes in by_kind.values() if num_bytes is not None]
+    size, unit = memory_unit(max(known, default=0))
+    labels = [_label(name) for name in peaks]
+    figure = styled_figure("")
+    for kind, color in PEAK_COLORS.items():
+        num_bytes = [by_kind.get(kind) for by_kind in peaks.values()]
+        lengths = [None if value is None else value / size for value in num_bytes]
+        _add_bars(figure, labels, lengths, kind, color=color, hover=f"{kind}: %{{x:.3f}} {unit}")
+    _finish(figure, labels, f"peak memory of one rank ({unit})")
+    return figure
+
+
+def height_px(names: Mapping[str, Any], extra_lines: int = 1) -> int:
+    """Return the height of a figure of elements with these names, as its labels need it.
+
+    Args:
+        names: the elements.
+        extra_lines: lines beside those of a name: of the label, or as thick as a bar.
+    """
+    lines = max((name.count(",") + 1 for name in names), default=1) + extra_lines
+    return AXES_PX + len(names) * (lines * LINE_PX + GAP_PX)
+
+
+def _label(name: str, value: str = "") -> str:
+    """Return an element's name with a setting on each line, so that labels are narrow."""
+    return name.replace(",", "<br>") + (f"<br><b>{value}</b>" if value else "")
+
+
+def _add_bars(
+    figure: go.Figure, labels: list[str], lengths: list[Any], name: str, *, color: str, hover: str, **options: Any
+) -> None:
+    # A mapping rather than keywords, whose annotations know only numbers as y.
+    bars = {
+        "type": "bar",
+        "x": lengths,
+        "y": labels,
+        "orientation": "h",
+        "name": name,
+        "marker": {"color": color},
+        "hovertemplate": f"{hover}<extra></extra>",
+    }
+    figure.add_trace(bars | options)
+
+
+def _finish(figure: go.Figure, labels: list[str], x_title: str) -> None:
+    figure.update_layout(barmode="group", bargap=0.3, hovermode="closest")
+    figure.update_xaxes(title_text=x_title, rangemode="tozero", showgrid=True)
+    figure.update_yaxes(
+        autorange="reversed", showgrid=False, ticklabelstandoff=8, categoryorder="array", categoryarray=labels, dtick=1
+    )

@@ -1,0 +1,90 @@
+"""The measurement on a GPU, run on a CPU: every stage, what a stage that fails costs, and the tables."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, gpu_stages
+
+ROOT = Path(__file__).parents[2]
+NOT_ON_A_CPU = ("documents", "causal, cuDNN")
+"""Kernels that a CPU does not have: of these a row holds an error."""
+
+
+def test_the_driver_names_every_stage():
+    assert list(gpu.STAGES) == [stage.__name__ for stage in gpu_stages.STAGES]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (out / "gpu.md").read_text() in run.stdout
+    return {result["stage"]: result for result in json.loads((out / "gpu.json").read_text())}
+
+
+@pytest.mark.parametrize("stage", gpu.STAGES)
+def test_every_stage_measures_all_it_can_on_a_cpu(results, stage):
+    result = results[stage]
+    failed = {row.get("what", row.get("kernel", "")) for row in result["rows"] if "error" in row}
+    unexpected = {name for name in failed if not name.startswith(NOT_ON_A_CPU)}
+    assert (result["ended"], bool(result["rows"])) == ("done", True)
+    assert stage == "peer" or not unexpected
+
+
+def test_on_a_cpu_every_kernel_is_near_the_computation_in_fp64(results):
+    rows = [row for row in results["parity"]["rows"] if "error" not in row]
+    assert {row["what"] for row in rows} == {"mask", "causal", "ring of 4", "ring of 4, documents", "loss"}
+    limits = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-5}
+    for row in rows:
+        distances = [value for name, value in row.items() if name not in {"what", "dtype"}]
+        assert max(distances) < limits[row["dtype"]], row
+
+
+def test_whole_steps_make_a_graph_where_they_are_compiled_whatever_they_recompute(results):
+    rows = results["training"]["rows"]
+    assert {(row["model"], row["compiled"], row["attention"], row["recompute"]) for row in rows} == {
+        (model, compiled, attention, recompute)
+        for model in ("1B", "3B")
+        for compiled in (False, True)
+        for attention in ("mask", "varlen")
+        for recompute in ("none", "selective")
+    }
+    assert all(row["graphs"] == row["compiled"] for row in rows)
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def test_a_stage_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch):
+    failed = gpu.run_stage("machine", "no such device", tmp_path, 60, environment())
+    assert failed["ended"].startswith("failed: ")
+    assert failed["rows"] == []
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0)
+    assert gpu.run_stage("machine", "cpu", tmp_path, 0.5, environment())["ended"] == "stopped after 0.5 s"
+    assert gpu.run_stage("machine", "cpu", tmp_path, -1, environment())["ended"] == "not begun: no time is left"
+
+
+def test_tables_begin_anew_where_rows_have_other_columns():
+    rows = [{"what": "a|b", "ms": 1.23456}, {"what": "c", "ms": 1000.0}, {"what": "d", "error": "no\nkernel"}]
+    results = [{"stage": "machine", "ended": "stopped after 3 s", "seconds": 3.2, "rows": rows}]
+    assert gpu.as_markdown(results).splitlines() == [
+        "### machine (3 s): stopped after 3 s",
+        "",
+        "| what | ms |",
+        "| --- | --- |",
+        "| a/b | 1.235 |",
+        "| c | 1000 |",
+        "",
+        "| what | error |",
+        "| --- | --- |",
+        "| d | no kernel |",
+        "",
+    ]

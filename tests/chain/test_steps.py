@@ -1,0 +1,209 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llama_core.chain import steps
+from llama_core.chain.planned import plan_run
+from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.config.run import RunConfig
+from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import Outcome
+from llama_core.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
+
+
+def config(**training):
+    return RunConfig.from_mapping({"training": {"seq_len": 32} | training, "launch": {"device": "cpu"}})
+
+
+def finish(run, status="finished"):
+    write_json(run.outcome, Outcome(status, "it did", 10, "", "2026-01-01T00:00:00+00:00"))
+    write_json(run.training, {"steps": 10})
+
+
+def test_a_run_is_named_by_model_date_and_fingerprint():
+    run = prepare_run(config())
+    model, date, fingerprint = run.name.rsplit("-", 2)
+    assert (model, len(date)) == ("tiny_llama3_50m", 8)
+    assert fingerprint == RunConfig.load(run.config).fingerprint()[:4]
+
+
+def test_what_is_written_is_resolved_and_can_be_read_back():
+    run = prepare_run(RunConfig())
+    written = RunConfig.load(run.config)
+    assert written.launch.device in {"cpu", "cuda"}
+    assert written.training.precision in {"bf16", "fp32"}
+    assert load_plan(run).world_size == 1
+
+
+def test_the_same_request_again_is_another_run():
+    names = [prepare_run(config()).name for _ in range(3)]
+    assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
+
+
+def test_resume_takes_the_newest_unfinished_run_of_the_configuration():
+    first, second = prepare_run(config()), prepare_run(config())
+    prepare_run(config(seed=1))
+    assert prepare_run(config(), resume=True) == second
+    finish(second)
+    assert prepare_run(config(), resume=True) == second, "its report is still to be written"
+    second.report.touch()
+    assert prepare_run(config(), resume=True) == first
+    finish(first)
+    first.report.touch()
+    assert prepare_run(config(), resume=True).name.endswith("-3")
+
+
+def test_a_slurm_job_on_the_cpu_has_the_memory_that_it_asks_for():
+    asked = {"launcher": "slurm", "device": "cpu", "nodes": 2, "slurm": {"memory_gb_per_node": 6}}
+    four_ranks = RunConfig.from_mapping({"launch": asked, "parallel": {"gpus": 4}})
+    assert plan_run(four_ranks).estimate.usable_bytes == 3 * GIB
+
+
+def test_resume_may_change_how_often_is_saved_but_not_what_is_trained(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    prepare_run(config(checkpoint_every=7), run.path, resume=True)
+    assert RunConfig.load(run.config).training.checkpoint_every == 7
+    with pytest.raises(RunDirectoryError) as caught:
+        prepare_run(config(learning_rate=1e-5), run.path, resume=True)
+    assert str(caught.value) == (
+        f"{run.path} holds a run of another configuration (training.learning_rate is 0.0003 there, 1e-05 here); "
+        "choose another --run-dir"
+    )
+
+
+def test_a_resumed_run_keeps_its_plan():
+    """Other microbatches would round the sums differently."""
+    run = prepare_run(config())
+    plan = read_json(run.plan) | {"microbatch_size": 2, "num_microbatches": 4}
+    write_json(run.plan, plan)
+    prepare_run(config(), run.path, resume=True)
+    assert read_json(run.plan) == plan
+
+
+def test_a_directory_with_this_run_is_only_taken_to_resume(tmp_path):
+    prepare_run(config(), tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match="already holds this run; add --resume to continue it"):
+        prepare_run(config(), tmp_path / "run")
+
+
+def test_a_directory_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("")
+    with pytest.raises(RunDirectoryError, match="holds files that are not a run"):
+        prepare_run(config(), tmp_path / "home")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "error", "message"),
+    [
+        ({"data": {"source": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
+        ({"data": {"validation": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
+        ({"parallel": {"gpus": 3, "tp": 3}, "launch": {"device": "cpu"}}, PlanError, "tp=3 does not divide the"),
+        ({"parallel": {"gpus": 4}}, EnvironmentMismatchError, "gpus=4: this machine has"),
+    ],
+)
+def test_a_request_that_cannot_be_met_writes_nothing(tmp_path, mapping, error, message):
+    with pytest.raises(error, match=message):
+        prepare_run(RunConfig.from_mapping(mapping), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+BIG = {"model": "llama3_70b", "launch": {"device": "cpu"}, "training": {"seq_len": 32, "batch_size": 1}}
+
+
+def test_what_is_estimated_not_to_fit_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        PlanError, match=r"take 1128.9 GB per device, .*\(estimated\); or go on all the same with --force"
+    ):
+        prepare_run(RunConfig.from_mapping(BIG))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_force_goes_on_all_the_same_and_is_on_record():
+    forced = RunConfig.from_mapping(BIG, ["launch.force=true"])
+    run = prepare_run(forced)
+    assert load_config(run).launch.force
+    assert not steps.estimate(run).fits
+
+
+def test_what_is_rehearsed_not_to_fit_is_refused_and_leaves_the_directory_to_another(tmp_path):
+    run = prepare_run(config(batch_size=1), tmp_path / "run")
+    usable = 100 * 2**20
+    write_json(run.estimate, read_json(run.estimate) | {"usable_bytes": usable})
+    with pytest.raises(PlanError, match=r"this machine's memory.*\(rehearsed\)"):
+        steps.rehearse(run)
+    assert read_json(run.dry_run)["peak_bytes"] > usable
+    assert prepare_run(config(batch_size=2), run.path) == run
+
+
+@pytest.mark.root
+def test_a_directory_without_permission_to_write_is_one_line(tmp_path):
+    """As an unprivileged user, since root may write anywhere."""
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from llama_core.chain.prepare import prepare_run; from llama_core.config.run import RunConfig\n"
+        "config = RunConfig.from_mapping({'launch': {'device': 'cpu'}, 'data': {'source': 'dataloader'}})\n"
+        "prepare_run(config, Path(sys.argv[2]))  # imports what the user may not be able to read\n"
+        "import os; os.setgid(65534); os.setuid(65534)\n"
+        "try: prepare_run(config, Path(sys.argv[1]))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "theirs" / "run"), str(tmp_path / "ours")]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert told.startswith("RunDirectoryError cannot write run directory")
+    assert "Permission denied; choose another --run-dir" in told
+
+
+def test_a_step_on_a_directory_without_a_run_says_so(tmp_path):
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        steps.validate(RunDirectory(tmp_path))
+
+
+def test_the_estimate_of_a_run_is_that_of_its_plan():
+    run = prepare_run(config())
+    whole = steps.estimate(run)
+    assert json.loads(json.dumps(whole.as_dict())) == read_json(run.estimate)
+    write_json(run.plan, read_json(run.plan) | {"microbatch_size": 1, "num_microbatches": 8})
+    prepare_run(config(), run.path, resume=True)
+    assert steps.estimate(run).profile.phases["forward"]["activations"] < whole.profile.phases["forward"]["activations"]
+
+
+def test_a_finished_run_is_not_started_again():
+    run = prepare_run(config())
+    finish(run)
+    assert steps.submit(run) is None
+    assert steps.wait(run, None).status == "finished"
+
+
+def test_a_run_that_only_timed_steps_is_not_finished():
+    run = prepare_run(config())
+    finish(run)
+    run.training.unlink()
+    assert not is_finished(run)
+    assert prepare_run(config(), resume=True) == run
+
+
+def test_the_records_of_a_run_are_json():
+    run = prepare_run(config())
+    assert set(json.loads(json.dumps(steps.records(run)))) == {"run_dir", "plan", "estimate"}
+
+
+def test_a_run_finds_its_data_from_any_directory(tmp_path):
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{"some words " * 300}{n}"}}\n' for n in range(9)))
+    asked = RunConfig.from_mapping({"data": {"source": "texts.jsonl"}, "launch": {"device": "cpu"}})
+    run = prepare_run(asked)
+    assert RunConfig.load(run.config).data.source == str(tmp_path / "texts.jsonl")
+    assert prepare_run(asked, resume=True) == run

@@ -1,0 +1,199 @@
+import gzip
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_core.data.corpus import BadLines, find_files, read_documents
+from llama_core.errors import DataError
+
+NOBODY = 65534
+
+
+def read(source, *, text_field="text", max_bad_lines=100):
+    bad_lines = BadLines()
+    documents = list(read_documents(find_files(str(source)), text_field, bad_lines, max_bad_lines=max_bad_lines))
+    return [document.text for document in documents], bad_lines
+
+
+@contextmanager
+def as_nobody():
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1))
+def test_every_form_holds_the_same_documents(documents):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        plain, packed, columns = (Path(folder, name) for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"))
+        plain.write_bytes(lines)
+        packed.write_bytes(gzip.compress(lines))
+        pq.write_table(pa.table({"text": documents}), columns)
+        assert read(plain)[0] == read(packed)[0] == read(columns)[0] == documents
+
+
+def test_a_folder_is_read_in_order_of_paths_with_its_subfolders(tmp_path):
+    (tmp_path / "b").mkdir()
+    write_jsonl(tmp_path / "b" / "1.jsonl", ["second"])
+    write_jsonl(tmp_path / "c.jsonl", ["third"])
+    write_jsonl(tmp_path / "a.jsonl", ["first"])
+    assert read(tmp_path)[0] == ["first", "second", "third"]
+
+
+def test_a_folder_passes_over_hidden_and_other_files(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["kept"])
+    write_jsonl(tmp_path / ".partial.jsonl", ["hidden"])
+    (tmp_path / ".git").mkdir()
+    write_jsonl(tmp_path / ".git" / "b.jsonl", ["hidden"])
+    (tmp_path / "README.md").write_text("not data")
+    assert read(tmp_path)[0] == ["kept"]
+
+
+def test_the_text_may_be_in_another_field(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "text": "y"}\n')
+    assert read(tmp_path, text_field="content")[0] == ["x"]
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}\n')
+    assert read(tmp_path)[0] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "report"),
+    [
+        (b"{oops", "invalid JSON (Expecting property name enclosed in double quotes at column 2)"),
+        (b"[" * 100_000, "invalid JSON (maximum recursion depth exceeded"),
+        (b'{"body": "x", "id": 1}', "missing field (no 'text' among 'body', 'id')"),
+        (b"{}", "missing field (no 'text' among no fields)"),
+        (b'{"text": ""}', "empty ('text' is blank)"),
+        (b'{"text": " \\n\\t"}', "empty ('text' is blank)"),
+        (b"", "empty (the line is blank)"),
+        (b'{"text": 7}', "wrong type ('text' is a number, not a string)"),
+        (b'{"text": null}', "wrong type ('text' is null, not a string)"),
+        (b'["text"]', "wrong type (a record is an object, not a list)"),
+        (b'{"text": "\xff"}', "invalid UTF-8 (invalid start byte at byte 11)"),
+        (b'{"text": "\\ud800"}', "invalid UTF-8 (lone surrogate at character 1)"),
+    ],
+)
+def test_a_bad_line_is_left_out_and_reported_with_its_place(tmp_path, line, report):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
+    documents, bad_lines = read(file)
+    assert documents == ["before", "after"]
+    assert bad_lines.counts == {report.partition(" (")[0]: 1}
+    assert bad_lines.examples[0].startswith(f"{file}:2: {report}")
+
+
+def test_bad_parquet_rows_are_left_out_by_row(tmp_path):
+    column = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.array([0, 2, 3, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xffx")]
+    )
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": pa.array([None, "", "fine"])}), tmp_path / "b.parquet")
+    documents, bad_lines = read(tmp_path)
+    assert documents == ["ok", "x", "fine"]
+    assert bad_lines.counts == {"invalid UTF-8": 1, "missing field": 1, "empty": 1}
+    assert bad_lines.examples[1].startswith(f"{tmp_path}/b.parquet:1: missing field")
+
+
+def test_the_limit_of_bad_lines_is_what_is_tolerated(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "x"}\n' + "oops\n" * 8)
+    assert read(file, max_bad_lines=8)[1].total == 8
+    with pytest.raises(DataError, match=rf"more than data\.max_bad_lines=7 .*8 invalid JSON.*{file}:2: .*{file}:6: "):
+        read(file, max_bad_lines=7)
+
+
+def test_progress_ends_at_the_bytes_of_all_files(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x" * 3_000_000] * 2)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9))
+    pq.write_table(pa.table({"text": ["x"] * 9}), tmp_path / "c.parquet")
+    calls = []
+    files = find_files(str(tmp_path))
+    documents = read_documents(
+        files, "text", BadLines(), max_bad_lines=0, on_progress=lambda done, total: calls.append((done, total))
+    )
+    assert len(list(documents)) == 20
+    total = sum(file.num_bytes for file in files)
+    assert calls == sorted(calls)
+    assert {size for _, size in calls} == {total}
+    assert calls[-1] == (total, total)
+    assert 0 < calls[0][0] < total
+
+
+def test_a_missing_source_is_refused(tmp_path):
+    with pytest.raises(DataError, match=rf"data source '{tmp_path}/none' does not exist; use 'sample', or"):
+        find_files(str(tmp_path / "none"))
+
+
+def test_an_unknown_kind_of_file_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    with pytest.raises(DataError, match=r"a\.csv' is of an unknown kind; use a \.jsonl, \.jsonl\.gz or \.parquet file"):
+        find_files(str(tmp_path / "a.csv"))
+
+
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("not data")
+    with pytest.raises(DataError, match=rf"folder '{tmp_path}' holds no \.jsonl, \.jsonl\.gz or \.parquet file"):
+        find_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("cut", [12, 200])
+def test_a_truncated_gzip_file_is_refused(tmp_path, cut):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress("".join(f'{{"text": "{n}"}}\n' for n in range(999)).encode())[:cut])
+    with pytest.raises(DataError, match=rf"{file}: the gzip stream is damaged or cut short"):
+        read(file)
+
+
+def test_a_file_that_is_not_gzip_is_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl.gz", ["x"])
+    with pytest.raises(DataError, match=r"gzip stream is damaged or cut short \(Not a gzipped file"):
+        read(tmp_path)
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path):
+    write_jsonl(tmp_path / "a.parquet", ["x"])
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file: .*magic bytes"):
+        read(tmp_path)
+
+
+def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
+    pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"has no column 'text'; set data\.text_field to one of body, id"):
+        read(tmp_path)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to become a user without rights")
+def test_a_file_without_read_permission_is_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        file = write_jsonl(Path(folder, "a.jsonl"), ["x"])
+        file.chmod(0o600)
+        with as_nobody(), pytest.raises(DataError, match=rf"cannot read {file}: Permission denied"):
+            read(file)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to become a user without rights")
+def test_a_closed_subfolder_is_refused_rather_than_passed_over():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        write_jsonl(Path(folder, "a.jsonl"), ["x"])
+        Path(folder, "closed").mkdir(mode=0o700)
+        with as_nobody(), pytest.raises(DataError, match=rf"cannot read {folder}/closed: Permission denied"):
+            find_files(folder)

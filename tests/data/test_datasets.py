@@ -1,0 +1,326 @@
+import logging
+import os
+import pty
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import byte_cache, texts, write_jsonl
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from llama_core.config.run import DataConfig
+from llama_core.data.datasets import BatchStream, held_out, load_datasets, validation_batches
+from llama_core.data.packing import PackedDataset
+from llama_core.errors import ConfigError, DataError
+from llama_core.models.batch import IGNORE_INDEX, Batch
+
+DOCUMENTS = [f"document number {n}, of its own words" for n in range(40)]
+fractions = st.floats(0, 0.99)
+hashes = st.lists(st.integers(0, 2**64 - 1), min_size=1).map(lambda values: np.array(values, np.uint64))
+
+
+def dataset_of(documents, seq_len=6, *, seed=0, document_mask=True):
+    chosen = np.arange(len(documents))
+    return PackedDataset(byte_cache(documents), chosen, seq_len, seed=seed, document_mask=document_mask)
+
+
+def load(source, tmp_path, *, seq_len=16, vocab_size=300, seed=0, on_progress=None, **settings):
+    data = DataConfig(source=str(source), cache_dir=str(tmp_path / "cache"), **settings)
+    return load_datasets(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, on_progress=on_progress)
+
+
+def documents_in(dataset):
+    cache = dataset.cache
+    return {bytes(cache.tokens[cache.offsets[n] + 1 : cache.offsets[n + 1] - 1].tolist()) for n in dataset.documents}
+
+
+def take(stream, count):
+    return [stream.next_batch() for _ in range(count)]
+
+
+def tensors(batch):
+    return batch.tokens_BS, batch.targets_BS, batch.positions_BS
+
+
+def assert_same(one, other):
+    assert all(map(torch.equal, tensors(one), tensors(other)))
+
+
+def join(batches):
+    return Batch(*map(torch.cat, zip(*map(tensors, batches), strict=True)))
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
+
+
+@given(documents=texts, seed=st.integers(0, 9), world_size=st.integers(1, 4), share=st.integers(1, 3))
+def test_the_parts_of_the_ranks_join_to_the_global_batch(documents, seed, world_size, share):
+    dataset, batch_size = dataset_of(documents), world_size * share
+    single = BatchStream(dataset, batch_size, seed)
+    ranks = [BatchStream(dataset, batch_size, seed, rank, world_size) for rank in range(world_size)]
+    for _ in range(4):
+        assert_same(join([rank.next_batch() for rank in ranks]), single.next_batch())
+
+
+@given(documents=texts, batch_size=st.sampled_from([2, 4]), before=st.integers(0, 6), ranks=st.sampled_from([1, 2]))
+def test_a_resumed_stream_goes_on_as_if_never_stopped(documents, batch_size, before, ranks):
+    dataset = dataset_of(documents)
+    uninterrupted = take(BatchStream(dataset, batch_size, 3), before + 4)
+    stopped = BatchStream(dataset, batch_size, 3, 0, ranks)
+    take(stopped, before)
+    resumed = BatchStream(dataset, batch_size, 3)
+    resumed.load_state_dict(stopped.state_dict())
+    for one, other in zip(take(resumed, 4), uninterrupted[before:], strict=True):
+        assert_same(one, other)
+
+
+@given(documents=texts, batch_size=st.integers(1, 9), seed=st.integers(0, 9))
+def test_an_epoch_visits_every_row_once(documents, batch_size, seed):
+    dataset = dataset_of(documents)
+    rows = torch.cat([batch.tokens_BS for batch in take(BatchStream(dataset, batch_size, seed), 2 * len(dataset))])
+    all_rows = sorted(dataset.row(index)[0].tolist() for index in range(len(dataset)))
+    for epoch in range(2):
+        visited = rows[epoch * len(dataset) : (epoch + 1) * len(dataset)].tolist()
+        assert sorted(visited) == all_rows
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    dataset = dataset_of(DOCUMENTS)
+    first, second = take(BatchStream(dataset, len(dataset), 0), 2)
+    other = BatchStream(dataset, len(dataset), 1).next_batch()
+    assert not torch.equal(first.tokens_BS, second.tokens_BS)
+    assert not torch.equal(first.tokens_BS, other.tokens_BS)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BatchStream(dataset_of(DOCUMENTS[1:]), 4, 0),
+        BatchStream(dataset_of(DOCUMENTS, 7), 4, 0),
+        BatchStream(dataset_of(DOCUMENTS), 4, 1),
+    ],
+    ids=["documents", "seq_len", "seed"],
+)
+def test_a_stream_over_other_data_refuses_the_state(other):
+    state = BatchStream(dataset_of(DOCUMENTS), 4, 0).state_dict()
+    with pytest.raises(DataError, match=r"the checkpoint was made on other data \(digest .*, now .*\)"):
+        other.load_state_dict(state)
+
+
+def test_a_batch_the_ranks_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.batch_size=6 cannot be divided over 4 .*; use 8"):
+        BatchStream(dataset_of(DOCUMENTS), 6, 0, 0, 4)
+
+
+def test_without_a_document_mask_a_row_has_no_positions():
+    batch = BatchStream(dataset_of(DOCUMENTS, document_mask=False), 4, 0).next_batch()
+    assert batch.positions_BS is None
+    assert [micro.positions_BS for micro in batch.split(2)] == [None, None]
+
+
+@given(documents=texts, batch_size=st.integers(1, 7), microbatch_size=st.integers(1, 7))
+def test_microbatches_join_to_the_batch(documents, batch_size, microbatch_size):
+    batch = BatchStream(dataset_of(documents), batch_size, 0).next_batch()
+    micros = batch.split(microbatch_size)
+    assert_same(join(micros), batch)
+    assert sum(micro.num_targets() for micro in micros) == batch.num_targets()
+    assert max(len(micro.tokens_BS) for micro in micros) <= microbatch_size
+
+
+def test_a_batch_counts_its_targets_and_moves_as_a_whole():
+    batch = BatchStream(dataset_of(DOCUMENTS), 4, 0).next_batch()
+    assert int(batch.num_targets()) == sum(target != IGNORE_INDEX for target in batch.targets_BS.flatten().tolist())
+    moved = batch.to("meta")
+    assert {moved.tokens_BS.device.type, moved.targets_BS.device.type, moved.positions_BS.device.type} == {"meta"}
+
+
+@given(documents=texts, batch_size=st.integers(1, 5), max_rows=st.integers(1, 30))
+def test_validation_takes_distinct_rows_in_the_order_of_the_dataset(documents, batch_size, max_rows):
+    dataset = dataset_of(documents)
+    batches = list(validation_batches(dataset, batch_size, max_rows))
+    rows = torch.cat([batch.tokens_BS for batch in batches]).tolist()
+    count = min(max_rows, len(dataset))
+    spread = [index * len(dataset) // count for index in range(count)]
+    assert sorted(set(spread)) == spread
+    assert rows == [dataset.row(index)[0].tolist() for index in spread]
+    assert all(len(batch.tokens_BS) == batch_size for batch in batches[:-1])
+
+
+@given(text_hashes=hashes, more=hashes, fraction=fractions)
+def test_a_document_stays_on_its_side_when_others_come(text_hashes, more, fraction):
+    assume((text_hashes < np.uint64(fraction * 2.0**64)).any())
+    among_others = held_out(np.concatenate([text_hashes, more]), fraction)[: len(text_hashes)]
+    assert among_others.tolist() == held_out(text_hashes, fraction).tolist()
+
+
+@given(text_hashes=hashes, fraction=fractions)
+def test_equal_texts_are_on_one_side(text_hashes, fraction):
+    mask = held_out(text_hashes, fraction)
+    assert not np.isin(text_hashes[mask], text_hashes[~mask]).any()
+
+
+@given(text_hashes=hashes.filter(lambda values: len(set(values.tolist())) > 1), fraction=st.floats(1e-12, 0.99))
+def test_of_two_texts_at_least_one_is_held_out(text_hashes, fraction):
+    assert held_out(text_hashes, fraction).any()
+
+
+def test_no_fraction_holds_out_nothing(source, tmp_path):
+    assert load(source, tmp_path, validation_fraction=0.0).validation is None
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.7])
+def test_training_and_held_out_documents_are_disjoint_and_complete(source, tmp_path, fraction):
+    datasets = load(source, tmp_path, validation_fraction=fraction)
+    train, validation = documents_in(datasets.train), documents_in(datasets.validation)
+    assert train & validation == set()
+    assert train | validation == {text.encode() for text in DOCUMENTS}
+
+
+def test_what_the_validation_source_holds_is_not_trained_on(source, tmp_path, caplog):
+    validation = write_jsonl(tmp_path / "held.jsonl", [DOCUMENTS[3], "something else"])
+    datasets = load(source, tmp_path, validation=str(validation))
+    assert documents_in(datasets.validation) == {DOCUMENTS[3].encode(), b"something else"}
+    assert documents_in(datasets.train) == {text.encode() for text in DOCUMENTS} - {DOCUMENTS[3].encode()}
+    assert datasets.statistics.num_shared_documents == 1
+    assert "1 documents of" in caplog.text
+
+
+def test_held_out_rows_do_not_depend_on_the_seed(source, tmp_path):
+    one = load(source, tmp_path, validation_fraction=0.4, seed=1)
+    other = load(source, tmp_path, validation_fraction=0.4, seed=2)
+    assert one.validation.digest == other.validation.digest
+    assert one.train.digest != other.train.digest
+
+
+def test_a_single_text_cannot_be_held_out_and_says_so(tmp_path, caplog):
+    datasets = load(write_jsonl(tmp_path / "a.jsonl", ["the only text there is"]), tmp_path)
+    assert datasets.validation is None
+    assert "holds a single text, so nothing is held out" in caplog.text
+
+
+def test_statistics_count_what_is_trained_on(source, tmp_path):
+    datasets = load(source, tmp_path, validation_fraction=0.3)
+    statistics = datasets.statistics
+    trained = documents_in(datasets.train)
+    assert statistics.num_documents == len(trained)
+    assert statistics.num_tokens == sum(len(text) + 2 for text in trained)
+    assert statistics.num_documents + statistics.num_validation_documents == len(DOCUMENTS)
+    assert 0 < statistics.entropies.bigram < statistics.entropies.unigram
+
+
+def test_entropies_are_of_the_training_part_and_kept(source, tmp_path):
+    all_of_it = load(source, tmp_path, validation_fraction=0.0).statistics
+    part = load(source, tmp_path, validation_fraction=0.7).statistics
+    assert part.entropies.unigram != all_of_it.entropies.unigram
+    assert load(source, tmp_path, validation_fraction=0.7).statistics == part
+    assert len(list((tmp_path / "cache").glob("*/entropy-*.json"))) == 2
+
+
+def test_bad_lines_are_reported_in_the_log_and_the_statistics(source, tmp_path, caplog):
+    source.write_text(source.read_text() + "oops\n")
+    with caplog.at_level(logging.WARNING):
+        statistics = load(source, tmp_path).statistics
+    assert statistics.bad_lines == {"invalid JSON": 1}
+    assert statistics.bad_line_examples[0].startswith(f"{source}:41: invalid JSON")
+    assert f"left out of {source}: unusable lines (1 invalid JSON); the first: {source}:41" in caplog.text
+
+
+def test_progress_reaches_the_end(source, tmp_path):
+    calls = []
+    load(source, tmp_path, on_progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (source.stat().st_size, source.stat().st_size)
+
+
+def test_the_sample_is_data_like_any_other(tmp_path):
+    datasets = load("sample", tmp_path, seq_len=512, text_field="not the sample's")
+    assert datasets.statistics.num_tokens > 5_000_000
+    assert datasets.statistics.bad_lines == {}
+    assert 2 < datasets.statistics.entropies.bigram < datasets.statistics.entropies.unigram < 4
+
+
+def test_less_text_than_one_sequence_is_refused(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["abc"])
+    assert len(load(source, tmp_path, seq_len=4).train) == 1
+    with pytest.raises(DataError, match=r"leaves 5 tokens in 1 documents .*fewer than the 6 that one sequence takes"):
+        load(source, tmp_path, seq_len=5)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_any_work(source, tmp_path):
+    with pytest.raises(DataError, match="'bytes' has 258 tokens"):
+        load(source, tmp_path, vocab_size=200)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_tokenising_needs_no_torch_and_is_silent_without_a_terminal(source, tmp_path):
+    loaded = load_in_a_process_without_torch(source, tmp_path, stderr=subprocess.PIPE)
+    assert (loaded.returncode, loaded.stderr) == (0, b"")
+
+
+def test_a_terminal_shows_a_progress_bar(source, tmp_path):
+    terminal, its_end = pty.openpty()
+    load_in_a_process_without_torch(source, tmp_path, stderr=its_end)
+    os.close(its_end)
+    assert f"tokenising {source.name}".encode() in os.read(terminal, 100_000)
+    os.close(terminal)
+
+
+def load_in_a_process_without_torch(source, tmp_path, stderr):
+    command = (
+        "import sys; sys.modules['torch'] = None;"
+        "from llama_core.config.run import DataConfig; from llama_core.data.datasets import load_datasets;"
+        f"load_datasets(DataConfig(source={source.name!r}, cache_dir={str(tmp_path / 'cache')!r}),"
+        " seq_len=8, vocab_size=300, seed=0)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
+    command_line = [sys.executable, "-c", command]
+    return subprocess.run(command_line, env=environment, cwd=source.parent, stderr=stderr, check=False)
+
+
+def test_a_cache_directory_that_cannot_be_made_is_one_line(source, tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(
+        DataError, match=r"cannot write the token cache in .*/cache': (File exists|Not a directory); make"
+    ):
+        load(source, tmp_path)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to mount a small file system")
+@pytest.mark.parametrize("name", ["data.jsonl", "sample"])
+def test_a_full_disk_is_one_line_and_leaves_no_cache(tmp_path, name):
+    write_jsonl(tmp_path / "data.jsonl", ["x" * 1000] * 2000)
+    disk = tmp_path / "cache"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        source = {"data.jsonl": tmp_path / "data.jsonl", "sample": "sample"}[name]
+        with pytest.raises(
+            DataError, match=rf"cannot write the token cache in '{disk}': No space left on device; make"
+        ):
+            load(source, tmp_path)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to become a user without rights")
+def test_a_cache_of_another_user_can_still_be_used():
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        source = write_jsonl(folder / "data.jsonl", DOCUMENTS)
+        load(source, folder)
+        os.seteuid(65534)
+        try:
+            statistics = load(source, folder, validation_fraction=0.5).statistics
+        finally:
+            os.seteuid(0)
+    assert statistics.entropies.unigram > 0

@@ -1,0 +1,55 @@
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from llama_core.data.corpus import BadLines, find_files, read_documents
+from llama_core.data.sample import sample_file
+from llama_core.errors import DataError
+
+
+def test_the_sample_is_the_source_of_the_standard_library(tmp_path):
+    sample = sample_file(tmp_path)
+    bad_lines = BadLines()
+    documents = [d.text for d in read_documents(find_files(str(sample)), "text", bad_lines, max_bad_lines=0)]
+    assert bad_lines.total == 0
+    assert Path(sysconfig.get_path("stdlib"), "argparse.py").read_text() in documents
+    assert sum(map(len, documents)) > 5e6
+
+
+def test_the_sample_is_the_same_each_time_it_is_written(tmp_path):
+    one, other = sample_file(tmp_path / "one"), sample_file(tmp_path / "other")
+    assert one.name == other.name
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_sample_is_written_once(tmp_path):
+    sample = sample_file(tmp_path)
+    written = sample.stat().st_mtime_ns
+    assert sample_file(tmp_path) == sample
+    assert sample.stat().st_mtime_ns == written
+    assert list(tmp_path.iterdir()) == [sample]
+
+
+def test_another_standard_library_gives_another_sample(tmp_path):
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "only.py").write_text("'''Text.'''\n")
+    sample = sample_file(tmp_path, tmp_path / "library")
+    assert sample != sample_file(tmp_path)
+    assert json.loads(sample.read_text()) == {"module": "only.py", "text": "'''Text.'''\n"}
+
+
+def test_installed_packages_tests_and_undecodable_modules_are_left_out(tmp_path):
+    library = tmp_path / "library"
+    for name in ("site-packages/other.py", "json/tests/test_it.py", "json/decoder.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text("kept = True\n")
+    (library / "latin.py").write_bytes(b"'\xe9'\n")
+    lines = sample_file(tmp_path, library).read_text().splitlines()
+    assert [json.loads(line)["module"] for line in lines] == ["json/decoder.py"]
+
+
+def test_a_python_without_its_source_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no module source in .* give your own data\.source"):
+        sample_file(tmp_path, tmp_path / "nothing")

@@ -1,0 +1,192 @@
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import write_jsonl
+
+from llama_core.data.corpus import find_files
+from llama_core.data.token_cache import ABANDONED_AFTER_SECONDS, cache_directory, cached_tokens
+from llama_core.data.tokenizer import ByteTokenizer
+from llama_core.errors import DataError
+
+DOCUMENTS = ["one", "two\n", "drei, vier"]
+
+
+class WideTokenizer(ByteTokenizer):
+    """Bytes in a vocabulary that 16 bits cannot hold."""
+
+    vocab_size = 70_000
+    eos_id = 69_999
+    fingerprint = "wide"
+
+    def encode_documents(self, texts):
+        return [np.append(ids[:-1], self.eos_id) for ids in ByteTokenizer().encode_documents(texts)]
+
+
+class SilentTokenizer(ByteTokenizer):
+    """Gives no token to text without letters."""
+
+    fingerprint = "silent"
+
+    def encode_documents(self, texts):
+        return super().encode_documents([text if any(map(str.isalpha, text)) else "" for text in texts])
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
+
+
+def build(source, directory, *, tokenizer=None, max_bad_lines=100, on_progress=lambda done, total: None):
+    return cached_tokens(
+        find_files(str(source)),
+        "text",
+        tokenizer or ByteTokenizer(),
+        Path(directory),
+        max_bad_lines=max_bad_lines,
+        on_progress=on_progress,
+    )
+
+
+def texts_of(cache):
+    bounds = zip(cache.offsets[:-1], cache.offsets[1:], strict=True)
+    return [ByteTokenizer().decode(cache.tokens[start:stop].tolist()) for start, stop in bounds]
+
+
+def test_a_cache_holds_the_documents_in_order(source, tmp_path):
+    cache = build(source, tmp_path / "cache")
+    assert texts_of(cache) == DOCUMENTS
+    assert cache.tokens[cache.offsets[:-1]].tolist() == [256] * 3
+    assert cache.tokens[cache.offsets[1:] - 1].tolist() == [257] * 3
+
+
+@pytest.mark.parametrize(("tokenizer", "dtype"), [(ByteTokenizer(), np.uint16), (WideTokenizer(), np.uint32)])
+def test_tokens_take_no_more_bytes_than_the_vocabulary_needs(source, tmp_path, tokenizer, dtype):
+    cache = build(source, tmp_path / "cache", tokenizer=tokenizer)
+    assert cache.tokens.dtype == dtype
+    assert cache.tokens[-1] == tokenizer.eos_id
+
+
+def test_a_second_load_tokenises_nothing(source, tmp_path):
+    first = build(source, tmp_path / "cache")
+    calls = []
+    second = build(source, tmp_path / "cache", on_progress=lambda *call: calls.append(call))
+    assert calls == []
+    assert texts_of(second) == texts_of(first)
+
+
+def test_a_changed_source_is_tokenised_again(source, tmp_path):
+    build(source, tmp_path / "cache")
+    write_jsonl(source, ["other", "text"])
+    assert texts_of(build(source, tmp_path / "cache")) == ["other", "text"]
+
+
+def test_a_text_has_the_same_hash_wherever_it_stands(source, tmp_path):
+    there = build(source, tmp_path / "cache")
+    reversed_source = write_jsonl(tmp_path / "reversed.jsonl", DOCUMENTS[::-1])
+    here = build(reversed_source, tmp_path / "cache")
+    assert here.text_hashes[::-1].tolist() == there.text_hashes.tolist()
+
+
+def test_bad_lines_are_remembered_and_held_against_a_later_limit(source, tmp_path):
+    source.write_text(source.read_text() + "oops\noops\n")
+    build(source, tmp_path / "cache", max_bad_lines=2)
+    assert build(source, tmp_path / "cache", max_bad_lines=2).bad_lines.counts == {"invalid JSON": 2}
+    with pytest.raises(DataError, match=rf"more than data\.max_bad_lines=1 .*2 invalid JSON.*{source}:4"):
+        build(source, tmp_path / "cache", max_bad_lines=1)
+
+
+def test_too_many_bad_lines_leave_no_cache(source, tmp_path):
+    source.write_text("oops\n")
+    with pytest.raises(DataError):
+        build(source, tmp_path / "cache", max_bad_lines=0)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_text_the_tokenizer_gives_no_token_counts_as_empty(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["word", "..."])
+    cache = build(source, tmp_path / "cache", tokenizer=SilentTokenizer())
+    assert texts_of(cache) == ["word"]
+    assert cache.bad_lines.examples == [f"{source}:2: empty (the tokenizer gives it no token)"]
+
+
+@pytest.mark.parametrize(
+    ("content", "report"),
+    [("", "no document to train on$"), ("{}\n", r"no document to train on: .*1 missing field.*a\.jsonl:1")],
+)
+def test_a_source_without_documents_is_refused(tmp_path, content, report):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=report):
+        build(tmp_path / "a.jsonl", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_builder_overtaken_by_another_uses_what_that_one_made(source, tmp_path):
+    directory = tmp_path / "cache"
+    cache = build(source, directory, on_progress=lambda done, total: build(source, directory))
+    assert texts_of(cache) == DOCUMENTS
+    assert [path.name for path in directory.iterdir()] == [cache.path.name]
+
+
+def test_processes_that_build_at_once_all_end_with_the_cache(tmp_path):
+    source = write_jsonl(tmp_path / "data.jsonl", [f"document {n} " * 50 for n in range(2000)])
+    directory = tmp_path / "cache"
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
+        caches = list(pool.map(build, [source] * 3, [directory] * 3))
+    assert {len(cache.tokens) for cache in caches} == {len(build(source, directory).tokens)}
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_an_interrupted_build_leaves_nothing(source, tmp_path):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(source, tmp_path / "cache", on_progress=interrupt)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_build_leaves_is_not_taken_for_a_cache(source, tmp_path):
+    directory = tmp_path / "cache"
+    command = (
+        "import os, test_token_cache as t;"
+        f"t.build({str(source)!r}, {str(directory)!r}, on_progress=lambda *_: os.kill(os.getpid(), 9))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", command], env=environment, check=False)
+    assert killed.returncode == -9
+    assert [path.suffix for path in directory.iterdir()] == [".tmp"]
+    assert texts_of(build(source, directory)) == DOCUMENTS
+
+
+def test_only_what_nobody_writes_any_more_is_cleared_away(source, tmp_path):
+    names = (".tokens-old.x.tmp", ".tokens-alive.x.tmp")
+    abandoned, alive = (tmp_path / "cache" / name for name in names)
+    for folder in (abandoned, alive):
+        folder.mkdir(parents=True)
+        (folder / "tokens.bin").write_bytes(b"xx")
+    past = alive.stat().st_mtime - ABANDONED_AFTER_SECONDS - 60
+    for path in (abandoned / "tokens.bin", abandoned, alive):
+        os.utime(path, (past, past))
+    build(source, tmp_path / "cache")
+    assert (abandoned.exists(), alive.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "text_hashes.bin", "cache.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 2), lambda path: os.truncate(path, 0)])
+def test_a_damaged_cache_is_made_again(source, tmp_path, name, damage):
+    damage(build(source, tmp_path / "cache").path / name)
+    assert texts_of(build(source, tmp_path / "cache")) == DOCUMENTS
+
+
+def test_caches_are_kept_where_the_platform_keeps_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory(None) == tmp_path / "llama-training-infra"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory(None) == Path.home() / ".cache" / "llama-training-infra"
+    assert cache_directory("~/elsewhere") == Path.home() / "elsewhere"

@@ -1,0 +1,149 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_core.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_fits, load_tokenizer
+from llama_core.errors import DataError, EnvironmentMismatchError
+
+
+def train_tokenizer(folder, special_tokens, config=None):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special_tokens,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world, hello tokens"] * 4, trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config or {}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return load_tokenizer(str(train_tokenizer(tmp_path_factory.mktemp("trained"), ["<s>", "</s>"])))
+
+
+@pytest.fixture
+def llama2(tmp_path):
+    return train_tokenizer(tmp_path / "llama2", ["<s>", "</s>"])
+
+
+@given(st.lists(st.text(min_size=1), min_size=1))
+def test_bytes_give_back_every_text(documents):
+    tokenizer = ByteTokenizer()
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_documents(documents)] == documents
+
+
+def test_bytes_stand_between_bos_and_eos():
+    [ids] = ByteTokenizer().encode_documents(["é!"])
+    assert ids.tolist() == [256, 0xC3, 0xA9, 0x21, 257]
+
+
+def test_ids_that_are_no_byte_decode_to_nothing():
+    assert ByteTokenizer().decode([256, 72, 100_000, 105, 257]) == "Hi"
+
+
+@given(documents=st.lists(st.text(min_size=1), min_size=1))
+def test_hugging_face_tokens_give_back_every_text(trained, documents):
+    assert [trained.decode(ids) for ids in trained.encode_documents(documents)] == documents
+
+
+@pytest.mark.parametrize(("bos", "eos"), [("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>")])
+def test_llama_special_tokens_are_found_without_a_configuration(tmp_path, bos, eos):
+    folder = train_tokenizer(tmp_path / "tokenizer", [bos, eos])
+    (folder / "tokenizer_config.json").unlink()
+    [ids] = load_tokenizer(str(folder / "tokenizer.json")).encode_documents(["hello"])
+    assert (ids[0], ids[-1]) == (0, 1)
+
+
+@pytest.mark.parametrize("eos_token", ["<eot>", {"content": "<eot>", "special": True}])
+def test_the_configured_special_tokens_win(tmp_path, eos_token):
+    folder = train_tokenizer(tmp_path / "tokenizer", ["<s>", "</s>", "<eot>"], {"eos_token": eos_token})
+    assert load_tokenizer(str(folder)).eos_id == 2
+
+
+def test_a_tokenizer_without_bos_adds_none(tmp_path):
+    folder = train_tokenizer(tmp_path / "tokenizer", ["</s>"])
+    tokenizer = load_tokenizer(str(folder))
+    [ids] = tokenizer.encode_documents(["hello"])
+    assert tokenizer.bos_id is None
+    assert tokenizer.decode(ids[:-1]) == "hello"
+
+
+def test_text_that_spells_a_special_token_stays_text(llama2):
+    tokenizer = load_tokenizer(str(llama2))
+    [ids] = tokenizer.encode_documents(["a</s>b"])
+    assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == [len(ids) - 1]
+
+
+def test_a_stored_truncation_does_not_cut_documents(llama2):
+    raw = tokenizers.Tokenizer.from_file(str(llama2 / "tokenizer.json"))
+    raw.enable_truncation(4)
+    raw.save(str(llama2 / "tokenizer.json"))
+    [ids] = load_tokenizer(str(llama2)).encode_documents(["x y z " * 20])
+    assert len(ids) > 20
+
+
+def test_the_fingerprint_follows_the_special_tokens(tmp_path):
+    special = ["<s>", "</s>", "<eot>"]
+    one = train_tokenizer(tmp_path / "one", special)
+    other = train_tokenizer(tmp_path / "other", special, {"eos_token": "<eot>"})
+    assert load_tokenizer(str(one)).fingerprint != load_tokenizer(str(other)).fingerprint
+
+
+def test_a_folder_and_its_file_are_the_same_tokenizer(llama2):
+    file = llama2 / "tokenizer.json"
+    assert load_tokenizer(str(llama2)).fingerprint == load_tokenizer(str(file)).fingerprint
+
+
+def test_an_eos_that_cannot_be_found_is_refused(tmp_path):
+    folder = train_tokenizer(tmp_path / "tokenizer", ["<pad>"])
+    with pytest.raises(DataError, match=r"no end-of-text token: .*</s>.*'eos_token' in .*tokenizer_config\.json"):
+        load_tokenizer(str(folder))
+
+
+def test_a_configuration_of_another_tokenizer_is_refused(tmp_path):
+    folder = train_tokenizer(tmp_path / "tokenizer", ["</s>"], {"eos_token": "<|im_end|>"})
+    with pytest.raises(DataError, match=r"'<\|im_end\|>', which .*tokenizer\.json' does not hold"):
+        load_tokenizer(str(folder))
+
+
+def test_a_missing_tokenizer_says_what_was_looked_for(tmp_path):
+    with pytest.raises(DataError, match=rf"no tokenizer '{tmp_path}': '{tmp_path}/tokenizer\.json' does not exist"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[]", "{}"])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"is not a Hugging Face tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[]"])
+def test_a_damaged_tokenizer_configuration_is_refused(llama2, content):
+    (llama2 / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json"):
+        load_tokenizer(str(llama2))
+
+
+def test_a_missing_package_names_the_extra(llama2, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(EnvironmentMismatchError, match=r"pip install 'llama-training-infra\[hf\]'"):
+        HuggingFaceTokenizer(llama2)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused():
+    check_fits(ByteTokenizer(), 258)
+    with pytest.raises(DataError, match=r"'bytes' has 258 tokens, more than the model's vocabulary of 257"):
+        check_fits(ByteTokenizer(), 257)

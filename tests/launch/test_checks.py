@@ -1,0 +1,74 @@
+"""The checks of the ranks on their nodes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from distributed import run_ranks
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.rank.checks import RankFacts, check_own_device, check_ranks_agree, disagreements
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+
+FACTS = RankFacts(0, "node1", "H100", 80, "3.11.7", "2.13.0", "2.27.5", "abc", "def")
+
+
+def prepared(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    config = RunConfig.from_mapping({"launch": {"device": "cpu"}})
+    run.config.write_text(config.to_yaml())
+    write_json(run.plan, {"tp": 1})
+    return run, config
+
+
+def agree(run, config):
+    check_ranks_agree(run, config)
+
+
+def disagree(run, config):
+    """Train what another rank's side of the file system does not show."""
+    mine = RunDirectory(run.path.with_name(f"run-of-{torch.distributed.get_rank()}"))
+    mine.create()
+    mine.config.write_text(config.to_yaml())
+    write_json(mine.plan, {"tp": torch.distributed.get_rank()})
+    with pytest.raises(EnvironmentMismatchError) as refused:
+        check_ranks_agree(mine, config)
+    return str(refused.value)
+
+
+def test_ranks_that_agree_leave_what_they_run_on_beside_what_the_submitter_found(tmp_path):
+    run, config = prepared(tmp_path)
+    write_json(run.environment, {"facts": {"python": "Python 3.11"}})
+    run_ranks(2, agree, run, config)
+    record = read_json(run.environment)
+    assert record["facts"] == {"python": "Python 3.11"}
+    assert [found["torch"] for found in record["ranks"]] == [torch.__version__] * 2
+
+
+def test_ranks_that_see_another_plan_refuse_to_train_all_of_them(tmp_path):
+    run, config = prepared(tmp_path)
+    told = run_ranks(2, disagree, run, config)
+    assert told[0] == told[1]
+    assert told[0].startswith("the ranks differ in request: ")
+
+
+def test_a_difference_names_the_machines_and_what_each_has():
+    ranks = [replace(FACTS, rank=rank, host=f"node{rank}") for rank in range(6)]
+    ranks[5] = replace(ranks[5], torch="2.12.0")
+    assert disagreements(ranks[:5]) == []
+    assert disagreements(ranks) == [
+        "the ranks differ in torch: 2.13.0 on node0, node1, node2 and 2 more (rank 0, ...), 2.12.0 on node5 (rank 5); "
+        "make the nodes alike"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a node without CUDA")
+def test_a_node_without_the_device_that_was_planned_for_says_so(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    config = RunConfig.from_mapping({"launch": {"device": "cuda", "launcher": "slurm"}})
+    check_own_device(config.with_overrides("launch.device=cpu"))
+    with pytest.raises(EnvironmentMismatchError, match=r"^rank 3 on .*: torch .* sees no CUDA device"):
+        check_own_device(config)

@@ -1,0 +1,273 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+from launch_harness import FAKE_WORKER, eventually, is_alive
+
+from llama_core.chain.steps import stopping_on_interrupt
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError, RunDirectoryError, StoppedError
+from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
+from llama_core.launch.jobs import submission
+from llama_core.launch.jobs.local import LocalJobHandle
+from llama_core.launch.jobs.slurm_request import job_name
+from llama_core.launch.jobs.slurm_request import slurm_parameters as parameters
+from llama_core.launch.jobs.submission import attach
+from llama_core.launch.scheduler import JobStatus, job_status
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import JobRecord
+
+SUBMIT_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from llama_core.records.directory import RunDirectory
+from llama_core.config.run import RunConfig
+from llama_core.launch.jobs.submission import submit
+
+config = RunConfig.from_mapping({"launch": {"device": "cpu"}})
+submit(RunDirectory(Path(sys.argv[1])), config, 1, worker=(sys.executable, sys.argv[2], "serve"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_job_runs_its_worker_to_the_end_and_reports_its_steps(submit):
+    steps = []
+    outcome = submit("finish").handle.wait(lambda record: steps.append(record.step))
+    assert (outcome.status, outcome.step) == ("finished", 3)
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 3
+
+
+def test_every_rank_learns_its_place_among_the_others(submit):
+    job = submit("finish", num_ranks=2)
+    environments = [job.worker(rank)["environment"] for rank in range(2)]
+    job.handle.wait()
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in environments] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
+
+
+def test_the_part_asked_for_is_passed_to_the_worker(submit):
+    assert submit("finish", only="benchmark").worker()["options"] == ["--only", "benchmark"]
+
+
+def test_the_job_is_recorded_when_submit_returns(submit, run):
+    record = submit("serve").handle.record
+    assert JobRecord(**read_json(run.job)) == record
+
+
+def test_a_run_with_a_job_at_work_takes_no_second_one(submit):
+    first, second = submit("serve").handle, submit("finish").handle
+    assert second.record == first.record
+
+
+def test_a_run_whose_job_has_ended_takes_another_and_remembers_both(submit):
+    submit("fail").handle.wait()
+    outcome = submit("finish").handle.wait()
+    assert [attempt["status"] for attempt in outcome.attempts] == ["crashed", "finished"]
+
+
+def test_cancelling_lets_the_worker_stop_in_order(submit, run):
+    job = submit("serve")
+    job.worker()
+    assert job.handle.cancel().reason == "stopped by a signal"
+    assert json.loads((run.path / "received.json").read_text()) == [signal.SIGTERM]
+
+
+def test_cancelling_kills_a_worker_that_does_not_stop_and_all_it_started(submit):
+    job = submit("hang", num_ranks=2)
+    processes = job.processes()
+    assert job.handle.cancel(grace_seconds=0.5).status == "cancelled"
+    eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=10)
+
+
+def test_an_interrupt_while_nobody_waits_for_the_job_stops_it_too(submit, run, config):
+    run.config.write_text(config.to_yaml())
+    job = submit("serve")
+    job.worker()
+    with pytest.raises(StoppedError, match="continue with"), stopping_on_interrupt(run):
+        raise KeyboardInterrupt
+    assert not job.handle.is_running()
+
+
+def test_a_job_cancelled_before_its_worker_starts_never_starts_it(submit, run):
+    job = submit("serve")
+    request_cancellation(run, job.handle.record)
+    eventually(lambda: not job.handle.is_running())
+    assert job.handle.wait().status == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [
+        ("controller", "vanished without an exit code"),
+        ("supervisor", "vanished without an exit code"),
+        ("worker", "killed by signal 9 (possibly out of memory)"),
+    ],
+)
+def test_kill_9_of_any_process_of_a_job_ends_all_of_it_and_is_noticed(submit, victim, reason):
+    job = submit("hang")
+    processes = job.processes()
+    worker = job.worker()
+    pids = {"controller": int(job.handle.record.job_id), "supervisor": worker["supervisor"], "worker": worker["pid"]}
+    os.kill(pids[victim], signal.SIGKILL)
+    outcome = job.handle.wait()
+    assert outcome.status == "crashed"
+    assert reason in outcome.reason
+    eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=10)
+
+
+def test_a_rank_that_fails_takes_down_ranks_that_wait_for_it(submit):
+    job = submit("fail_on_rank_1_while_others_hang", num_ranks=2)
+    hanging = job.worker(0)["pid"]
+    outcome = job.handle.wait()
+    assert "rank 1 ended with exit code 1: ValueError: the third weight is made of cheese" in outcome.reason
+    assert not is_alive(hanging)
+
+
+def test_a_rank_whose_supervisor_is_killed_takes_down_the_others(submit):
+    job = submit("hang", num_ranks=2)
+    os.kill(job.worker(1)["supervisor"], signal.SIGKILL)
+    assert job.handle.wait().reason.startswith("rank 1 vanished")
+    assert not is_alive(job.worker(0)["pid"])
+
+
+def test_a_job_outlives_the_process_that_submitted_it_and_is_found_again(run):
+    submitter = subprocess.run([sys.executable, "-c", SUBMIT_AND_DIE, str(run.path), str(FAKE_WORKER)], check=False)
+    assert submitter.returncode == -signal.SIGKILL
+    handle = attach(run)
+    eventually((run.path / "worker-0.json").exists)
+    assert handle.cancel().reason == "stopped by a signal"
+    assert attach(run) is None
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_job(submit):
+    job = submit("serve")
+    foreground = os.getpgrp()
+    assert all(os.getpgid(pid) != foreground for pid in job.processes())
+    assert os.getsid(int(job.handle.record.job_id)) != os.getsid(0)
+
+
+def test_a_run_without_a_job_has_nothing_to_attach_to(run):
+    assert attach(run) is None
+
+
+def test_another_process_with_the_recorded_id_is_not_taken_for_the_job(run, job):
+    stranger = replace(job, job_id=str(os.getpid()), folder=str(run.logs / "submitit" / "submission-00000"))
+    assert psutil.pid_exists(os.getpid())
+    assert not LocalJobHandle(run, stranger).is_running()
+
+
+def test_a_job_that_ended_unwatched_is_concluded_when_looked_for(submit, run):
+    job = submit("fail")
+    eventually(lambda: not job.handle.is_running())
+    assert not run.outcome.exists()
+    assert attach(run) is None
+    assert read_json(run.outcome)["status"] == "crashed"
+
+
+def test_a_job_of_another_machine_is_left_alone(run, job):
+    write_json(run.job, replace(job, host="elsewhere"))
+    with pytest.raises(RunDirectoryError, match=r"submitted on elsewhere .* delete .*job\.json if it has ended"):
+        attach(run)
+
+
+def test_output_of_all_attempts_stays_in_the_ranks_log(submit, run):
+    submit("refuse").handle.wait()
+    submit("fail").handle.wait()
+    log = log_path(run, 0).read_text()
+    assert log.index("unknown model 'llama9'") < log.index("about to fail")
+
+
+def test_exit_records_of_an_earlier_attempt_do_not_speak_for_the_next(submit, run):
+    submit("fail").handle.wait()
+    submit("finish").handle.wait()
+    record = JobRecord(**read_json(run.job))
+    assert [rank_exit.exit_code for rank_exit in read_rank_exits(run, record, 0)] == [0]
+
+
+def test_without_slurm_a_slurm_job_is_refused_with_the_way_out(run, config, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(EnvironmentMismatchError, match=r"no Slurm commands .* use --launcher local"):
+        submission.submit(run, config.with_overrides("launch.launcher=slurm"), 1)
+    assert not run.job.exists()
+
+
+def slurm_config(*overrides):
+    config = RunConfig.from_mapping({"launch": {"launcher": "slurm", "device": "cuda"}, "training": {"batch_size": 16}})
+    return config.with_overrides(*overrides)
+
+
+def slurm_parameters(config, name, *, num_ranks):
+    return parameters(config, name, "a comment", num_ranks)
+
+
+def test_slurm_is_asked_for_one_task_and_one_gpu_per_rank():
+    asked = slurm_parameters(slurm_config("launch.nodes=2", "parallel.gpus=16"), "run", num_ranks=16)
+    assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"]) == (2, 8, 8)
+
+
+def test_slurm_is_asked_for_no_gpu_when_ranks_compute_on_the_cpu():
+    assert "gpus_per_node" not in slurm_parameters(slurm_config("launch.device=cpu"), "run", num_ranks=1)
+
+
+def test_slurm_is_asked_for_what_the_configuration_names():
+    config = slurm_config(
+        "launch.slurm.partition=train",
+        "launch.slurm.account=lab",
+        "launch.slurm.time_limit_min=90",
+        "launch.slurm.cpus_per_rank=6",
+        "launch.slurm.memory_gb_per_node=200",
+        "launch.slurm.setup=[module load cuda]",
+    )
+    asked = slurm_parameters(config, "llama3", num_ranks=1)
+    expected = {
+        "partition": "train",
+        "account": "lab",
+        "time": 90,
+        "cpus_per_task": 6,
+        "mem": "200G",
+        "setup": ["module load cuda"],
+        "job_name": "llama3",
+        "comment": "a comment",
+    }
+    assert asked | expected == asked
+
+
+def test_slurm_is_not_asked_for_what_the_configuration_leaves_open():
+    assert not {"partition", "account", "mem", "setup"} & set(slurm_parameters(slurm_config(), "run", num_ranks=1))
+
+
+@pytest.mark.parametrize("minutes", [1, 10, 1440])
+def test_slurm_warns_a_job_after_most_of_its_time_has_passed(minutes):
+    asked = slurm_parameters(slurm_config(f"launch.slurm.time_limit_min={minutes}"), "run", num_ranks=1)
+    assert 0 < asked["signal_delay_s"] <= minutes * 60 / 4
+
+
+def test_submitit_takes_every_parameter(tmp_path):
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    script = _make_sbatch_string("true", tmp_path, **slurm_parameters(slurm_config(), "run", num_ranks=1))
+    assert "#SBATCH --requeue" in script
+    assert "#SBATCH --wckey" not in script
+
+
+def test_a_slurm_job_name_has_no_character_that_slurm_splits_at():
+    assert job_name("my run,2") == "my-run-2"
+
+
+def test_a_job_is_asked_after_under_the_name_it_was_given(tmp_path, monkeypatch):
+    """The accounting database is asked once the controller has forgotten the job."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    (tmp_path / "sacct").write_text('#!/bin/sh\ncase "$*" in *--name=my-run-2*) echo TIMEOUT;; esac\n')
+    for command in tmp_path.iterdir():
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert job_status("7", job_name("my run,2")) == JobStatus("TIMEOUT")

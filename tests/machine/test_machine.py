@@ -1,0 +1,227 @@
+import os
+from dataclasses import replace
+
+import pytest
+
+from llama_core.chain.environment import validate_environment
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.machine.defaults import ResolvedConfig, resolve_machine_defaults
+from llama_core.machine.detect import (
+    Machine,
+    available_cores,
+    cgroup_memory,
+    detect_machine,
+    device_label,
+    installed_gpus,
+    visible_gpus,
+)
+
+CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
+GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
+
+
+def config(**sections):
+    return RunConfig.from_mapping({"training": {"batch_size": 16}} | sections)
+
+
+def resolved(request, machine):
+    return resolve_machine_defaults(request, machine).config
+
+
+def test_a_machine_with_gpus_trains_on_them_in_bf16():
+    chosen = resolved(config(), GPU_MACHINE)
+    assert (chosen.launch.device, chosen.launch.gpu_type, chosen.training.precision) == ("cuda", "h200", "bf16")
+
+
+def test_a_machine_without_gpus_trains_one_device_on_its_cpu_in_full_precision():
+    chosen = resolved(config(), CPU_MACHINE)
+    assert (chosen.launch.device, chosen.launch.gpu_type, chosen.training.precision) == ("cpu", None, "fp32")
+
+
+def test_a_cpu_that_computes_bf16_natively_does():
+    assert resolved(config(), replace(CPU_MACHINE, cpu_native_bf16=True)).training.precision == "bf16"
+
+
+def test_an_unknown_gpu_is_planned_for_as_an_h100_and_says_so():
+    chosen = resolve_machine_defaults(config(), replace(GPU_MACHINE, gpus=("Tesla V100",), gpu_type=None))
+    assert chosen.config.launch.gpu_type == "h100"
+    assert any("'Tesla V100' is not in the table of devices" in choice for choice in chosen.choices)
+
+
+def test_a_slurm_job_uses_gpus_that_its_login_node_lacks():
+    chosen = resolved(config(launch={"launcher": "slurm"}, parallel={"gpus": 8}), CPU_MACHINE)
+    assert (chosen.launch.device, chosen.launch.gpu_type) == ("cuda", "h100")
+
+
+@pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
+def test_settings_that_were_made_are_kept_and_not_announced(machine):
+    request = config(launch={"device": "cpu"}, training={"precision": "fp32"})
+    assert resolve_machine_defaults(request, machine) == ResolvedConfig(request, ())
+
+
+@pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
+def test_resolving_twice_changes_nothing_more(machine):
+    once = resolved(config(), machine)
+    assert resolve_machine_defaults(once, machine).choices == ()
+
+
+def test_every_choice_is_announced_with_its_reason():
+    assert resolve_machine_defaults(config(), GPU_MACHINE).choices == (
+        "launch.device=cuda (this machine has NVIDIA H200)",
+        "training.precision=bf16 (native on cuda)",
+        "launch.gpu_type=h200 (the device here)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "sections", "message"),
+    [
+        (
+            CPU_MACHINE,
+            {"parallel": {"gpus": 4}},
+            "gpus=4: this machine has no CUDA device; add --device cpu for 4 CPU processes, or --launcher slurm",
+        ),
+        (
+            CPU_MACHINE,
+            {"launch": {"device": "cuda"}},
+            "device=cuda: this machine has no CUDA device that torch can use",
+        ),
+        (GPU_MACHINE, {"parallel": {"gpus": 4}}, "gpus=4: this machine has 2; use --gpus 2, or --launcher slurm"),
+        (GPU_MACHINE, {"launch": {"nodes": 2}, "parallel": {"gpus": 2}}, "launch.nodes=2: the local launcher has this"),
+    ],
+)
+def test_a_request_beyond_the_machine_is_refused_with_both_numbers_and_the_remedy(machine, sections, message):
+    with pytest.raises(EnvironmentMismatchError) as refusal:
+        resolve_machine_defaults(config(**sections), machine)
+    assert str(refusal.value).startswith(message)
+
+
+def test_more_cpu_processes_than_cores_are_allowed():
+    assert resolved(config(launch={"device": "cpu"}, parallel={"gpus": 16}), CPU_MACHINE).launch.device == "cpu"
+
+
+def test_this_machine_has_memory_and_cores():
+    machine = detect_machine()
+    assert 0 < machine.available_memory_bytes <= machine.memory_bytes
+    assert 1 <= machine.cores <= os.cpu_count()
+
+
+def test_the_cores_a_process_is_bound_to_are_all_it_has():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert available_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Put a driver with three devices on the path."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        "echo '0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 570.86'\n"
+        "echo '1, GPU-bb22, NVIDIA H100 80GB HBM3, 81559, 570.86'\n"
+        "echo '2, GPU-cc33, Tesla T4, 15360, 570.86'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    installed_gpus.cache_clear()
+    yield
+    installed_gpus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "indexes"),
+    [("0", "0"), ("2,0", "20"), ("GPU-bb", "1"), ("", ""), ("-1", ""), ("0,7,1", "0"), ("NoDevFiles", "")],
+)
+def test_only_the_devices_that_cuda_shows_a_process_count(nvidia_smi, monkeypatch, chosen, indexes):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert "".join(gpu.index for gpu in visible_gpus()) == indexes
+
+
+def test_devices_are_listed_with_memory_driver_and_the_name_they_are_planned_by(nvidia_smi):
+    devices = validate_environment().facts["devices"]
+    assert "NVIDIA H100 80GB HBM3 (81559 MiB, driver 570.86, known as h100)" in devices
+    assert "Tesla T4 (15360 MiB, driver 570.86, not in the table of devices)" in devices
+
+
+def test_a_device_is_called_what_its_driver_calls_it(nvidia_smi):
+    assert device_label("cuda") == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        (
+            "0::/a/b\n",
+            {
+                "a/memory.max": "4000",
+                "a/memory.current": "3000",
+                "a/memory.stat": "file 900\ninactive_file 500\n",
+                "a/b/memory.max": "max",
+                "a/b/memory.current": "100",
+            },
+            [(4000, 2500)],
+        ),
+        (
+            "4:memory:/host/path\n2:cpu,cpuacct:/\n",
+            {
+                "memory/memory.limit_in_bytes": "8000",
+                "memory/memory.usage_in_bytes": "1000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+            },
+            [(8000, 700)],
+        ),
+        ("4:cpu:/\n", {}, []),
+    ],
+)
+def test_control_groups_of_either_version_limit_memory(tmp_path, membership, files, expected):
+    (tmp_path / "self").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup_memory(tmp_path / "cgroup", tmp_path / "self") == expected
+
+
+def test_a_sound_installation_has_no_errors(tmp_path):
+    report = validate_environment(config(), tmp_path / "runs" / "new")
+    assert report.errors == ()
+    assert {"python", "torch", "devices", "cpu", "memory", "disk", "attention"} <= set(report.facts)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"data": {"source": "/nowhere.jsonl"}}, "data source '/nowhere.jsonl' does not exist"),
+        ({"data": {"tokenizer": "/nowhere.json"}}, "no tokenizer '/nowhere.json': '/nowhere.json' does not exist"),
+        ({"parallel": {"gpus": 8}}, "gpus=8: this machine has no CUDA device; add --device cpu"),
+    ],
+)
+def test_each_obstacle_is_one_line_with_its_remedy(monkeypatch, sections, error):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (only,) = validate_environment(config(**sections)).errors
+    assert only.startswith(error)
+    assert "\n" not in only
+
+
+def test_a_machine_without_slurm_cannot_submit_to_it(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    (only,) = validate_environment(config(launch={"launcher": "slurm"}, parallel={"gpus": 8})).errors
+    assert only.startswith("launch.launcher=slurm: this machine has no sbatch")
+
+
+def test_checkpoints_larger_than_the_disk_are_announced(tmp_path):
+    report = validate_environment(config(model="llama3_405b", launch={"device": "cpu"}), tmp_path)
+    assert any("checkpoints of llama3_405b take" in warning for warning in report.warnings)
+
+
+def test_a_run_directory_below_a_file_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    (only,) = validate_environment(run_dir=tmp_path / "file" / "run").errors
+    assert only.startswith(f"cannot write to {tmp_path / 'file'}, where the run goes")

@@ -1,0 +1,131 @@
+"""Documents as a kernel takes them, against the mask that says the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llama_core.config.models import model_spec
+from llama_core.models import layers
+from llama_core.models.batch import Batch, Documents
+from llama_core.models.layers import attend, document_mask
+from llama_core.models.llama import Llama
+from llama_core.parallel.recompute import apply_recompute
+from llama_core.rehearsal.byte_counter import ByteCounter
+
+SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
+
+
+@st.composite
+def packed_positions(draw):
+    """Positions of rows of equal length, cut into documents anywhere; a row may begin inside of one."""
+    num_rows, row_length = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    rows = []
+    for _ in range(num_rows):
+        starts = draw(st.lists(st.booleans(), min_size=row_length, max_size=row_length))
+        position, row = draw(st.sampled_from([0, 0, 5])), []
+        for is_start in starts:
+            position = 0 if is_start else position
+            row.append(position)
+            position += 1
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+@given(packed_positions())
+def test_documents_begin_where_the_mask_begins_to_see(positions_BS):
+    documents = Documents.of_positions(positions_BS)
+    lengths = documents.starts.diff().tolist()
+    assert documents.starts.dtype == torch.int32
+    assert (min(lengths) > 0, max(lengths), sum(lengths)) == (True, documents.longest, positions_BS.numel())
+    document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    row_T = torch.arange(positions_BS.numel()) // positions_BS.shape[1]
+    visible_TT = (document_T[:, None] == document_T) & torch.ones(len(document_T), len(document_T)).tril().bool()
+    assert not (visible_TT & (row_T[:, None] != row_T)).any()
+    mask_BSS = document_mask(positions_BS, torch.float32)[:, 0]
+    assert torch.equal(mask_BSS == 0, torch.stack([*_blocks(visible_TT, positions_BS.shape[1])]))
+
+
+def _blocks(visible_TT, size):
+    return (visible_TT[at : at + size, at : at + size] for at in range(0, len(visible_TT), size))
+
+
+def attention_of_each(q_TNH, k_TKH, v_TKH, starts, key_starts, longest, longest_key, *, window_size, **options):
+    """Compute what the kernel for documents does, one document after the other."""
+    assert (window_size, longest) == ((-1, 0), longest_key)
+    assert torch.equal(starts, key_starts)
+    assert options == layers._GROUPED_HEADS
+    out = []
+    for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        assert stop - start <= longest
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
+        scored = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out.append(scored.transpose(0, 1))
+    return torch.cat(out)
+
+
+@given(packed_positions())
+def test_attention_to_documents_is_attention_under_the_mask(positions_BS):
+    """With the kernel's place taken by what its documentation says it computes."""
+    num_rows, row_length = positions_BS.shape
+    q, k, v = (torch.randn(num_rows, row_length, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "varlen_attn", attention_of_each)
+        out = attend(q, k, v, Documents.of_positions(positions_BS))
+    torch.testing.assert_close(out, attend(q, k, v, document_mask(positions_BS, torch.float64)))
+
+
+def test_a_batch_carries_the_documents_of_its_own_rows():
+    positions = torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2], [0, 1, 0, 1]])
+    whole = Batch(positions, positions, positions)
+    first, last = (piece.with_documents() for piece in whole.split(2))
+    assert (first.documents.starts.tolist(), first.documents.longest) == ([0, 3, 4, 5, 8], 3)
+    assert (last.documents.starts.tolist(), last.documents.longest) == ([0, 2, 4], 2)
+    assert first.to("meta").documents.starts.device.type == "meta"
+    assert Batch(positions, positions, None).with_documents().documents is None
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_recomputation_keeps_what_the_kernel_returns(recompute, times):
+    with torch.device("meta"):
+        model = Llama(SPEC, compute_dtype=torch.bfloat16)
+    apply_recompute(model, recompute)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        with Calls() as calls:
+            model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
+    assert calls.names.count(torch.ops.torch_attn._varlen_attn) == times * SPEC.num_layers
+    assert calls.names.count(torch.ops.torch_attn._varlen_attn_backward) == SPEC.num_layers
+    assert torch.ops.aten.repeat_interleave not in calls.names
+
+
+def flops_counted(documents):
+    model = Llama(SPEC, compute_dtype=torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter() as counter:
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        model(tokens, tokens, tokens, documents).backward()
+    return counter.flops
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_flops_are_those_of_rows_that_are_one_document_however_many_there_are(number):
+    """Every token against the longest document, and not every document as long as the longest."""
+    masked, kernel = flops_counted(None), flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 64))
+    shorter = flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 32))
+    assert kernel == masked
+    assert kernel - shorter == SPEC.num_layers * (4 + 10) * 2 * 64 * SPEC.q_size * 32

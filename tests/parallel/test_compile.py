@@ -1,0 +1,91 @@
+"""Compiled blocks: how many graphs they make under each way to divide the work, and that they compute the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import largest_differences
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llama_core.config.models import model_spec
+from llama_core.models.batch import Batch, Documents
+from llama_core.models.llama import Llama
+from llama_core.parallel.apply import ParallelModel
+from llama_core.parallel.recompute import recompute_and_compile
+from llama_core.planning.plan import ParallelPlan
+
+SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
+RECOMPUTE = ["none", "selective", "full"]
+DIVISIONS = {
+    "alone": {},
+    "FSDP": {"dp_shard": 2, "zero_stage": 3},
+    "TP": {"tp": 2},
+    "TP, whole sequences": {"tp": 2, "sequence_parallel": False},
+    "CP": {"cp": 2, "zero_stage": 1},
+    "PP": {"pp": 2},
+    "TP x FSDP": {"tp": 2, "dp_shard": 2, "zero_stage": 2},
+}
+
+
+@pytest.fixture
+def graphs():
+    """Count the graphs that are compiled, without making code of them."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.set_default_backend(counter)
+    yield lambda: counter.frame_count
+    torch.compiler.set_default_backend(None)
+    torch._dynamo.reset()
+
+
+def take_step(plan):
+    model = ParallelModel(SPEC, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16).materialize()
+    model.initialize_weights(0)
+    tokens = torch.randint(0, SPEC.vocab_size, (1, 64))
+    batch = Batch(tokens, tokens, torch.arange(64)[None] % 20)
+    model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_all_blocks_are_one_graph_whatever_they_recompute(graphs, division, recompute):
+    plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
+    if plan.world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    try:
+        take_step(plan)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute):
+    """One for the first microbatch, and one for all others, whose number of documents is no longer taken as fixed."""
+    with torch.device("meta"):
+        model = Llama(SPEC, compute_dtype=torch.bfloat16)
+    recompute_and_compile(model, ParallelPlan(compile=True, recompute=recompute), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        for number, longest in ((3, 64), (5, 40), (2, 63), (9, 20)):
+            documents = Documents(torch.zeros(number + 1, dtype=torch.int32), longest)
+            model(tokens, tokens, tokens, documents).backward()
+    assert graphs() == 2
+
+
+def make_graphs_without_code():
+    torch.compiler.set_default_backend("aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("division", "recompute"), [("FSDP", "full"), ("TP", "full"), ("TP", "selective"), ("CP", "selective")]
+)
+def test_compiled_blocks_train_as_one_process_does_without_them(division, recompute):
+    plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
+    differences = largest_differences(plan, fault=make_graphs_without_code)
+    assert max(differences.values()) < 1e-8, differences

@@ -1,0 +1,83 @@
+import json
+
+import pytest
+from step_record import record
+
+from llama_core.errors import RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import atomic_write, read_json, write_json
+from llama_core.records.metrics import drop_metrics_after, read_metrics, write_metrics_part
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
+def steps_of(run):
+    return read_metrics(run).column("step").to_pylist()
+
+
+def test_json_comes_back_as_it_went_without_its_schema_version(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    assert json.loads((tmp_path / "a.json").read_text())["schema_version"] == 1
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', "{}"])
+def test_json_of_no_or_another_schema_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(RunDirectoryError, match=r"a\.json"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_missing_record_says_which_file_is_missing(tmp_path):
+    with pytest.raises(RunDirectoryError, match=r"plan\.json does not exist"):
+        read_json(tmp_path / "plan.json")
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(OSError, match="disk full"), atomic_write(tmp_path / "a.json") as temporary:
+        temporary.write_text("half")
+        raise OSError("disk full")
+    assert read_json(tmp_path / "a.json") == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_metrics_parts_come_back_as_one_table_in_order(run):
+    write_metrics_part(run, [record(3), record(4)])
+    write_metrics_part(run, [record(1), record(2, eval_loss=2.5)])
+    table = read_metrics(run)
+    assert table.column("step").to_pylist() == [1, 2, 3, 4]
+    assert table.column("eval_loss").to_pylist() == [None, 2.5, None, None]
+
+
+def test_a_run_without_metrics_has_an_empty_table(run):
+    assert read_metrics(run).num_rows == 0
+    assert "loss" in read_metrics(run).column_names
+
+
+def test_resuming_forgets_the_steps_that_will_be_taken_again(run):
+    write_metrics_part(run, [record(1), record(2)])
+    write_metrics_part(run, [record(3), record(4)])
+    write_metrics_part(run, [record(5)])
+    drop_metrics_after(run, 3)
+    write_metrics_part(run, [record(4)])
+    assert steps_of(run) == [1, 2, 3, 4]
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"cannot write run directory .*choose another --run-dir"):
+        RunDirectory(tmp_path / "file" / "run").create()
+
+
+def test_resuming_forgets_the_heartbeat_of_a_step_that_will_be_taken_again(run):
+    write_json(run.heartbeat, record(5))
+    drop_metrics_after(run, 5)
+    assert run.heartbeat.exists()
+    drop_metrics_after(run, 4)
+    assert not run.heartbeat.exists()

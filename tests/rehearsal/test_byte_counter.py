@@ -1,0 +1,73 @@
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from llama_core.rehearsal.byte_counter import ByteCounter
+
+
+def test_a_tensor_counts_from_its_making_to_its_release_in_whole_blocks():
+    with ByteCounter(block_bytes=512) as counter:
+        first = torch.zeros(100)  # 400 bytes: one block
+        second = torch.zeros(200)  # 800 bytes: two
+        view = first[10:20]
+        assert counter.total_bytes == 3 * 512
+        del first
+        assert counter.total_bytes == 3 * 512
+        del view, second
+        assert counter.total_bytes == 0
+    assert counter.peaks["forward"].num_bytes == 3 * 512
+
+
+def test_a_peak_is_corrected_by_what_its_bytes_became():
+    with ByteCounter(block_bytes=1) as counter:
+        early = torch.zeros(25)
+        late = torch.zeros(25) + early  # 100 bytes of zeros are dropped
+        counter.relabel([early, late], "activations")
+    peak = counter.peaks["forward"]
+    assert (peak.categories["activations"], peak.categories["temporaries"]) == (200, 100)
+
+
+def test_a_tensor_born_after_a_peak_does_not_change_it():
+    with ByteCounter(block_bytes=1) as counter:
+        torch.zeros(1000)
+        small = torch.zeros(1)
+        counter.relabel([small], "weights")
+    assert counter.peaks["forward"].categories["weights"] == 0
+
+
+def test_products_count_two_flops_per_multiply_add():
+    with ByteCounter() as counter:
+        total = torch.zeros(3, 5)
+        torch.mm(torch.ones(3, 4), torch.ones(4, 5), out=total)
+        total.addmm_(torch.ones(3, 4), torch.ones(4, 5))
+    assert counter.flops == 2 * 2 * 3 * 4 * 5
+
+
+def train_step(model, optimizer):
+    model(torch.zeros(8, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def small_network():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def test_the_total_equals_that_of_torchs_own_tracker_to_the_byte():
+    with FakeTensorMode():
+        model, optimizer = small_network()
+        with ByteCounter(block_bytes=1) as counter:
+            counter.relabel(model.parameters(), "weights")
+            train_step(model, optimizer)
+            train_step(model, optimizer)
+        model, optimizer = small_network()
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            train_step(model, optimizer)
+            tracker.reset_mod_stats()
+            train_step(model, optimizer)
+    theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert max(peak.num_bytes for peak in counter.peaks.values()) == theirs

@@ -1,0 +1,421 @@
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+
+from llama_core.config import models
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError
+from llama_core.models.loss import default_chunk_tokens
+from llama_core.parallel.apply import ParallelModel
+from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.memory.tensors import loss_chunk_tokens
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.search.auto import choose_plan
+from llama_core.planning.time.communication import communication
+from llama_core.planning.time.step_time import flops_per_token, hardware_flops_per_token
+from llama_core.rehearsal.dry_run import rehearse
+from llama_core.rehearsal.trace import trace_steps
+from llama_core.training.engine import COMPUTE_DTYPES
+
+TIED = ModelSpec("tied", "llama3", 64, 4, 4, 2, 16, 192, 512, 1e4, 1e-5, 4096, 256, tied_embeddings=True)
+UNTIED = ModelSpec("untied", "llama3", 128, 6, 8, 8, 16, 344, 2048, 1e4, 1e-5, 4096, 512)
+MEDIUM = ModelSpec("medium", "llama3", 512, 4, 8, 4, 64, 1536, 8192, 1e4, 1e-5, 4096, 512)
+MEDIUM_TIED = replace(MEDIUM, name="medium_tied", vocab_size=24576, tied_embeddings=True)
+EVEN = replace(MEDIUM, name="even", vocab_size=64)
+WIDE_VOCABULARY = ModelSpec("wide_vocabulary", "llama3", 256, 3, 4, 1, 64, 512, 32000, 1e4, 1e-5, 4096, 128)
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch):
+    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, WIDE_VOCABULARY):
+        monkeypatch.setitem(models._REGISTRY, spec.name, spec)
+
+
+def request(model, *overrides):
+    return RunConfig.from_mapping({"model": model, "training": {"precision": "bf16", "batch_size": 1}}, overrides)
+
+
+def shape(microbatch_size=1, num_microbatches=1, recompute="none"):
+    return (
+        f"parallel.microbatch_size={microbatch_size}",
+        f"training.batch_size={microbatch_size * num_microbatches}",
+        f"parallel.recompute={recompute}",
+    )
+
+
+def rehearsed_and_estimated(config):
+    plan = choose_plan(config, None)
+    estimate = estimate_memory(
+        config.spec,
+        plan,
+        seq_len=config.seq_len,
+        precision=config.training.precision,
+        documents=document_attention(config, plan),
+    )
+    return rehearse(config, plan).profile, estimate
+
+
+@pytest.mark.parametrize("shape", [shape(4), shape(2, 2, "full")], ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", ["tied", "untied", "wide_vocabulary"])
+def test_the_estimate_is_within_one_percent_of_the_bytes_counted_on_the_real_step(model, precision, shape):
+    rehearsed, estimated = rehearsed_and_estimated(request(model, f"training.precision={precision}", *shape))
+    assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("tiny_llama3_50m", shape(2, 2, "full")),
+        ("tiny_llama3_150m", ("training.precision=fp32", "training.seq_len=1024", *shape(2))),
+        ("llama3_8b", ("data.document_mask=false", *shape(recompute="full"))),
+    ],
+    ids=str,
+)
+def test_the_estimate_holds_for_models_of_the_registry(model, overrides):
+    rehearsed, estimated = rehearsed_and_estimated(request(model, *overrides))
+    assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["tied", "wide_vocabulary"])
+def test_estimate_and_rehearsal_agree_on_every_category_at_the_end_of_the_forward(model):
+    rehearsed, estimated = rehearsed_and_estimated(request(model, *shape(2, 2)))
+    counted = rehearsed.phases["forward"]
+    for category in ("weights", "gradients", "moments", "activations", "loss"):
+        assert estimated.phases["forward"][category] == pytest.approx(counted[category], rel=0.03)
+
+
+def test_the_optimizer_holds_sixteen_bytes_per_parameter_and_no_temporaries():
+    held = rehearse(request("untied"), ParallelPlan()).profile.phases["optimizer"]
+    states = held["weights"] + held["gradients"] + held["moments"]
+    # every parameter has a step counter beside its moments, and the smallest block is 512 bytes
+    num_tensors = 9 * UNTIED.num_layers + 3
+    assert states == 16 * UNTIED.num_parameters + 512 * num_tensors
+    assert held["temporaries"] < 1024 * num_tensors
+
+
+def test_the_flops_are_those_of_the_closed_form_and_of_flash_attentions_second_look_at_the_scores():
+    config = request("tiny_llama3_50m", *shape(2))
+    tokens, spec = 2 * 2048, config.spec
+    scores_again = 2 * spec.num_layers * spec.q_size * 2048
+    expected = tokens * (flops_per_token(spec, 2048) + scores_again)
+    assert rehearse(config, choose_plan(config, None)).flops == pytest.approx(expected, rel=1e-6)
+
+
+def test_recomputation_adds_the_layers_forward_but_for_their_last_product():
+    config = request("untied", *shape(recompute="full"))
+    tokens = config.seq_len
+    scores_again = 2 * UNTIED.num_layers * UNTIED.q_size * tokens
+    not_recomputed = 2 * UNTIED.num_layers * UNTIED.hidden_size * UNTIED.ffn_size  # w2, whose output nobody needs
+    expected = tokens * (hardware_flops_per_token(UNTIED, tokens, "full") + scores_again - not_recomputed)
+    assert rehearse(config, choose_plan(config, None)).flops == pytest.approx(expected, rel=1e-6)
+
+
+def test_accumulating_over_microbatches_multiplies_the_flops_and_not_the_activations():
+    once, thrice = (
+        rehearse(config, choose_plan(config, None))
+        for config in (request("untied", *shape(1, count)) for count in (1, 3))
+    )
+    inputs = 2 * 3 * 8 * UNTIED.default_seq_len
+    assert thrice.flops == 3 * once.flops
+    kept = [result.profile.phases["forward"]["activations"] for result in (once, thrice)]
+    assert kept[1] == kept[0] + inputs
+
+
+def test_the_result_names_the_place_of_the_peak():
+    result = rehearse(request("untied"), ParallelPlan())
+    assert result.profile.peak_phase == "forward"
+    assert "after the loss began" in result.peak_at
+    assert result.as_dict()["peak_bytes"] == result.profile.peak_bytes
+
+
+@pytest.mark.parametrize("spec", models._VARIANTS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_planner_knows_the_chunks_of_the_loss(spec, dtype):
+    sizes = (spec.vocab_size, spec.hidden_size)
+    assert loss_chunk_tokens(*sizes, dtype.itemsize) == default_chunk_tokens(*sizes, dtype)
+
+
+def pipeline(schedule, **choices):
+    return ParallelPlan(schedule=schedule, **({"pp": 2, "num_microbatches": 4} | choices))
+
+
+def zero(stage, **choices):
+    return ParallelPlan(zero_stage=stage, **({"dp_shard": 4, "num_microbatches": 2} | choices))
+
+
+PLANS = {
+    "copies": ParallelPlan(dp_replicate=2, num_microbatches=2),
+    "tp2": ParallelPlan(tp=2),
+    "tp4 whole sequence": ParallelPlan(tp=4, sequence_parallel=False, num_microbatches=2),
+    "cp2": ParallelPlan(cp=2, num_microbatches=2),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero3 full": zero(3, dp_shard=16, recompute="full", num_microbatches=1),
+    "tp2 zero2": zero(2, tp=2),
+    "1f1b": pipeline("1f1b", pp=4),
+    "interleaved": pipeline("interleaved", num_chunks=2),
+    "chimera halving": pipeline("chimera_halving", microbatch_size=2, num_microbatches=3),
+    "zbv": pipeline("zbv"),
+    "1f1b selective": pipeline("1f1b", recompute="selective", num_microbatches=2),
+    "1f1b partly full": pipeline("1f1b", recompute="full", recomputed_layers=(2, 1), num_microbatches=2),
+    "1f1b copies": pipeline("1f1b", dp_replicate=2, num_microbatches=2),
+    "chimera": pipeline("chimera"),
+    "chimera zero2": pipeline("chimera", zero_stage=2, dp_shard=2),
+    "tp2 1f1b zero3": pipeline("1f1b", tp=2, zero_stage=3, dp_shard=2, num_microbatches=2),
+}
+PHASES = ("forward", "backward", "optimizer")
+PRECISE = ("training.precision=fp32", "data.document_mask=true")
+HALF = ("training.precision=bf16", "data.document_mask=false")
+CASES = [
+    *(("medium", HALF, name) for name in PLANS),
+    *(("medium", PRECISE, name) for name in ("tp2", "cp2")),
+    *(("medium_tied", HALF, name) for name in ("zero3", "chimera")),
+    ("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
+]
+
+
+def medium(model="medium", overrides=HALF):
+    return RunConfig.from_mapping({"model": model}, overrides)
+
+
+def estimated(config, plan, pp_rank=None):
+    training, documents = config.training, document_attention(config, plan)
+    sizes = {"seq_len": config.seq_len, "precision": training.precision, "documents": documents}
+    return estimate_memory(config.spec, plan, pp_rank=pp_rank, **sizes)
+
+
+def rehearsed_ranks(config, plan):
+    """Return the rehearsal of the first rank of every pipeline rank."""
+    return rehearse(config, plan).ranks
+
+
+@pytest.mark.parametrize(("model", "overrides", "name"), CASES, ids=str)
+def test_the_estimate_of_every_pipeline_rank_is_within_three_percent_of_its_rehearsal(model, overrides, name):
+    config, plan = medium(model, overrides), PLANS[name]
+    counted = [rehearsal.profile.peak_bytes for rehearsal in rehearsed_ranks(config, plan)]
+    assert [estimated(config, plan, pp_rank).peak_bytes for pp_rank in range(plan.pp)] == pytest.approx(
+        counted, rel=0.03
+    )
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "tp2", "1f1b copies"])
+def test_estimate_and_rehearsal_of_many_ranks_agree_on_every_category_at_the_end_of_the_forward(name):
+    config, plan = medium(), PLANS[name]
+    last = plan.pp - 1
+    counted = rehearse(config, plan, last * plan.world_size // plan.pp).profile.phases["forward"]
+    estimate = estimated(config, plan, last).phases["forward"]
+    for category in ("weights", "gradients", "moments", "activations", "loss", "communication"):
+        assert estimate[category] == pytest.approx(counted.get(category, 0), rel=0.03, abs=2**20)
+
+
+def test_a_large_model_under_tensor_and_pipeline_parallelism_is_estimated_within_one_percent():
+    config = RunConfig.from_mapping({"model": "llama3_8b"}, (*HALF, "training.seq_len=2048"))
+    plan = ParallelPlan(tp=2, pp=4, num_microbatches=4)
+    assert estimated(config, plan, 0).peak_bytes == pytest.approx(
+        rehearse(config, plan, 0).profile.peak_bytes, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [("medium", pipeline("1f1b", pp=4)), ("wide_vocabulary", pipeline("1f1b", num_microbatches=1))],
+    ids=["many under way", "a large head"],
+)
+def test_the_rank_that_is_rehearsed_by_default_is_the_fullest(model, plan):
+    config = medium(model)
+    peaks = [rehearsal.profile.peak_bytes for rehearsal in rehearsed_ranks(config, plan)]
+    assert rehearse(config, plan).rank == peaks.index(max(peaks)) * plan.world_size // plan.pp
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(tp=2, pp=2),
+        pipeline("chimera", num_microbatches=2),
+        pipeline("zb_h1", num_microbatches=2),
+    ],
+    ids=ParallelPlan.summary,
+)
+def test_all_ranks_together_compute_what_one_device_would(plan):
+    config = medium()
+    alone = rehearse(config, ParallelPlan(num_microbatches=plan.batch_size)).flops
+    assert sum(rehearse(config, plan, rank).flops for rank in range(plan.world_size)) == alone
+
+
+def test_a_ring_of_ranks_leaves_out_the_scores_of_blocks_that_nothing_sees():
+    config, spec, tokens = medium(), MEDIUM, MEDIUM.default_seq_len
+    alone, ring = (
+        sum(rehearse(config, plan, rank).flops for rank in range(plan.world_size))
+        for plan in (ParallelPlan(), ParallelPlan(cp=2))
+    )
+    scores = 14 * spec.num_layers * spec.q_size * tokens**2  # two products in the forward and five in the backward
+    assert alone - ring == scores // 4  # of (2 * 2) blocks one is above the diagonal, and two halves are skipped
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        (ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=3, num_microbatches=2), 0),
+        (ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=2, num_microbatches=2), 0),
+        (ParallelPlan(cp=2, zero_stage=3), 0.02),  # first and last rank of a ring see halves of keys and of queries
+        (ParallelPlan(dp_shard=3, zero_stage=3), 0.01),  # three do not divide 512 rows: the last shard is smaller
+    ],
+    ids=str,
+)
+def test_ranks_differ_in_their_place_in_the_pipeline_alone(plan, tolerance):
+    config, ranks_per_stage = medium(), plan.world_size // plan.pp
+    for stand_in in rehearse(config, plan).ranks:
+        furthest = rehearse(config, plan, stand_in.rank + ranks_per_stage - 1).ranks[0]  # on every other axis
+        assert furthest.profile.peak_bytes == pytest.approx(stand_in.profile.peak_bytes, rel=tolerance, abs=0)
+        assert (furthest.pp_rank, furthest.flops) == (stand_in.pp_rank, stand_in.flops)
+
+
+def test_every_rank_is_told_of_with_the_fullest_and_the_leanest():
+    result = rehearse(medium(), pipeline("1f1b", pp=4, num_microbatches=8))
+    peaks = [rank.profile.peak_bytes for rank in result.ranks]
+    assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
+    assert (result.fullest.profile.peak_bytes, result.leanest.profile.peak_bytes) == (max(peaks), min(peaks))
+    record = result.as_dict()
+    assert [rank["peak_bytes"] for rank in record["ranks"]] == peaks
+    assert (record["peak_bytes"], record["rank"]) == (max(peaks), result.rank)
+
+
+def test_a_rank_that_shares_what_was_traced_of_another_is_told_of_as_if_it_were_alone():
+    config, plan = request("untied"), pipeline("1f1b", pp=4, num_microbatches=6)
+    for rank in rehearse(config, plan).ranks:
+        assert replace(rank, idle_share=None) == rehearse(config, plan, rank.rank).ranks[0]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
+        ParallelPlan(cp=2, zero_stage=3, recompute="full"),
+        ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6),
+        pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3),
+        pipeline("chimera", num_microbatches=8),
+    ],
+    ids=ParallelPlan.summary,
+)
+def test_what_is_sent_is_what_arithmetic_says(plan):
+    config = medium()
+    for rank in rehearse(config, plan).ranks:
+        expected = {
+            (traffic.collective, traffic.axis): (traffic.count, traffic.num_bytes)
+            for traffic in communication(
+                config.spec, plan, seq_len=config.seq_len, precision="bf16", pp_rank=rank.pp_rank
+            )
+        }
+        counted = {
+            (traffic.collective, "pp" if traffic.axis == "holders" else traffic.axis): (
+                traffic.count,
+                traffic.num_bytes,
+            )
+            for traffic in rank.traffic
+            if traffic.axis not in {"world", "vocabulary"}
+        }
+        assert counted == expected
+
+
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 4), (4, 8)])
+def test_equal_stages_wait_as_long_as_the_closed_form_of_1f1b_says(pp, num_microbatches):
+    config = request("even")
+    result = rehearse(config, pipeline("1f1b", pp=pp, num_microbatches=num_microbatches))
+    expected = (pp - 1) / (num_microbatches + pp - 1)
+    # the head, without which all stages were equal, is a hundredth of the FLOPs
+    assert [rank.idle_share for rank in result.ranks] == pytest.approx([expected] * pp, abs=0.02)
+
+
+def test_one_rank_waits_for_nobody():
+    assert rehearse(medium(), ParallelPlan()).ranks[0].idle_share == 0
+
+
+def test_what_cuda_adds_is_told_apart_and_not_counted():
+    plan = zero(3)
+    on_cuda, on_cpu = (
+        rehearse(medium(overrides=(*PRECISE, f"launch.device={name}")), plan) for name in ("cuda", "cpu")
+    )
+    assert on_cpu.device_overhead is None
+    assert on_cuda.profile == on_cpu.profile
+    parts = {part.name: part.num_bytes for part in on_cuda.device_overhead.parts}
+    assert set(parts) == {"context", "nccl", "streams", "fragmentation", "repeated key/value heads"}
+    # fp32 keys and values of 4 more heads of 64 elements, in all layers
+    assert parts["repeated key/value heads"] == 2 * 4 * 4 * 64 * MEDIUM.default_seq_len * MEDIUM.num_layers
+
+
+def test_a_rehearsal_leaves_no_process_group_and_no_hook_behind():
+    before = sys.excepthook
+    rehearse(medium(), ParallelPlan(tp=2))
+    assert not dist.is_initialized()
+    assert sys.excepthook is before
+
+
+def test_plans_over_equal_meshes_are_rehearsed_one_after_the_other():
+    config = medium()
+    rehearse(config, zero(3, tp=2, dp_shard=2), rank=3)
+    rehearse(config, ParallelPlan(tp=4), rank=2)
+    held = rehearse(config, zero(2, tp=2, dp_shard=2), rank=0).profile.state_bytes
+    assert held == pytest.approx(4 * MEDIUM.num_parameters, rel=0.01)
+
+
+def test_a_rank_that_the_plan_does_not_have_is_refused():
+    with pytest.raises(PlanError, match="rank 2 is not one of the plan's ranks 0 to 1"):
+        rehearse(medium(), ParallelPlan(tp=2), rank=2)
+
+
+def test_a_plan_that_deepspeed_shards_is_refused_in_one_line():
+    with pytest.raises(PlanError, match=r"\A.*parallel\.zero_backend=native.*\Z"):
+        rehearse(medium(), ParallelPlan(dp_shard=2, zero_stage=3, zero_backend="deepspeed"))
+
+
+def refusal_among_others():
+    with pytest.raises(PlanError) as error:
+        rehearse(RunConfig(), ParallelPlan(tp=2))
+    return str(error.value)
+
+
+def test_a_rehearsal_among_connected_ranks_is_refused():
+    assert [refusal.split(",")[0] for refusal in run_ranks(2, refusal_among_others)] == [
+        "this process is rank 0 of 2 already",
+        "this process is rank 1 of 2 already",
+    ]
+
+
+SMALL = (
+    *("training.seq_len=256", "architecture.num_layers=2", "architecture.hidden_size=256", "architecture.num_heads=8"),
+    *("architecture.num_kv_heads=4", "architecture.head_dim=32", "architecture.ffn_size=768"),
+    "architecture.vocab_size=4096",
+)
+
+
+def bytes_of_a_real_step(precision, plan):
+    config = RunConfig.from_mapping({}, (*SMALL, f"training.precision={precision}"))
+    dtype = COMPUTE_DTYPES[precision]
+    model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
+    peaks = trace_steps(model, config, in_full=True).counter.peaks
+    return [peaks[phase].num_bytes for phase in PHASES]
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        (ParallelPlan(tp=2, num_microbatches=2), "bf16"),
+        (ParallelPlan(cp=2, num_microbatches=2), "bf16"),
+        (ParallelPlan(dp_replicate=2, num_microbatches=2), "fp32"),
+        (ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2), "bf16"),
+    ],
+    ids=str,
+)
+def test_a_rehearsal_counts_the_bytes_of_a_real_step_of_real_ranks(plan, precision):
+    config = RunConfig.from_mapping({}, (*SMALL, f"training.precision={precision}"))
+    phases = rehearse(config, plan, rank=1).profile.phases
+    rehearsed = [sum(phases[phase].values()) for phase in PHASES]
+    # most often to the byte; a scalar or a message on its way may live a little longer
+    assert run_ranks(2, bytes_of_a_real_step, precision, plan)[1] == pytest.approx(rehearsed, rel=2e-3)

@@ -1,0 +1,115 @@
+"""Laws that tie the three views of a plan together: what is searched, what is estimated, what is rehearsed."""
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from llama_core.config import models
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError
+from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.search.auto import search
+from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.rehearsal.dry_run import rehearse
+from llama_core.schedules.registry import schedule_names
+from llama_core.units import MIB
+
+MODEL = ModelSpec("rehearsed", "llama3", 1024, 8, 16, 8, 64, 2816, 16384, 1e4, 1e-5, 4096, 512)
+PARAMETER_BYTES = 16 * MODEL.num_parameters
+SLOW = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    models._REGISTRY[MODEL.name] = MODEL
+    yield
+    del models._REGISTRY[MODEL.name]
+
+
+def request(**sections):
+    return RunConfig.from_mapping({"model": MODEL.name} | sections)
+
+
+@st.composite
+def legal_plans(draw):
+    """Any plan that can be trained, with a configuration that has its sizes."""
+    config = request(
+        training={
+            "precision": draw(st.sampled_from(["bf16", "fp32"])),
+            "seq_len": draw(st.sampled_from([512, 1024])),
+        },
+        data={"document_mask": draw(st.booleans())},
+        launch={"device": draw(st.sampled_from(["cpu", "cuda"]))},
+    )
+    zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
+    ranks = draw(st.sampled_from([1, 2, 4]))
+    pp = draw(st.sampled_from([1, 2, 4]))
+    schedule = draw(st.sampled_from(schedule_names())) if pp > 1 else "1f1b"
+    try:
+        plan = ParallelPlan(
+            tp=draw(st.sampled_from([1, 2, 4])),
+            pp=pp,
+            cp=draw(st.sampled_from([1, 1, 2])),
+            dp_shard=ranks if zero_stage else 1,
+            dp_replicate=1 if zero_stage else ranks,
+            sequence_parallel=draw(st.booleans()),
+            zero_stage=zero_stage,
+            schedule=schedule,
+            num_chunks=2 if schedule in {"interleaved", "zbv"} else 1,
+            microbatch_size=draw(st.sampled_from([1, 2, 4])),
+            num_microbatches=draw(st.sampled_from([1, 2, 4, 8])),
+            recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        )
+        plan.check(config.spec, seq_len=config.seq_len, precision=config.training.precision)
+    except PlanError:
+        assume(False)
+    return config, plan
+
+
+@SLOW
+@given(legal_plans(), st.data())
+def test_what_is_estimated_of_any_plan_is_what_is_rehearsed(case, data):
+    config, plan = case
+    pp_rank = data.draw(st.integers(0, plan.pp - 1))
+    rank = pp_rank * (plan.world_size // plan.pp)
+    estimated = estimate_memory(
+        config.spec,
+        plan,
+        seq_len=config.seq_len,
+        precision=config.training.precision,
+        documents=document_attention(config, plan),
+        pp_rank=pp_rank,
+    )
+    assert estimated.peak_bytes == pytest.approx(rehearse(config, plan, rank).profile.peak_bytes, rel=0.03, abs=4 * MIB)
+
+
+@SLOW
+@given(
+    gpus=st.sampled_from([1, 2, 4, 8, 16]),
+    tokens=st.sampled_from([512, 1024, 2048, 4096]),
+    batch_size=st.sampled_from([16, 32]),
+    share=st.floats(0.2, 3.0),
+    document_mask=st.booleans(),
+)
+def test_what_is_searched_fits_when_it_is_rehearsed(gpus, tokens, batch_size, share, document_mask):
+    """Whatever the memory of a device, from less than the states of a rank to more than all of them."""
+    config = request(
+        parallel={"gpus": gpus},
+        training={"precision": "bf16", "seq_len": tokens, "batch_size": batch_size},
+        data={"document_mask": document_mask},
+    )
+    memory = int(share * PARAMETER_BYTES / gpus) + 512 * MIB
+    try:
+        plan = search(config, memory, gpu_spec("h100")).plan
+    except NothingFitsError:
+        assume(False)
+    assert rehearse(config, plan).fullest.profile.peak_bytes <= 1.03 * FILL_LIMIT * memory

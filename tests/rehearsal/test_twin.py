@@ -1,0 +1,90 @@
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError, TrainingFailedError
+from llama_core.planning.plan import ParallelPlan
+from llama_core.rehearsal.rank_processes import run_ranks
+from llama_core.rehearsal.twin import shrunk, twin
+
+LARGE = ParallelPlan(tp=8, pp=16, dp_shard=64, zero_stage=3, num_microbatches=64, recompute="full")
+
+
+def asked_for():
+    return RunConfig.from_mapping({"model": "llama3_405b"})
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(tp=2, pp=2, num_microbatches=4),
+        ParallelPlan(cp=2, zero_stage=3, num_microbatches=2),
+        ParallelPlan(pp=2, schedule="chimera", dp_replicate=2, num_microbatches=4),
+    ],
+    ids=ParallelPlan.summary,
+)
+def test_a_twin_trains_as_one_process_does_and_holds_what_was_rehearsed(plan):
+    result = twin(asked_for(), plan)
+    assert result.changes == ()
+    assert result.agrees, result.summary()
+    assert len(result.measured_bytes) == plan.pp
+    assert not replace(result, loss_difference=1e-6).agrees
+    assert not replace(result, measured_bytes=(2 * result.rehearsed_bytes[0],) * plan.pp).agrees
+
+
+def test_a_large_plan_runs_with_fewer_ranks_of_the_same_kinds():
+    result = twin(asked_for(), LARGE, max_ranks=8)
+    assert result.plan.world_size == 8
+    assert result.agrees, result.summary()
+    assert set(result.changes) == {"tp 8 -> 2", "pp 16 -> 2", "dp_shard 64 -> 2", "num_microbatches 64 -> 4"}
+    assert result.as_dict()["changes"] == list(result.changes)
+
+
+@pytest.mark.parametrize("max_ranks", [8, 16, 64, 256])
+def test_a_shrunk_plan_has_no_more_ranks_than_allowed_and_no_axis_less(max_ranks):
+    small = shrunk(LARGE, max_ranks)
+    assert small.world_size <= max_ranks
+    assert min(small.tp, small.pp, small.dp_shard) >= 2
+    assert (small.zero_stage, small.schedule, small.recompute) == (3, "1f1b", "full")
+
+
+def test_a_plan_with_too_many_kinds_of_ranks_is_refused():
+    with pytest.raises(PlanError, match="needs 8 processes, more than 4"):
+        shrunk(LARGE, 4)
+
+
+def test_a_plan_that_deepspeed_shards_has_no_twin():
+    with pytest.raises(PlanError, match=r"\A.*parallel\.zero_backend=native.*\Z"):
+        twin(asked_for(), ParallelPlan(dp_shard=2, zero_stage=3, zero_backend="deepspeed"))
+
+
+def own_rank():
+    return os.environ["RANK"]
+
+
+def fail_on_rank_one():
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank one broke")
+    time.sleep(600)
+
+
+def never_answer():
+    time.sleep(600)
+
+
+def test_results_come_in_the_order_of_the_ranks():
+    assert run_ranks(3, own_rank, timeout_s=60) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "message"),
+    [(fail_on_rank_one, 60, "rank one broke"), (never_answer, 1, "rank 0, 1 of 2 gave no answer in time")],
+)
+def test_a_failure_ends_all_ranks_and_is_told(function, timeout_s, message):
+    with pytest.raises(TrainingFailedError, match=message):
+        run_ranks(2, function, timeout_s=timeout_s)
+    assert not multiprocessing.active_children()

@@ -1,0 +1,298 @@
+"""Schedules run everything once, in an order that can be run, and their messages never wait in a circle."""
+
+from collections import Counter
+from itertools import accumulate, pairwise, product
+
+import pytest
+from any_schedule import CHIMERAS, any_schedule, build, chimera_schedules, even_ranks, microbatches, ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_core.errors import PlanError
+from llama_core.schedules.actions import Action, Kind
+from llama_core.schedules.registry import build_schedule, schedule_names
+
+MADE_BY = {Kind.SEND_F: {Kind.FORWARD}, Kind.SEND_B: {Kind.BACKWARD, Kind.INPUT_GRADIENT}}
+PARTNER = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+
+CHIMERA_4_4 = [
+    "dF0 dF1 uF2 uB2 uF3 uB3 dB0 dB1",
+    "dF0 uF2 dF1 uF3 uB2 dB0 uB3 dB1",
+    "uF2 dF0 uF3 dF1 dB0 uB2 dB1 uB3",
+    "uF2 uF3 dF0 dB0 dF1 dB1 uB2 uB3",
+]
+DOUBLING_4_8 = [
+    "dF0 dF1 uF0 uB0a uB0b uF1 uB1a uB1b dB0a dB0b dB1a dB1b",
+    "dF0 uF0 dF1 uF1 uB0a uB0b dB0a uB1a uB1b dB0b dB1a dB1b",
+    "uF0 dF0 uF1 dF1 dB0a dB0b uB0a dB1a dB1b uB0b uB1a uB1b",
+    "uF0 uF1 dF0 dB0a dB0b dF1 dB1a dB1b uB0a uB0b uB1a uB1b",
+]
+
+
+def in_letters(actions, rank):
+    """Spell Chimera's actions on ``rank`` by direction, kind and microbatch."""
+    return " ".join(f"{'d' if action.stage == rank else 'u'}{action.kind}{action.microbatch}" for action in actions)
+
+
+def in_pairs(actions, rank):
+    """Spell four pairs, two down and two up: both forwards of a pair as one, its backwards as a and b."""
+    words = []
+    for action in actions:
+        direction = "d" if action.stage == rank else "u"
+        pair, second = divmod(action.microbatch % 4, 2)
+        part = "" if action.kind is Kind.FORWARD else "ab"[second]
+        words.append(f"{direction}{action.kind}{pair}{part}")
+    return " ".join(dict.fromkeys(words))
+
+
+def expected_runs(schedule):
+    """Return how often each (stage, microbatch) has to have each kind, from whether its backwards are in two."""
+    kinds = {kind for actions in schedule.actions for kind in {action.kind for action in actions}}
+    sizes = range(schedule.num_stages), range(schedule.num_microbatches)
+    return Counter(Action(stage, kind, microbatch) for stage, microbatch in product(*sizes) for kind in kinds)
+
+
+def partner(message):
+    """Return the other half of a message."""
+    kind, step = PARTNER[message.kind]
+    return Action(message.stage + step, kind, message.microbatch)
+
+
+def needs(action, last_stage):
+    """Return what has to be on a rank before it takes ``action``."""
+    sides = {
+        Kind.FORWARD: {"input"} if action.stage else set(),
+        Kind.BACKWARD: {"output"} if action.stage == last_stage else {"output", "output gradient"},
+        Kind.INPUT_GRADIENT: {"output"} if action.stage == last_stage else {"output", "output gradient"},
+        Kind.WEIGHT_GRADIENT: {"input gradient"},
+        Kind.SEND_F: {"output"},
+        Kind.SEND_B: {"input gradient"},
+    }
+    return {(side, action.stage, action.microbatch) for side in sides.get(action.kind, set())}
+
+
+def brings(action):
+    """Return what is on a rank after ``action``, where a neighbouring stage of the same rank finds it too."""
+    gradients = [("input gradient", 0), ("output gradient", -1)]
+    sides = {
+        Kind.FORWARD: [("output", 0), ("input", 1)],
+        Kind.BACKWARD: gradients,
+        Kind.INPUT_GRADIENT: gradients,
+        Kind.RECV_F: [("input", 0)],
+        Kind.RECV_B: [("output gradient", 0)],
+    }
+    return {(side, action.stage + step, action.microbatch) for side, step in sides.get(action.kind, [])}
+
+
+def able_to_move(lists):
+    """Return the rank that can compute next, or the two whose send and receive have met; empty if all are stuck."""
+    heads = {actions[0]: rank for rank, actions in enumerate(lists) if actions}
+    for action, rank in heads.items():
+        if action.kind not in PARTNER:
+            return {rank}
+        if partner(action) in heads:
+            return {rank, heads[partner(action)]}
+    return set()
+
+
+def run_with_blocking_messages(schedule):
+    """Return what every rank could not reach, and what it took before it had what it needs.
+
+    A rank that sends waits until its peer stands at the receive. Nothing ever has a choice, so one order is all orders.
+    """
+    lists = [list(actions) for actions in schedule.with_communication()]
+    here = [set() for _ in lists]
+    too_early = []
+    while moving := able_to_move(lists):
+        for rank in moving:
+            action = lists[rank].pop(0)
+            too_early += needs(action, schedule.num_stages - 1) - here[rank]
+            here[rank] |= brings(action)
+    return lists, too_early
+
+
+@given(st.integers(0, 99), st.sampled_from(Kind), st.integers(0, 999))
+def test_an_action_is_read_back_as_it_is_written(stage, kind, microbatch):
+    action = Action(stage, kind, microbatch)
+    assert Action.parse(str(action)) == action
+
+
+def test_an_action_is_written_as_torch_writes_it():
+    assert str(Action(0, Kind.FORWARD, 3)) == "0F3"
+    assert str(Action(1, Kind.RECV_B, 12)) == "1RECV_B12"
+
+
+@pytest.mark.parametrize("text", ["", "F3", "0F", "0X3", "0F3 ", "0SEND3"])
+def test_text_that_is_no_action_is_refused_with_an_example(text):
+    with pytest.raises(PlanError, match="such as 0F3"):
+        Action.parse(text)
+
+
+@given(any_schedule)
+def test_every_stage_runs_every_microbatch_once_in_each_of_its_kinds(schedule):
+    assert Counter(action for actions in schedule.actions for action in actions) == expected_runs(schedule)
+
+
+@given(any_schedule)
+def test_forward_and_backward_of_a_stage_run_on_one_rank_that_hosts_it(schedule):
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            assert schedule.rank_of(action.stage, action.microbatch) == rank
+            assert action.stage in schedule.stages_of(rank)
+
+
+@given(any_schedule)
+def test_every_stage_lives_on_as_many_ranks_as_there_are_replicas(schedule):
+    hosts = Counter(stage for rank in range(schedule.num_ranks) for stage in schedule.stages_of(rank))
+    assert set(hosts) == set(range(schedule.num_stages))
+    assert set(hosts.values()) == {schedule.num_replicas}
+
+
+@given(any_schedule)
+def test_blocking_messages_never_wait_in_a_circle_and_bring_everything_before_its_use(schedule):
+    left, too_early = run_with_blocking_messages(schedule)
+    assert left == [[]] * schedule.num_ranks
+    assert too_early == []
+
+
+@given(any_schedule)
+def test_messages_leave_the_order_of_the_computations_as_it_is(schedule):
+    computed = tuple(
+        tuple(action for action in actions if action.kind not in PARTNER) for actions in schedule.with_communication()
+    )
+    assert computed == schedule.actions
+
+
+@given(any_schedule)
+def test_between_two_ranks_messages_are_received_in_the_order_in_which_they_are_sent(schedule):
+    lists = schedule.with_communication()
+    receiver = {action: rank for rank, actions in enumerate(lists) for action in actions if "RECV" in action.kind}
+    sender = {action: rank for rank, actions in enumerate(lists) for action in actions if "SEND" in action.kind}
+    assert {partner(send) for send in sender} == set(receiver)
+    for one, other in product(range(schedule.num_ranks), repeat=2):
+        sent = [a for a in lists[one] if a in sender and receiver[partner(a)] == other]
+        received = [a for a in lists[other] if a in receiver and sender[partner(a)] == one]
+        assert [partner(send) for send in sent] == received
+
+
+@given(any_schedule)
+def test_nothing_is_computed_between_a_send_and_what_made_it(schedule):
+    for actions in schedule.with_communication():
+        computed = accumulate(actions, lambda latest, action: latest if action.kind in PARTNER else action)
+        sends = [(made, send) for made, send in zip(computed, actions, strict=True) if send.kind in MADE_BY]
+        for made, send in sends:
+            assert (made.stage, made.microbatch) == (send.stage, send.microbatch)
+            assert made.kind in MADE_BY[send.kind]
+
+
+@given(ranks, microbatches)
+def test_a_rank_that_may_do_either_sends_before_it_receives(num_ranks, num_microbatches):
+    for actions in build("gpipe", num_ranks, num_microbatches).with_communication():
+        sent = [(before, send) for before, send in pairwise(actions) if send.kind in MADE_BY]
+        assert all(before.kind in MADE_BY[send.kind] for before, send in sent)
+
+
+@given(any_schedule)
+def test_a_receive_is_put_off_to_its_use_or_the_next_message(schedule):
+    for actions in schedule.with_communication():
+        followed = [(receive, after) for receive, after in pairwise(actions) if "RECV" in receive.kind]
+        for receive, after in followed:
+            used = (after.stage, after.microbatch) == (receive.stage, receive.microbatch)
+            assert used or after.kind in PARTNER
+
+
+@given(ranks, microbatches)
+def test_stages_on_one_rank_hand_over_without_a_message(num_ranks, num_microbatches):
+    turn = build("zbv", num_ranks, num_microbatches).with_communication()[-1]
+    kinds = {stage: {action.kind for action in turn if action.stage == stage} for stage in (num_ranks - 1, num_ranks)}
+    assert not kinds[num_ranks - 1] & {Kind.SEND_F, Kind.RECV_B}
+    assert not kinds[num_ranks] & {Kind.RECV_F, Kind.SEND_B}
+
+
+def test_chimera_of_one_unit_is_the_published_one():
+    schedule = build("chimera", 4, 4)
+    assert [in_letters(actions, rank) for rank, actions in enumerate(schedule.actions)] == CHIMERA_4_4
+
+
+def test_forward_doubling_of_one_unit_is_the_published_one():
+    schedule = build("chimera_doubling", 4, 8)
+    assert [in_pairs(actions, rank) for rank, actions in enumerate(schedule.actions)] == DOUBLING_4_8
+
+
+@given(even_ranks, st.integers(1, 4))
+def test_chimera_keeps_to_its_table_of_slots(num_ranks, num_units):
+    d, schedule = num_ranks, build("chimera", num_ranks, num_ranks * num_units)
+    for p, actions in enumerate(schedule.actions):
+        table = {}
+        for u, j in product(range(num_units), range(d // 2)):
+            down, up = u * d + j, u * d + d // 2 + j
+            table[2 * d * u + p + 2 * j] = Action(p, Kind.FORWARD, down)
+            table[2 * d * u + 2 * d - 1 - p + 2 * j] = Action(p, Kind.BACKWARD, down)
+            table[2 * d * u + d - 1 - p + 2 * j] = Action(d - 1 - p, Kind.FORWARD, up)
+            table[2 * d * u + d + p + 2 * j] = Action(d - 1 - p, Kind.BACKWARD, up)
+        assert [table[slot] for slot in sorted(table)] == list(actions)
+
+
+@given(even_ranks, microbatches)
+def test_an_incomplete_unit_sends_the_odd_microbatch_down(num_ranks, num_microbatches):
+    schedule = build("chimera", num_ranks, num_microbatches)
+    last_unit = range((num_microbatches - 1) // num_ranks * num_ranks, num_microbatches)
+    down = [microbatch for microbatch in last_unit if schedule.rank_of(0, microbatch) == 0]
+    assert down == list(last_unit)[: -(-len(last_unit) // 2)]
+
+
+@given(even_ranks, microbatches)
+def test_halving_is_doubling_over_the_halves(num_ranks, num_microbatches):
+    halves = build("chimera_halving", num_ranks, num_microbatches)
+    pairs = build("chimera_doubling", num_ranks, 2 * num_microbatches)
+    assert halves.actions == pairs.actions
+    assert (halves.num_microbatches, halves.parts_per_microbatch) == (2 * num_microbatches, 2)
+    assert pairs.parts_per_microbatch == 1
+
+
+@given(even_ranks, microbatches)
+def test_the_halves_of_a_microbatch_go_the_same_way(num_ranks, num_microbatches):
+    schedule = build("chimera_halving", num_ranks, num_microbatches)
+    for microbatch in range(num_microbatches):
+        assert schedule.rank_of(0, 2 * microbatch) == schedule.rank_of(0, 2 * microbatch + 1)
+
+
+@given(chimera_schedules)
+def test_chimera_hosts_its_down_stage_and_its_up_stage(schedule):
+    assert [schedule.stages_of(p) for p in range(schedule.num_ranks)] == [
+        (p, schedule.num_ranks - 1 - p) for p in range(schedule.num_ranks)
+    ]
+
+
+def test_every_name_builds():
+    chunks = {"interleaved": 2}
+    built = [
+        build_schedule(name, num_ranks=4, num_microbatches=8, num_chunks=chunks.get(name, 1)).name
+        for name in schedule_names()
+    ]
+    assert built == list(schedule_names())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        (("chimaera", 4, 4, 1), "schedule='chimaera' is not one of gpipe, .*; did you mean 'chimera'"),
+        (("1f1b", 0, 4, 1), "num_ranks=0 is not at least 1"),
+        (("1f1b", 4, 0, 1), "num_microbatches=0 is not at least 1"),
+        (("interleaved", 4, 4, 0), "num_chunks=0 is not at least 1"),
+        (("interleaved", 4, 4, 1), "num_chunks=1 interleaves nothing; use at least 2, or schedule=1f1b"),
+        (("interleaved", 4, 10, 2), "num_microbatches=10 is not a multiple of the 4 ranks .*; use 8 or 12"),
+        (("interleaved", 4, 3, 2), "num_microbatches=3 is not a multiple of the 4 ranks .*; use 4$"),
+        (("gpipe", 4, 4, 2), "num_chunks=2 goes with schedule=interleaved alone; use 1 with gpipe"),
+        *(((name, 3, 4, 1), "num_ranks=3 is odd, .*; use 2 or 4") for name in CHIMERAS),
+        (("chimera", 1, 4, 1), "num_ranks=1 is odd, .*; use 2$"),
+    ],
+)
+def test_sizes_that_do_not_go_with_a_schedule_are_refused_with_those_that_do(sizes, complaint):
+    with pytest.raises(PlanError, match=complaint):
+        build(*sizes)

@@ -1,0 +1,47 @@
+"""What a schedule says of itself, against the lists that run."""
+
+import pytest
+from any_schedule import any_schedule
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_core.schedules.actions import Kind
+from llama_core.schedules.clock import simulate
+from llama_core.schedules.registry import schedule_names, schedule_type
+
+
+@given(any_schedule)
+def test_the_traits_are_those_of_the_lists(schedule):
+    kind = schedule_type(schedule.name)
+    kinds = {action.kind for actions in schedule.actions for action in actions}
+    assert schedule.num_replicas == kind.replicas
+    assert schedule.parts_per_microbatch == kind.parts_per_microbatch
+    assert kind.splits_backward == (Kind.WEIGHT_GRADIENT in kinds)
+
+
+def over_whole_units(name, ranks, units):
+    """Return a schedule's closed forms, and what the clock says of its lists."""
+    kind = schedule_type(name)
+    chunks = 2 if kind.takes_chunks else 1
+    timeline = simulate(kind.build(ranks, units * ranks, chunks), forward=1, backward=2)
+    idle = [timeline.idle(rank) for rank in range(ranks)]
+    held = max(timeline.peak_in_flight(rank) for rank in range(ranks))
+    said = kind.idle(ranks, units, chunks, backward=2), kind.in_flight(ranks, units * ranks, chunks)
+    return said, idle, held
+
+
+@given(st.sampled_from(schedule_names()), st.sampled_from([4, 6, 8]), st.integers(2, 6))
+def test_no_schedule_idles_less_or_holds_less_than_it_says(name, ranks, units):
+    said, idle, held = over_whole_units(name, ranks, units)
+    assert said[0] <= min(idle) + 1e-9
+    assert said[1] <= held + 1e-9
+
+
+@given(
+    st.sampled_from(sorted(set(schedule_names()) - {"chimera_doubling", "chimera_halving"})),
+    st.sampled_from([4, 6, 8]),
+    st.integers(2, 6),
+)
+def test_all_but_the_forms_of_chimera_idle_and_hold_just_what_they_say(name, ranks, units):
+    said, idle, held = over_whole_units(name, ranks, units)
+    assert (said[0], said[1]) == (pytest.approx(max(idle)), pytest.approx(held))

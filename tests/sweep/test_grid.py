@@ -1,0 +1,143 @@
+import json
+import re
+from math import prod
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
+from llama_core.sweep.grid import LONGEST_NAME, SweepConfig
+
+ROOT = Path(__file__).parents[2]
+SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
+
+VALUES = {
+    "training.seq_len": st.integers(2, 4096),
+    "training.learning_rate": st.floats(1e-9, 1),
+    "parallel.microbatch_size": st.none() | st.integers(1, 64),
+    "parallel.recompute": st.sampled_from(["none", "selective", "full"]),
+    "data.source": st.text(),
+    "data.tokenizer": st.text(),
+}
+grids = st.fixed_dictionaries(
+    {}, optional={key: st.lists(values, min_size=1, max_size=4, unique=True) for key, values in VALUES.items()}
+).filter(bool)
+
+
+def sweep(grid, **settings):
+    return SweepConfig.from_mapping({"name": "sweep", "grid": grid} | settings)
+
+
+def names(grid):
+    return {element.name for element in sweep(grid).elements()}
+
+
+def refusal(**mapping):
+    with pytest.raises(ConfigError) as refused:
+        SweepConfig.from_mapping({"name": "sweep", "grid": {"parallel.tp": [1, 2]}} | mapping)
+    return str(refused.value)
+
+
+@given(grids)
+def test_every_combination_of_the_grid_is_an_element_exactly_once(grid):
+    combinations = [json.dumps(element.settings, sort_keys=True) for element in sweep(grid).elements()]
+    assert len(set(combinations)) == len(combinations) == prod(map(len, grid.values()))
+    assert all(value in grid[key] for element in sweep(grid).elements() for key, value in element.settings.items())
+
+
+@given(grids)
+def test_names_tell_elements_apart_and_are_safe_as_file_names(grid):
+    assert len(names(grid)) == prod(map(len, grid.values()))
+    assert all(re.fullmatch(r"\w[\w.,=+-]*", name, re.ASCII) and len(name) <= LONGEST_NAME for name in names(grid))
+
+
+@given(grids, st.data())
+def test_an_element_keeps_its_name_when_the_grid_gets_fewer_values(grid, data):
+    smaller = {key: data.draw(st.lists(st.sampled_from(grid[key]), min_size=1, unique=True)) for key in grid}
+    assert names(smaller) <= names(grid)
+
+
+@given(grids, st.data())
+def test_what_is_excluded_is_all_that_is_missing(grid, data):
+    every = sweep(grid).elements()
+    unwanted = data.draw(st.lists(st.sampled_from(every), max_size=len(every) - 1, unique_by=lambda one: one.name))
+    kept = sweep(grid, exclude=[dict(element.settings) for element in unwanted]).elements()
+    assert kept == [element for element in every if element not in unwanted]
+
+
+def test_excluding_a_part_of_a_combination_leaves_out_all_that_share_it():
+    grid = {"parallel.tp": [1, 2], "parallel.microbatch_size": [1, 2]}
+    kept = sweep(grid, exclude=[{"parallel.tp": 2}]).elements()
+    assert [element.name for element in kept] == ["tp=1,microbatch_size=1", "tp=1,microbatch_size=2"]
+
+
+def test_names_are_short_unless_two_keys_end_alike():
+    grid = {"training.warmup_steps": [1], "benchmark.warmup_steps": [2], "parallel.tp": [None]}
+    (element,) = sweep(grid).elements()
+    assert element.name == "training.warmup_steps=1,benchmark.warmup_steps=2,tp=null"
+
+
+def test_an_element_is_the_base_with_its_values():
+    base = {"training": {"seq_len": 64, "steps": 5}, "launch": {"device": "cpu"}}
+    (element,) = sweep({"training.seq_len": [32], "data.source": ["a: b #'"]}, base=base).elements()
+    expected = base | {"training": {"seq_len": 32, "steps": 5}, "data": {"source": "a: b #'"}}
+    assert element.config(RunConfig.from_mapping(base)) == RunConfig.from_mapping(expected)
+
+
+def test_values_that_contradict_each_other_make_only_their_element_impossible():
+    good, bad = sweep({"training.batch_size": [4, 5]}, base={"parallel": {"microbatch_size": 2}}).elements()
+    base = RunConfig.from_mapping({"parallel": {"microbatch_size": 2}})
+    assert good.config(base).batch_size == 4
+    with pytest.raises(ConfigError, match="batch_size=5 is not a multiple of 2"):
+        bad.config(base)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "complaint"),
+    [
+        ({"gird": {}}, "unknown key 'gird'; did you mean 'grid'?"),
+        ({"grid": {}}, "grid"),
+        ({"grid": {"parallel.tp": []}}, "grid.parallel.tp"),
+        ({"grid": {"parallel.tpp": [1]}}, "grid: unknown key 'parallel.tpp'; did you mean 'parallel.tp'"),
+        ({"grid": {"parallel.tp": ["two"]}}, "grid.parallel.tp: 'two': input should be 'auto' or an integer"),
+        ({"grid": {"model": ["llama9"]}}, "llama9"),
+        ({"grid": {"parallel.tp": [1, 1]}}, "grid.parallel.tp: 1 is given twice"),
+        ({"exclude": [{"parallel.tp": 4}]}, "exclude: parallel.tp=4 is not in the grid"),
+        ({"exclude": [{}]}, "would leave out every element"),
+        ({"exclude": [{"parallel.tp": 1}, {"parallel.tp": 2}]}, "leaves no element"),
+        ({"name": "../elsewhere"}, "name='../elsewhere'"),
+        ({"base": {"training": {"batchsize": 1}}}, "unknown key 'training.batchsize'"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_with_the_reason(mapping, complaint):
+    assert complaint in refusal(**mapping)
+
+
+def test_all_problems_of_a_grid_are_reported_at_once():
+    assert refusal(grid={"parallel.tpp": [1], "parallel.pp": ["x"]}).count("grid") == 2
+
+
+def test_the_base_of_a_file_may_be_another_file_beside_it(tmp_path):
+    (tmp_path / "run.yaml").write_text("training: {steps: 7}")
+    (tmp_path / "sweep.yaml").write_text("{name: s, base: run.yaml, grid: {parallel.tp: [1]}}")
+    assert SweepConfig.load(tmp_path / "sweep.yaml").base.training.steps == 7
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_shipped_sweep_loads_and_has_the_name_of_its_file(path):
+    config = SweepConfig.load(path)
+    assert config.name == path.stem
+    assert len([element.config(config.base) for element in config.elements()]) > 1
+
+
+def test_every_shipped_sweep_has_a_deployment_with_the_same_grid_and_a_schedule():
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    deployed = [one for one in deployments if "sweep" in one["parameters"]]
+    assert {one["name"]: SweepConfig.from_mapping(one["parameters"]["sweep"]) for one in deployed} == {
+        path.stem: SweepConfig.load(path) for path in SWEEPS
+    }
+    assert all(one["schedules"][0]["cron"] for one in deployed)

@@ -1,0 +1,154 @@
+import re
+
+import pytest
+
+from llama_core.chain.runs import load_config
+from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError, TrainingFailedError
+from llama_core.records.files import read_json, write_json
+from llama_core.records.job import Outcome
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.directory import SweepDirectory, is_timed, read_record, unfinished
+from llama_core.sweep.grid import SweepConfig
+
+TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 512}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
+
+
+def config(grid=None, *, launch=None, **training):
+    base = {
+        "architecture": TINY,
+        "training": {"seq_len": 16, "batch_size": 4, "steps": 2} | training,
+        "launch": {"device": "cpu"} | (launch or {}),
+    }
+    return SweepConfig.from_mapping(
+        {"name": "tiny", "base": base, "grid": grid or {"parallel.microbatch_size": [1, 2, 3]}}
+    )
+
+
+def end(run, status="finished"):
+    write_json(run.outcome, Outcome(status, "it did", 0, "", "2026-11-21T10:00:00+00:00"))
+    if status == "finished":
+        write_json(run.benchmark, {})
+
+
+def test_every_element_that_can_be_run_is_an_ordinary_run_of_its_own():
+    sweep = sweeps.prepare(config())
+    runs = list(unfinished(sweep))
+    assert [run.name for run in runs] == ["microbatch_size=1", "microbatch_size=2"]
+    assert [read_json(run.plan)["microbatch_size"] for run in runs] == [1, 2]
+    assert all(run.estimate.exists() for run in runs)
+
+
+def test_what_cannot_be_run_is_skipped_with_the_reason_and_leaves_nothing():
+    sweep = sweeps.prepare(config())
+    skipped = [element for element in read_record(sweep).elements if element.skipped]
+    assert [element.name for element in skipped] == ["microbatch_size=3"]
+    assert "training.batch_size=4 is not a multiple of 3" in skipped[0].skipped
+    assert not sweep.run("microbatch_size=3").path.exists()
+
+
+def test_what_does_not_fit_is_skipped_with_the_arithmetic():
+    sweep = sweeps.prepare(config({"architecture.hidden_size": [64, 2**20]}))
+    reasons = [element.skipped for element in read_record(sweep).elements]
+    assert reasons[0] == ""
+    assert "per device" in reasons[1]
+
+
+def test_a_sweep_of_which_nothing_can_be_run_is_refused_with_every_reason():
+    with pytest.raises(ConfigError) as refused:
+        sweeps.prepare(config({"parallel.microbatch_size": [3, 5]}))
+    assert [problem.split(":")[0] for problem in refused.value.problems] == ["microbatch_size=3", "microbatch_size=5"]
+
+
+def test_each_sweep_has_a_directory_of_its_own():
+    first, second = sweeps.prepare(config()), sweeps.prepare(config())
+    assert second.name == f"{first.name}-2"
+
+
+def test_resume_takes_the_newest_sweep_that_is_not_finished():
+    first, second = sweeps.prepare(config()), sweeps.prepare(config())
+    for run in list(unfinished(second)):
+        end(run)
+    assert sweeps.prepare(config(), resume=True) == first
+    sweeps.prepare(config(seq_len=32))
+    assert sweeps.prepare(config(), resume=True) == first
+
+
+def test_a_directory_is_taken_only_to_resume_the_sweep_that_it_holds(tmp_path):
+    sweeps.prepare(config(), tmp_path / "sweep")
+    with pytest.raises(RunDirectoryError, match="add --resume"):
+        sweeps.prepare(config(), tmp_path / "sweep")
+    with pytest.raises(RunDirectoryError, match="another base"):
+        sweeps.prepare(config(seq_len=32), tmp_path / "sweep", resume=True)
+    with pytest.raises(RunDirectoryError, match="other keys"):
+        sweeps.prepare(config({"training.seq_len": [8]}), tmp_path / "sweep", resume=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note.txt").write_text("")
+    with pytest.raises(RunDirectoryError, match="not a sweep"):
+        sweeps.prepare(config(), tmp_path / "notes", resume=True)
+
+
+def test_a_resumed_sweep_may_have_more_values_and_another_time_limit(tmp_path):
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1]}), tmp_path / "sweep")
+    end(sweep.run("microbatch_size=1"))
+    patient = config({"parallel.microbatch_size": [1, 2]}, launch={"slurm": {"time_limit_min": 90}})
+    sweeps.prepare(patient, sweep.path, resume=True)
+    assert [run.name for run in unfinished(sweep)] == ["microbatch_size=2"]
+
+
+@pytest.mark.parametrize("status", ["oom", "crashed", "cancelled"])
+def test_an_element_that_failed_is_not_finished(status):
+    run = sweeps.prepare(config()).run("microbatch_size=1")
+    end(run)
+    assert is_timed(run)
+    end(run, status)
+    assert not is_timed(run)
+
+
+def rehearsed(sweep, capsys):
+    """Rehearse, and return each line that is printed as the element and the first word on it."""
+    capsys.readouterr()
+    sweeps.rehearse(sweep)
+    return [re.fullmatch(r"dry-run +(\S+): (\w+).*", line).groups() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_rehearsal_counts_the_bytes_of_every_element_once(capsys):
+    sweep = sweeps.prepare(config())
+    assert rehearsed(sweep, capsys) == [("microbatch_size=1", "peak"), ("microbatch_size=2", "peak")]
+    assert all(run.dry_run.exists() for run in unfinished(sweep))
+    assert rehearsed(sweep, capsys) == []
+
+
+def test_what_the_rehearsal_finds_not_to_fit_is_skipped_and_looked_at_again_on_resume(capsys):
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}))
+    run = sweep.run("microbatch_size=1")
+    run.config.write_text(load_config(run).with_overrides("architecture.hidden_size=1073741824").to_yaml())
+    assert rehearsed(sweep, capsys)[0] == (run.name, "skipped")
+    assert [run.name for run in unfinished(sweep)] == ["microbatch_size=2"]
+    sweeps.prepare(read_record(sweep).sweep_config, sweep.path, resume=True)
+    assert [name for name, _ in rehearsed(sweep, capsys)] == [run.name]
+
+
+def test_a_machine_without_slurm_is_told_apart_before_anything_is_submitted(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
+    with pytest.raises(EnvironmentMismatchError, match="slurm"):
+        sweeps.validate(sweep)
+
+
+def test_a_sweep_of_which_every_element_failed_has_failed_with_every_reason():
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
+    for run in list(unfinished(sweep)):
+        end(run, "oom")
+    with pytest.raises(TrainingFailedError, match="microbatch_size=1: oom, it did; microbatch_size=2: oom"):
+        sweeps.follow(sweep, [])
+
+
+def test_a_directory_without_a_sweep_is_said_to_have_none(tmp_path):
+    with pytest.raises(RunDirectoryError, match=r"sweep\.json does not exist"):
+        read_record(SweepDirectory(tmp_path))

@@ -1,0 +1,55 @@
+"""Planning, launching and reporting start in well under a second: they import no torch, not even by way of others."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import llama_core
+import training_infra
+import training_reports
+
+HEAVY = (
+    "llama_core.models",
+    "llama_core.parallel",
+    "llama_core.training",
+    "llama_core.rehearsal",
+    "llama_core.data.loaders",
+    "llama_core.launch.rank.worker",
+    "llama_core.launch.rank.checks",
+)
+"""What computes, and what a rank imports that does: with torch."""
+
+
+def light_modules():
+    for package in (llama_core, training_infra, training_reports):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.startswith(HEAVY):
+                yield module.name
+
+
+@pytest.mark.parametrize(
+    ("packages", "modules"),
+    [
+        (("torch",), list(light_modules())),
+        (("torch", "pydantic", "rich"), ["training_infra"]),
+        (("torch",), ["flows.train"]),
+        (("torch", "prefect", "training_infra"), ["training_reports.page"]),
+    ],
+    ids=["every-light-room", "facade", "flow", "reports"],
+)
+def test_modules_that_start_quickly_do_not_import(packages, modules):
+    code = (
+        "import importlib, json, sys\n"
+        f"packages, modules = {packages!r}, {modules!r}\n"
+        "found = {}\n"
+        "for name in modules:\n"
+        "    importlib.import_module(name)\n"
+        "    for package in packages:\n"
+        "        if package in sys.modules: found.setdefault(package, name)\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {}, "package: the first module that imports it"

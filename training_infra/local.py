@@ -1,0 +1,45 @@
+"""The steps of runs and sweeps, taken by this process."""
+
+from functools import partial
+from pathlib import Path
+
+from llama_core.chain import steps
+from llama_core.chain.chain import Steps
+from llama_core.chain.prepare import prepare_run
+from llama_core.config.run import RunConfig
+from llama_core.records.job import Part
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.chain import SweepSteps
+from training_reports import page, sweep
+
+
+def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: Part | None = None) -> Steps:
+    """Return the steps of a run whose job is started from here.
+
+    Args:
+        config: what to run.
+        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+        only: leave training or the timed steps out.
+    """
+    return Steps(
+        prepare=lambda: prepare_run(config, run_dir, resume=resume),
+        validate=steps.validate,
+        estimate=steps.estimate,
+        rehearse=steps.rehearse,
+        submit=partial(steps.submit, only=only),
+        train=steps.follow,
+        benchmark=steps.benchmark,
+        report=page.write_report,
+    )
+
+
+def local_sweep_steps() -> SweepSteps:
+    """Return the steps of a sweep whose jobs are started from here."""
+    return SweepSteps(
+        validate=sweeps.validate,
+        rehearse=sweeps.rehearse,
+        submit=sweeps.submit,
+        follow=sweeps.follow,
+        report=sweep.write_report,
+    )
