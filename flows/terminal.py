@@ -12,7 +12,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 
 
-def train_here(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Path:
+def train_through_the_flow(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Path:
     """Run the flow and return the path of its report; see ``flows.train.train``.
 
     Raises:

@@ -269,12 +269,12 @@ def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
     # Flows live in the repository, not in the installed package.
     sys.path.insert(0, str(Path(__file__).parents[1]))
     try:
-        from flows.terminal import train_here
+        from flows.terminal import train_through_the_flow
     except ImportError:
         raise EnvironmentMismatchError(
             "--flow needs the repository's flows/ folder; install with pip install -e ."
         ) from None
-    train_here(config, options.run_dir, resume=options.resume)
+    train_through_the_flow(config, options.run_dir, resume=options.resume)
 
 
 def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:

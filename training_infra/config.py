@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_core.config.run import StrategyName, literal_values
-from llama_core.config.strategy import LoraConfig, MoeConfig
+from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 
-_PARAMETERS = {"standard": (), "lora": tuple(LoraConfig.model_fields), "moe": tuple(MoeConfig.model_fields)}
+_PARAMETERS = {"standard": (), "lora": tuple(LoRA.model_fields), "moe": tuple(MoE.model_fields)}
 """The parameters of each strategy."""
 
 

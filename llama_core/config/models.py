@@ -55,7 +55,7 @@ class ModelSpec:
     """The experts that some layers have in place of their feed-forward; None where no layer has."""
 
     def __post_init__(self) -> None:
-        outside = [layer for layer in (self.moe and self.moe.layers) or () if not 0 <= layer < self.num_layers]
+        outside = [layer for layer in (self.moe and self.moe.moe_layers) or () if not 0 <= layer < self.num_layers]
         if outside:
             raise ConfigError(
                 f"moe_layers={outside} are not layers of {self.name}, which has 0 to {self.num_layers - 1}"
@@ -106,7 +106,7 @@ class ModelSpec:
         """Parameters of the adapters of one layer."""
         if self.lora is None:
             return 0
-        return self.lora.rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.targets)
+        return self.lora.lora_rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.target_modules)
 
     @property
     def num_adapter_parameters(self) -> int:

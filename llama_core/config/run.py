@@ -31,7 +31,7 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.models import ModelSpec, model_spec
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
-from llama_core.config.strategy import LoraConfig, MoeConfig
+from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.schedules.registry import schedule_names
 
@@ -280,9 +280,9 @@ class RunConfig(Section):
     """Model variant, as `training-infra models` lists them."""
     strategy: StrategyName = "standard"
     """What is trained: every weight (standard), adapters over a frozen model (lora), or layers of experts (moe)."""
-    lora: LoraConfig = LoraConfig()
+    lora: LoRA = LoRA()
     """The adapters that strategy=lora trains."""
-    moe: MoeConfig = MoeConfig()
+    moe: MoE = MoE()
     """The experts that strategy=moe trains."""
     architecture: ArchitectureConfig = ArchitectureConfig()
     """Sizes that differ from the variant's."""
@@ -379,8 +379,8 @@ class RunConfig(Section):
         return replace(
             model_spec(self.model),
             **self.architecture.model_dump(exclude_none=True),
-            lora=self.lora.adapters if self.strategy == "lora" else None,
-            moe=self.moe.experts if self.strategy == "moe" else None,
+            lora=self.lora if self.strategy == "lora" else None,
+            moe=self.moe if self.strategy == "moe" else None,
         )
 
     @property

@@ -1,64 +1,68 @@
 """What a training strategy does to a model: low-rank adapters beside its matrices, or experts in its layers."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llama_core.config.section import Section
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, did_you_mean
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")
 MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
 """The matrices of a layer, as Hugging Face calls them."""
 
+_Listed = Field(strict=False)
+"""Marks a tuple that YAML and JSON write as a list."""
 
-class _Checked(ABC):
+
+class _Strategy(Section):
     """Settings that are refused, all at once, where they contradict themselves."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
         problems = list(self._problems())
         if problems:
             raise ConfigError(*problems)
+        return self
 
-    @abstractmethod
     def _problems(self) -> Iterator[str]:
-        """Yield one sentence for each setting that is wrong."""
+        """Yield one sentence for each setting that is wrong beyond its type and bounds."""
+        yield from ()
 
 
-@dataclass(frozen=True)
-class LoRA(_Checked):
-    """Adapters: the model is frozen, and beside a matrix W, ``alpha / rank * B A`` is trained.
+class LoRA(_Strategy):
+    """Adapters: the model is frozen, and beside a matrix W, ``lora_alpha / lora_rank * B A`` is trained.
 
     Raises:
-        ConfigError: naming every setting that is wrong.
+        ConfigError: naming every target that is wrong.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """
 
-    rank: int
-    """Rows of every A, and columns of every B."""
-    alpha: float
-    """The adapters' output counts ``alpha / rank`` times."""
-    targets: tuple[str, ...] = ATTENTION_MATRICES
-    """The matrices of every layer that are adapted."""
+    lora_rank: int = Field(16, ge=1)
+    """Rank of the adapters: rows of every A, and columns of every B."""
+    lora_alpha: float | None = Field(None, gt=0)
+    """The adapters' output counts lora_alpha / lora_rank times; default: twice."""
+    target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
+    """The matrices that are adapted, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' output is multiplied with."""
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def _problems(self) -> Iterator[str]:
-        if self.rank < 1:
-            yield f"lora_rank={self.rank} is not at least 1"
-        if self.alpha <= 0:
-            yield f"lora_alpha={self.alpha} is not above 0"
-        unknown = [target for target in self.targets if target not in MATRICES]
-        if unknown or not self.targets:
-            yield f"target_modules={list(self.targets)} has to name some of {', '.join(MATRICES)}"
-        elif len(set(self.targets)) < len(self.targets):
-            yield f"target_modules={list(self.targets)} names a matrix twice"
+        unknown = [target for target in self.target_modules if target not in MATRICES]
+        if unknown or not self.target_modules:
+            hint = did_you_mean(unknown[0], MATRICES) if unknown else ""
+            yield f"target_modules={list(self.target_modules)} has to name some of {', '.join(MATRICES)}{hint}"
+        elif len(set(self.target_modules)) < len(self.target_modules):
+            yield f"target_modules={list(self.target_modules)} names a matrix twice"
 
 
-@dataclass(frozen=True)
-class MoE(_Checked):
+class MoE(_Strategy):
     """A mixture of experts: in some layers, each token goes through a few of many feed-forwards, chosen by a router.
 
     Raises:
@@ -67,55 +71,19 @@ class MoE(_Checked):
     Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1.
     """
 
-    num_experts: int
-    """Feed-forwards of a layer, each as wide as the model's."""
-    experts_per_token: int
-    """How many of them a token goes through."""
-    layers: tuple[int, ...] | None = None
-    """The layers that have experts, counted from 0; None means all."""
-
-    def _problems(self) -> Iterator[str]:
-        if self.num_experts < 1:
-            yield f"num_experts={self.num_experts} is not at least 1"
-        elif not 1 <= self.experts_per_token <= self.num_experts:
-            yield f"experts_per_token={self.experts_per_token} is not between 1 and num_experts={self.num_experts}"
-        if self.layers is not None and len(set(self.layers)) < max(1, len(self.layers)):
-            yield f"moe_layers={list(self.layers)} has to name some layers, each of them once"
-
-    def is_sparse(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
-        return self.layers is None or layer in self.layers
-
-
-class LoraConfig(Section):
-    """The adapters that strategy=lora trains."""
-
-    lora_rank: int = Field(16, ge=1)
-    """Rank of the adapters."""
-    lora_alpha: float | None = Field(None, gt=0)
-    """The adapters' output counts lora_alpha / lora_rank times; default: twice."""
-    target_modules: list[str] = Field(list(ATTENTION_MATRICES))
-    """The matrices that are adapted, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
-
-    @property
-    def adapters(self) -> LoRA:
-        """The adapters, if the settings are those of any."""
-        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return LoRA(self.lora_rank, alpha, tuple(self.target_modules))
-
-
-class MoeConfig(Section):
-    """The experts that strategy=moe trains."""
-
     num_experts: int = Field(8, ge=1)
     """Feed-forwards of a layer, each as wide as the model's."""
     experts_per_token: int = Field(2, ge=1)
     """How many of them a token goes through."""
-    moe_layers: list[int] | None = None
+    moe_layers: Annotated[tuple[int, ...], _Listed] | None = None
     """Layers that have experts, counted from 0; default: all."""
 
-    @property
-    def experts(self) -> MoE:
-        """The experts, if the settings are those of any."""
-        layers = None if self.moe_layers is None else tuple(self.moe_layers)
-        return MoE(self.num_experts, self.experts_per_token, layers)
+    def _problems(self) -> Iterator[str]:
+        if self.experts_per_token > self.num_experts:
+            yield f"experts_per_token={self.experts_per_token} is not between 1 and num_experts={self.num_experts}"
+        if self.moe_layers is not None and len(set(self.moe_layers)) < max(1, len(self.moe_layers)):
+            yield f"moe_layers={list(self.moe_layers)} has to name some layers, each of them once"
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.moe_layers is None or layer in self.moe_layers

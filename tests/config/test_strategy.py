@@ -9,18 +9,18 @@ from llama_core.errors import ConfigError
 
 
 def test_adapters_of_a_7b_model_have_the_count_that_peft_documents():
-    spec = replace(model_spec("llama1_7b"), lora=LoRA(8, 16, ("q_proj", "v_proj")))
+    spec = replace(model_spec("llama1_7b"), lora=LoRA(lora_rank=8, target_modules=("q_proj", "v_proj")))
     assert (spec.num_trainable_parameters, spec.num_parameters) == (4_194_304, 6_742_609_920)
 
 
 def test_mixtral_8x7b_has_its_published_total_and_active_parameters():
-    spec = replace(model_spec("llama3_8b"), vocab_size=32_000, moe=MoE(8, 2))
+    spec = replace(model_spec("llama3_8b"), vocab_size=32_000, moe=MoE())
     assert (spec.num_parameters, spec.num_active_parameters) == (46_702_792_704, 12_879_925_248)
 
 
 def test_only_sparse_layers_count_experts():
     dense = model_spec("llama2_13b")
-    spec = replace(dense, moe=MoE(16, 2, (4, 8, 12)))
+    spec = replace(dense, moe=MoE(num_experts=16, moe_layers=(4, 8, 12)))
     router = 16 * spec.hidden_size
     assert spec.num_parameters - dense.num_parameters == 3 * (15 * spec.expert_parameters + router)
     assert spec.num_active_parameters - dense.num_parameters == 3 * (spec.expert_parameters + router)
@@ -29,7 +29,7 @@ def test_only_sparse_layers_count_experts():
 
 def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_where_it_is_frozen():
     dense = model_spec("llama3_8b")
-    sparse, adapted = replace(dense, moe=MoE(8, 2)), replace(dense, lora=LoRA(16, 32, MATRICES))
+    sparse, adapted = replace(dense, moe=MoE()), replace(dense, lora=LoRA(target_modules=MATRICES))
     norms = (2 * dense.num_layers + 1) * dense.hidden_size
     assert dense.matmul_flops_per_token == 6 * dense.num_matmul_parameters
     assert sparse.matmul_flops_per_token == 6 * (sparse.num_active_parameters - dense.embedding_parameters - norms)
@@ -40,8 +40,8 @@ def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_where_it_i
 def test_a_strategy_is_spelled_with_its_own_section():
     lora = RunConfig.from_mapping({"strategy": "lora", "lora": {"lora_rank": 64, "target_modules": ["q_proj"]}})
     moe = RunConfig.from_mapping({"strategy": "moe", "moe": {"num_experts": 16, "moe_layers": [4, 8]}})
-    assert (lora.spec.lora, lora.spec.moe) == (LoRA(64, 128, ("q_proj",)), None)
-    assert (moe.spec.lora, moe.spec.moe) == (None, MoE(16, 2, (4, 8)))
+    assert (lora.spec.lora, lora.spec.moe) == (LoRA(lora_rank=64, target_modules=("q_proj",)), None)
+    assert (moe.spec.lora, moe.spec.moe) == (None, MoE(num_experts=16, moe_layers=(4, 8)))
 
 
 def test_runs_with_other_adapters_are_other_runs():

@@ -10,22 +10,24 @@ Weights that several ranks hold are ``fully_shard``'s, save in copies of a whole
 shard of weights, gradients and moments, 16 bytes per parameter over N ranks, and within a step it gathers, in the
 compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights of one rank alone are cast at
 each use, and every microbatch under way keeps the copies. DeepSpeed's buffers are taken to be like ``fully_shard``'s;
-what it keeps in host memory does not count. Adapters and experts are as ``strategies`` has them.
+what it keeps in host memory does not count. Adapters are as ``lora`` has them, experts as ``experts``.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, for what each ZeRO stage divides.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from math import ceil
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision
+from llama_core.planning.memory.experts import ExpertTensors
+from llama_core.planning.memory.lora import AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.memory.prefetch import Prefetch, Prefetches
-from llama_core.planning.memory.strategies import tensors_by_layer
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
 from llama_core.planning.plan import DocumentAttention, ParallelPlan
@@ -81,6 +83,23 @@ def _profiles(
     tensors = sizes[0]
     stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, sizes)]
     return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
+
+
+def tensors_by_layer(
+    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
+) -> list[Tensors]:
+    """Return the sizes of every layer's tensors, from the arguments of ``Tensors``; layers that are alike share one."""
+
+    def sizes(kind: Callable[..., Tensors]) -> Tensors:
+        return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
+
+    if spec.lora:
+        return [sizes(partial(AdaptedTensors, spec.lora))] * spec.num_layers
+    dense = sizes(Tensors)
+    if not spec.moe:
+        return [dense] * spec.num_layers
+    sparse = sizes(partial(ExpertTensors, spec.moe))
+    return [sparse if spec.moe.is_sparse(layer) else dense for layer in range(spec.num_layers)]
 
 
 def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:

@@ -16,9 +16,9 @@ from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import Offload
 from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan, document_attention
-from llama_core.planning.search.bounds import MODES, Bounds, Recomputed
 from llama_core.planning.search.candidates import Candidates, Variant
 from llama_core.planning.search.fitting import Fitting, steady_microbatches
+from llama_core.planning.search.lower_bounds import MODES, Bounds, Recomputed
 from llama_core.planning.search.rules import in_best_form, no_shape
 from llama_core.planning.time.step_time import StepTime, step_time
 from llama_core.schedules.registry import schedule_type

@@ -17,8 +17,7 @@ from llama_core.config.models import model_spec
 from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, LoRA, MoE
 from llama_core.models.layers import Attention, Block, FeedForward, Linear, rotation
 from llama_core.models.llama import Llama
-from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks
-from llama_core.planning.memory.strategies import tensors_by_layer
+from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
 
@@ -45,7 +44,7 @@ SEQ_LEN = 32
 NAMES = dict(zip(("wq", "wk", "wv", "wo", "w1", "w3", "w2"), MATRICES, strict=True))
 
 targets = st.lists(st.sampled_from(MATRICES), min_size=1, unique=True).map(tuple)
-adapters = st.builds(LoRA, rank=st.sampled_from([1, 8, 64]), alpha=st.just(16.0), targets=targets)
+adapters = st.builds(LoRA, lora_rank=st.sampled_from([1, 8, 64]), target_modules=targets)
 plans = st.sampled_from(
     [
         ParallelPlan(),
@@ -113,8 +112,8 @@ def adapt(model, spec):
     model.requires_grad_(False)
     parts = [module for module in model.modules() if isinstance(module, Attention | FeedForward)]
     for part in parts:
-        for name in [name for name, _ in part.named_children() if NAMES[name] in spec.lora.targets]:
-            setattr(part, name, AdaptedLinear(getattr(part, name), spec.lora.rank))
+        for name in [name for name, _ in part.named_children() if NAMES[name] in spec.lora.target_modules]:
+            setattr(part, name, AdaptedLinear(getattr(part, name), spec.lora.lora_rank))
     return model
 
 
@@ -183,29 +182,30 @@ def bytes_estimated(spec):
 
 
 def with_adapters(name, rank=64, names=ATTENTION_MATRICES):
-    return replace(model_spec(name), lora=LoRA(rank, 2.0 * rank, names))
+    return replace(model_spec(name), lora=LoRA(lora_rank=rank, target_modules=names))
 
 
 def with_experts(name, num_experts=8, experts_per_token=2, layers=None):
-    return replace(model_spec(name), moe=MoE(num_experts, experts_per_token, layers))
+    moe = MoE(num_experts=num_experts, experts_per_token=experts_per_token, moe_layers=layers)
+    return replace(model_spec(name), moe=moe)
 
 
 @pytest.mark.parametrize("names", [("q_proj", "v_proj"), ATTENTION_MATRICES, ("down_proj",), ("up_proj",), MATRICES])
 def test_a_frozen_layer_keeps_for_its_backward_what_autograd_saves_of_it(names):
-    spec = replace(TINY, lora=LoRA(8, 16, names))
+    spec = replace(TINY, lora=LoRA(lora_rank=8, target_modules=names))
     assert bytes_kept(adapted_block(spec), spec) == bytes_estimated(spec)
 
 
 @pytest.mark.parametrize(("num_experts", "experts_per_token"), [(1, 1), (4, 1), (4, 2)])
 def test_a_sparse_layer_keeps_for_its_backward_what_autograd_saves_of_it(num_experts, experts_per_token):
-    spec = replace(TINY, moe=MoE(num_experts, experts_per_token))
+    spec = replace(TINY, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token))
     assert bytes_kept(make_sparse(Block(spec), spec), spec) == bytes_estimated(spec)
 
 
 @pytest.mark.parametrize("seq_len", [256, 4096])
 @pytest.mark.parametrize(("num_experts", "experts_per_token"), [(4, 1), (8, 3)])
 def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts, experts_per_token, seq_len):
-    spec = replace(MEDIUM, moe=MoE(num_experts, experts_per_token))
+    spec = replace(MEDIUM, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token))
     # the estimate takes the gradients of all three tensors of experts to come at once
     assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=5e-3)
 
@@ -215,7 +215,7 @@ def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts,
     [(("q_proj", "v_proj"), 4096), (("k_proj", "up_proj"), 4096), (MATRICES, 4096), (MATRICES, 256)],
 )
 def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq_len):
-    spec = replace(MEDIUM, lora=LoRA(16, 32, names))
+    spec = replace(MEDIUM, lora=LoRA(target_modules=names))
     # of eight layers the first has an input without gradients: a norm, and its share of attention, less than estimated
     assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=0.02)
 
@@ -238,7 +238,10 @@ def test_adapters_hold_less_than_full_training_in_every_phase(plan, lora):
 
 @given(plans, adapters)
 def test_a_higher_rank_never_holds_less(plan, lora):
-    specs = [replace(model_spec("llama3_8b"), lora=replace(lora, rank=rank)) for rank in (lora.rank, 2 * lora.rank)]
+    specs = [
+        replace(model_spec("llama3_8b"), lora=lora.model_copy(update={"lora_rank": rank}))
+        for rank in (lora.lora_rank, 2 * lora.lora_rank)
+    ]
     lower, higher = (estimate(spec, plan).peak_bytes for spec in specs)
     assert lower < higher
 

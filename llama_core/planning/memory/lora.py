@@ -1,0 +1,98 @@
+"""The tensors of a layer with adapters over frozen weights.
+
+A frozen matrix is held in the activations' dtype. It passes gradients on, for which it needs itself and nothing else,
+so that its input is not kept; an adapter beside it does need that. Norms, attention and the activation keep what their
+own gradients take. The first layer's input is taken to need a gradient as any other's does.
+
+Source: Hu et al. 2021, arXiv:2106.09685, section 4.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import RecomputeMode
+from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, LoRA
+from llama_core.planning.memory.tensors import Tensors
+from llama_core.planning.plan import ParallelPlan
+
+_DIVIDED_BY_ROWS = ("o_proj", "down_proj")
+"""The matrices whose input tensor-parallel ranks divide between them; of the others it is the output."""
+
+
+class AdaptedTensors(Tensors):
+    """The sizes of one layer whose weights are frozen, with adapters beside some of its matrices.
+
+    Args:
+        lora: the adapters.
+        spec, plan, sizes: as in ``Tensors``.
+    """
+
+    def __init__(self, lora: LoRA, spec: ModelSpec, plan: ParallelPlan, **sizes: Any) -> None:
+        super().__init__(spec, plan, **sizes)
+        self.targets = frozenset(lora.target_modules)
+        tokens = self.whole // (spec.hidden_size * self.itemsize)
+        self.bottleneck = tokens * lora.lora_rank * self.itemsize  # what A returns
+        self._adapters = {
+            target: _adapter(spec.matrix_shapes[target], target, lora.lora_rank, plan.tp) for target in MATRICES
+        }
+        self.norm -= self.wide  # the input normalised, which only the gradient of the norm's weight takes
+        self.layer_trained = self._parameters(MATRICES)
+        self.layer_parameters += self.layer_trained
+        self.layer_divided = self.layer_parameters
+        self.ffn_parameters = self._parameters(FEED_FORWARD_MATRICES) // 3
+        if self.put_off:  # inputs and gradients of every A and B
+            inputs = self._inputs()
+            returned = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys, "o_proj": self.stream}
+            returned |= {"gate_proj": self.ffn, "up_proj": self.ffn, "down_proj": self.stream}
+            self.put_off = inputs + sum(returned[target] + 2 * self.bottleneck for target in self.targets)
+
+    def _parameters(self, matrices: Iterable[str]) -> int:
+        """Return the parameters of the adapters beside some matrices."""
+        return sum(self._adapters[matrix] for matrix in self.targets.intersection(matrices))
+
+    def _inputs(self) -> int:
+        """Return the inputs of adapted matrices, of which some have the same."""
+        shared = (("q_proj", "k_proj", "v_proj"), self.whole), (("gate_proj", "up_proj"), self.whole)
+        own = (("o_proj",), self.queries), (("down_proj",), self.ffn)
+        return sum(size for matrices, size in (*shared, *own) if self.targets.intersection(matrices))
+
+    def _beside(self, matrices: Iterable[str]) -> int:
+        """Return what the adapters beside some matrices keep between A and B, and the copies that both are cast to."""
+        copies = self.itemsize * self._parameters(matrices) if self.casts else 0
+        return copies + self.bottleneck * len(self.targets.intersection(matrices))
+
+    def layer(self, mode: RecomputeMode = "none") -> int:
+        """Return what one layer keeps for its backward."""
+        if mode != "none":
+            return super().layer(mode)
+        # rotated queries, rotated keys and values; gate, silu(gate) and up
+        needed = 2 * self.norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
+        if "o_proj" not in self.targets:  # else what attention returns is among the inputs
+            needed += self.queries
+        return needed + self._inputs() + self._beside(MATRICES)
+
+    def leaving(self, mode: RecomputeMode) -> int:
+        """Return what one layer holds at its fullest at the end of its forward beside what it keeps."""
+        up, down = "up_proj" in self.targets, "down_proj" in self.targets
+        # beside what a matrix returns: what its adapter does, and that scaled
+        joined = super().leaving("none") + 2 * self.whole * down
+        # tensors beside those kept, as w3 joins its adapter or as w2 takes in a product that it does not keep
+        inside = {"none": max((2 - down) * up, 1 - down), "selective": 0, "full": 3 + up}[mode]
+        return max(joined, inside * self.ffn + self.stream + self.whole)
+
+    @property
+    def layer_before_w2(self) -> int:
+        """What is left of a layer after the backward of its last matrix."""
+        return self.layer() - self.ffn * ("down_proj" in self.targets) - self._beside(("down_proj",))
+
+    @property
+    def layer_before_norm(self) -> int:
+        """What is left of a layer after the backward of all three matrices of its feed-forward."""
+        return self.layer() - self.ffn * (3 + ("down_proj" in self.targets)) - self._beside(FEED_FORWARD_MATRICES)
+
+
+def _adapter(shape: tuple[int, int], matrix: str, rank: int, tp: int) -> int:
+    """Return the parameters that one of ``tp`` ranks has of the adapter beside a matrix."""
+    columns, rows = shape
+    return rank * (columns // tp + rows if matrix in _DIVIDED_BY_ROWS else columns + rows // tp)
