@@ -8,10 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import TrainingConfig
+from llama_core.config.strategy import MATRICES, LoRA
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
@@ -32,6 +33,7 @@ UNTIED = replace(
     vocab_size=64,
 )
 TIED = replace(UNTIED, tied_embeddings=True)
+ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=MATRICES))
 TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 
 
@@ -81,11 +83,14 @@ def native_engine(plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtyp
     return engine
 
 
-def train(plan, spec, dtype, *, documents):
+def train(plan, spec, dtype, *, documents, draw=True):
     """Train, and return what was measured and made, as numpy arrays by name."""
     engine = native_engine(plan, spec, dtype, weight_dtype=dtype)
+    if draw:
+        draw_adapters(engine.model)
     engine.forward_backward(own_microbatches(0, plan, documents), loss_scale=1.0, on_phase=lambda phase: None)
-    gradients = {name: _whole(parameter.grad) for name, parameter in engine.model.named_parameters()}
+    parameters = dict(engine.model.named_parameters())
+    gradients = {name: _whole(parameter.grad) for name, parameter in parameters.items() if parameter.requires_grad}
     engine.optimizer.zero_grad()
     steps = [
         train_step(
@@ -103,6 +108,20 @@ def train(plan, spec, dtype, *, documents):
         "weights": {name: _whole(parameter.detach()) for name, parameter in engine.model.named_parameters()},
         "evaluation": {"": _array(engine.evaluate(own_microbatches(99, plan, documents)))},
     }
+
+
+@torch.no_grad()
+def draw_adapters(model):
+    """Give every B values: adapters begin at zero, with gradients that are zero too."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B.weight"):
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                parameter.to_local().copy_(distribute_tensor(drawn, mesh, placements, src_data_rank=None).to_local())
+            else:
+                parameter.copy_(drawn)
 
 
 @cache

@@ -82,7 +82,7 @@ def planned_as(
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label, usable = gpu.label, gpu.usable_bytes
     choice, refusal = None, ""
-    if plan is None and gpu is not None and config.strategy == "standard":
+    if plan is None and gpu is not None and config.strategy != "moe":
         try:
             choice = search(config, usable, gpu)
             plan = choice.plan

@@ -104,10 +104,10 @@ def refuse_untrainable(config: RunConfig) -> None:
     Raises:
         ConfigError: naming it.
     """
-    if config.strategy != "standard":
+    if config.strategy == "moe":
         raise ConfigError(
             f"strategy={config.strategy}: memory can be estimated (estimate-memory), but it cannot be trained or "
-            "rehearsed; use strategy=standard"
+            "rehearsed; use strategy=standard or lora"
         )
 
 

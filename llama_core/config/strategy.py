@@ -45,6 +45,8 @@ class LoRA(_Strategy):
     """Rank of the adapters: rows of every A, and columns of every B."""
     lora_alpha: float | None = Field(None, gt=0)
     """The adapters' output counts lora_alpha / lora_rank times; default: twice."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are left out of a step, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
     """The matrices that are adapted, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
 

@@ -36,6 +36,11 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{index}.{_IN_LAYER[part]}.weight"
 
 
+def matrix_name(path: str) -> str:
+    """Return what Hugging Face calls a matrix of ours inside its layer: ``q_proj`` for ``'layers.0.attention.wq'``."""
+    return hugging_face_name(f"{path}.weight").split(".")[-2]
+
+
 def to_hugging_face(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return our weights by Hugging Face's names; a tied head is left out, as in Hugging Face's files.
 

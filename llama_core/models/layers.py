@@ -35,14 +35,21 @@ class Linear(nn.Linear):
 
     kept = False
     """Whether selective recomputation keeps what it returns."""
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    """What multiplies an input with the weight."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+        self.multiply = _multiply
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` in the dtype of ``x``."""
         with annotate({KEPT: self.kept}):
-            return F.linear(x, self.weight.to(x.dtype))
+            return self.multiply(x, self.weight)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
 
 
 class TokenEmbedding(nn.Embedding):

@@ -132,30 +132,44 @@ def initialize_weights(model: Llama, seed: int) -> None:
 
     Matrices and the embedding are drawn from a normal distribution of standard deviation 0.02, cut off at three
     standard deviations. In the two matrices that write to the residual stream (``wo`` and ``w2``) it is scaled by
-    ``1 / sqrt(2 * num_layers)``, so that the stream's variance does not grow with depth. Norms are one.
+    ``1 / sqrt(2 * num_layers)``, so that the stream's variance does not grow with depth. Norms are one. Of an adapter,
+    A is uniform within one over the root of its columns, and B is zero: the model begins as it is without.
 
     Every parameter has a generator of its own, seeded by ``seed`` and the parameter's name: its values depend neither
     on the order in which a model is built nor on which other parts of it a rank holds. A CPU and a GPU draw different
     values from one seed.
 
-    Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth.
+    Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth; Hu et al. 2021, section 4.1, and PEFT for
+    adapters.
     """
-    residual_scale = 1 / math.sqrt(2 * model.spec.num_layers)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            nn.init.ones_(parameter)
-            continue
-        std = INIT_STD * (residual_scale if name.endswith(("wo.weight", "w2.weight")) else 1.0)
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest))
-        if isinstance(parameter, DTensor):  # draw it whole, one parameter at a time, and keep this rank's part
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
-            _draw_truncated_normal_(whole, std, generator)
+        # drawn whole and wide, one parameter at a time, whatever part of it this rank holds in whatever dtype
+        whole = local
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        if isinstance(parameter, DTensor) or wide != parameter.dtype:
+            whole = torch.empty(parameter.shape, dtype=wide, device=local.device)
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        _draw_(whole, name, model.spec, torch.Generator(local.device).manual_seed(int.from_bytes(digest)))
+        if isinstance(parameter, DTensor):
             part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             local.copy_(part.to_local())
-        else:
-            _draw_truncated_normal_(parameter, std, generator)
+        elif whole is not local:
+            local.copy_(whole)
+
+
+def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:
+    if parameter.ndim == 1:
+        nn.init.ones_(parameter)
+    elif name.endswith("lora_A.weight"):
+        bound = parameter.shape[1] ** -0.5
+        parameter.uniform_(-bound, bound, generator=generator)
+    elif name.endswith("lora_B.weight"):
+        nn.init.zeros_(parameter)
+    else:
+        is_residual = name.endswith(("wo.weight", "w2.weight"))
+        std = INIT_STD / math.sqrt(2 * spec.num_layers) if is_residual else INIT_STD
+        _draw_truncated_normal_(parameter, std, generator)
 
 
 def _draw_truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:

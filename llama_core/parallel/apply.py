@@ -11,6 +11,7 @@ from torch import Tensor
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, initialize_weights
+from llama_core.models.lora import with_adapters
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
 from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
@@ -25,9 +26,9 @@ from llama_core.planning.plan import ParallelPlan
 class ParallelModel:
     """One rank's part of a model, which trains with the others; made on the meta device, without memory.
 
-    The parts of the engine are applied in one order: the stages are cut, tensor parallelism divides what is left, then
-    context parallelism, recomputation and compilation change how blocks run, and data parallelism comes last, as it
-    divides whatever parameters it finds.
+    The parts of the engine are applied in one order: the stages are cut and given adapters, tensor parallelism divides
+    what is left, then context parallelism, recomputation and compilation change how blocks run, and data parallelism
+    comes last, as it divides whatever parameters it finds.
 
     Args:
         spec: the architecture of the whole model.
@@ -143,4 +144,4 @@ def _meta_model(
     stages, pp_rank = plan.stage_layers(spec), mesh.rank("pp") if mesh else 0
     layers = {layer for stage in plan.build_schedule().stages_of(pp_rank) for layer in stages[stage]}
     with torch.device("meta"):
-        return Llama(spec, compute_dtype=compute_dtype, layers=layers).to(weight_dtype)
+        return with_adapters(Llama(spec, compute_dtype=compute_dtype, layers=layers).to(weight_dtype))

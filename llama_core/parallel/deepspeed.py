@@ -1,4 +1,4 @@
-"""The second ZeRO backend, DeepSpeed: it shards like ``data.Sharded``, and can keep its shards in host memory.
+"""The second ZeRO backend, DeepSpeed: it shards like ``zero.Sharded``, and can keep its shards in host memory.
 
 Weights, gradients and moments are DeepSpeed's to keep, so that it replaces the whole of ``apply.ParallelModel`` and
 not only its data parallelism. Only this file knows DeepSpeed.
@@ -37,6 +37,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.errors import EnvironmentMismatchError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, initialize_weights
+from llama_core.models.lora import with_adapters
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import check_started, is_first_rank
@@ -137,10 +138,10 @@ class DeepSpeedModel:
         """Return the model with undefined weights: at stage 3 this rank's shards alone are ever held."""
         if self.plan.zero_stage < 3:
             with torch.device("meta"):
-                model = Llama(spec, compute_dtype=compute_dtype)
+                model = with_adapters(Llama(spec, compute_dtype=compute_dtype))
             return model.to_empty(device=self.device)
         with self._deepspeed.zero.Init(config_dict_or_path=config):
-            return Llama(spec, compute_dtype=compute_dtype)
+            return with_adapters(Llama(spec, compute_dtype=compute_dtype))
 
     def initialize_weights(self, seed: int) -> None:
         """Draw the initial weights: for one seed the same ones whatever the plan. One layer is held whole at a time."""
@@ -157,7 +158,7 @@ class DeepSpeedModel:
         """Yield the layers of the model one by one, whole, in fp32 and with undefined weights."""
         for layer in range(self.model.spec.num_layers):
             with torch.device("meta"):
-                part = Llama(self.model.spec, layers=[layer])
+                part = with_adapters(Llama(self.model.spec, layers=[layer]))
             yield part.to_empty(device=self.device)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:

@@ -37,17 +37,18 @@ class Gradients:
         self.mesh = mesh
         self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if mesh is None:
-            self._by_copies[1] = list(model.parameters())
+            self._by_copies[1] = list(trained.values())
             return
         holders = pipeline_holders(plan, model.spec)
         for ranks in sorted({ranks for ranks in holders.values() if len(ranks) > 1}):
             group = mesh.groups_across_pipeline(ranks)
-            names = [name for name, _ in model.named_parameters() if holders[_module_of(name)] == ranks]
+            shared = [parameter for name, parameter in trained.items() if holders[_module_of(name)] == ranks]
             if group is not None:
-                self._shared.append((group, [model.get_parameter(name) for name in names]))
+                self._shared.append((group, shared))
         ranks_per_stage = plan.world_size // plan.pp
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained.items():
             copies = ranks_per_stage // _num_shards(parameter) * len(holders[_module_of(name)])
             self._by_copies[copies].append(parameter)
 

@@ -42,15 +42,15 @@ def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyl
         "layers.*.attention": PrepareModuleInput(
             input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
-        "layers.*.attention.wq": ColwiseParallel(),
-        "layers.*.attention.wk": ColwiseParallel(),
-        "layers.*.attention.wv": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+        "layers.*.attention.wq": Columns(),
+        "layers.*.attention.wk": Columns(),
+        "layers.*.attention.wv": Columns(),
+        "layers.*.attention.wo": Rows(output_layouts=stream),
         "layers.*.ffn_norm": norm,
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
-        "layers.*.feed_forward.w1": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
-        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "layers.*.feed_forward.w1": Columns(),
+        "layers.*.feed_forward.w2": Rows(output_layouts=stream),
+        "layers.*.feed_forward.w3": Columns(),
         "norm": norm,
         "output": VocabularyParallel(stream),
     }
@@ -69,9 +69,34 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
     """
     styles = tensor_parallel_styles(sequence_parallel=sequence_parallel)
     held = {name for name, _ in model.named_children()}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parallelize_module(model, mesh, {name: style for name, style in styles.items() if name.split(".")[0] in held})
+    for name, parameter in model.named_parameters():  # which are new ones
+        parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
     model.head = partial(_head, mesh)
+
+
+class Columns(ColwiseParallel):
+    """A matrix that each rank has some rows of, which are columns of what it returns; of its adapter, A is whole."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _distribute(module, device_mesh, Replicate() if name == "lora_A" else Shard(0))
+
+
+class Rows(RowwiseParallel):
+    """A matrix that each rank has some columns of, for its part of the input; of its adapter, B is whole.
+
+    What matrix and adapter return are parts of sums, which are added before they are summed over the ranks.
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _distribute(module, device_mesh, Replicate() if name == "lora_B" else Shard(1))
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    weight = distribute_tensor(module.get_parameter("weight"), mesh, [placement], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(weight))
 
 
 class Replicated(ParallelStyle):
@@ -99,8 +124,7 @@ class VocabularyParallel(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(weight))
+        _distribute(module, device_mesh, Shard(0))
         if isinstance(module, TokenEmbedding):
             module.__dict__["forward"] = partial(_look_up, module, device_mesh, self.stream)
         return module

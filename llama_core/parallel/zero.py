@@ -21,7 +21,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ class Sharded:
     def __init__(self, model: Llama, weights: DeviceMesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
         mesh = weights["replicate", "shard"] if weights["replicate"].size() > 1 else weights["shard"]
         self.stage = plan.effective_zero_stage
-        weight_dtype = next(model.parameters()).dtype
+        weight_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.bfloat16 if plan.gradient_compression == "bf16" else weight_dtype,
@@ -132,6 +132,10 @@ class Sharded:
         )
         for module in _groups(model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.stage == 3)
+        if model.spec.lora and model.tok_embeddings is not None:
+            # no backward needs a frozen embedding, which the first layer's would fetch: let that fetch itself again
+            first: Any = model.layers["0"]
+            first.set_modules_to_backward_prefetch([first])
         # what is left, the final norm and the head: on the last rank of a 1F1B pipeline, and without one, their
         # backward begins when their forward has ended
         self.root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -30,8 +30,8 @@ class DeferredGradients:
         self._put_off: dict[Hashable, list[Callable[[], None]]] = defaultdict(list)
         self._key: Hashable | None = None
         for module in model.layers.modules():
-            if isinstance(module, Linear):
-                module.__dict__["forward"] = partial(self._linear, module)
+            if isinstance(module, Linear) and module.weight.requires_grad:
+                module.multiply = self._multiply
 
     @contextmanager
     def put_off(self, key: Hashable) -> Iterator[None]:
@@ -48,8 +48,8 @@ class DeferredGradients:
         for add in self._put_off.pop(key):
             add()
 
-    def _linear(self, module: Linear, x: Tensor) -> Tensor:
-        out: Tensor = _Linear.apply(x, module.weight, self)  # type: ignore[no-untyped-call]
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = _Linear.apply(x, weight, self)  # type: ignore[no-untyped-call]
         return out
 
     def take(self, x: Tensor, weight: Tensor, grad_out: Tensor) -> Tensor | None:

@@ -37,13 +37,16 @@ class Hosting:
     """Whether it holds weights outside the layers and the untied embedding, which every stage's forward gathers."""
     averages_often: bool
     """Whether copies average after every backward, and keep what they add to gradients until the next."""
+    closed: tuple[int, ...]
+    """The places of stages that begin with a frozen embedding, which no backward fetches."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return what a pipeline rank hosts."""
         stages, last = plan.build_schedule().stages_of(pp_rank), plan.num_stages - 1
         has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
-        return cls(stages, plan.effective_zero_stage, has_rest, plan.averages_every_backward)
+        closed = [slot for slot, stage in enumerate(stages) if stage == 0 and spec.lora and not spec.tied_embeddings]
+        return cls(stages, plan.effective_zero_stage, has_rest, plan.averages_every_backward, tuple(closed))
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
     slots = {stage: slot for slot, stage in enumerate(hosting.stages)}
     last_places = {action.kind: place for place, action in enumerate(actions)}
     received = {(action.stage, action.microbatch, action.kind) for action in actions}
-    prefetches = Prefetches(has_root=hosting.has_rest, single_groups=()) if hosting.zero_stage == 3 else None
+    prefetches = None
+    if hosting.zero_stage == 3:
+        prefetches = Prefetches(has_root=hosting.has_rest, single_groups=(), closed=hosting.closed)
     before = None
     done: set[tuple[int, Kind]] = set()
     num_backwards: Counter[int] = Counter()

@@ -29,8 +29,9 @@ from llama_core.training.optimizer import build_optimizer
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CLIP_EPSILON = 1e-6  # torch's own, so that norms near the limit are clipped as everywhere
 
-# by parameter name throughout: ranks of a pipeline have other parameters each
-_STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# by parameter name throughout: ranks of a pipeline have other parameters each. What is frozen is no state, and torch
+# would miss it where it is strict; what is missing in a checkpoint is an error of reading it
+_STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 
 
 class Engine(Protocol):

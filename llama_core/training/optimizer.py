@@ -14,12 +14,14 @@ from llama_core.config.run import TrainingConfig
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
     """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
 
-    The fused kernel is used: it needs no temporaries and is the fastest on CUDA and CPU alike.
+    Which is which their modules tell: at DeepSpeed's stage 3 a parameter has no shape. The fused kernel is used: it
+    needs no temporaries and is the fastest on CUDA and CPU alike.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) not in norms], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if id(p) in norms], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

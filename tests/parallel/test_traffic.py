@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from distributed import run_ranks
-from parity import SEQ_LEN, TIED, UNTIED
+from parity import ADAPTED, SEQ_LEN, TIED, UNTIED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.models.batch import Batch
@@ -75,6 +75,21 @@ def counted(plan, spec, pp_rank):
 def test_every_rank_sends_what_is_counted(plan):
     ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, UNTIED)
     assert ranks == [counted(plan, UNTIED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2),
+        ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2),
+        ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=1, num_microbatches=4),
+        ParallelPlan(dp_replicate=2, num_microbatches=2),
+    ],
+    ids=lambda plan: plan.summary(),
+)
+def test_adapters_alone_are_reduced(plan):
+    ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, ADAPTED)
+    assert ranks == [counted(plan, ADAPTED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
 
 
 def test_the_ends_of_a_pipeline_with_a_tied_embedding_send_what_is_counted():

@@ -8,8 +8,8 @@ from llama_core.schedules.one_way import interleaved, one_f_one_b
 NOTHING = Prefetch()
 
 
-def follow(actions, *, has_root=False, single_groups=()):
-    prefetches = Prefetches(has_root=has_root, single_groups=single_groups)
+def follow(actions, *, has_root=False, single_groups=(), closed=()):
+    prefetches = Prefetches(has_root=has_root, single_groups=single_groups, closed=())
     return [prefetches.enter(action.stage, action.kind) for action in actions]
 
 
@@ -39,7 +39,7 @@ def test_a_layer_that_is_at_work_is_not_fetched(num_microbatches):
 
 
 def test_without_a_root_a_backward_leads_to_the_stage_that_ran_before_its_forward():
-    prefetches = Prefetches(has_root=False, single_groups=())
+    prefetches = Prefetches(has_root=False, single_groups=(), closed=())
     for stage in (0, 1):
         prefetches.enter(stage, Kind.FORWARD)
     assert prefetches.enter(1, Kind.BACKWARD) == Prefetch(ahead=0)
@@ -47,7 +47,7 @@ def test_without_a_root_a_backward_leads_to_the_stage_that_ran_before_its_forwar
 
 
 def test_with_a_root_a_backward_begins_with_the_stage_of_the_newest_forward():
-    prefetches = Prefetches(has_root=True, single_groups=())
+    prefetches = Prefetches(has_root=True, single_groups=(), closed=())
     for stage in (1, 0):
         prefetches.enter(stage, Kind.FORWARD)
     assert prefetches.enter(1, Kind.BACKWARD) == Prefetch(waiting=frozenset({0}))

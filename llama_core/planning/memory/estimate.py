@@ -251,8 +251,9 @@ class _Rank:
         return weights.at_work(weights.num_layers - 1)
 
     def _watch_prefetches(self) -> Prefetches:
-        held = {stage: self.stages[stage].weights.held for stage in self.hosted}
+        weights = {stage: self.stages[stage].weights for stage in self.hosted}
         return Prefetches(
-            has_root=any(own.root for own in held.values()),
-            single_groups=[stage for stage, own in held.items() if len(own.layers) == 1 and not own.embedding],
+            has_root=any(own.held.root for own in weights.values()),
+            single_groups=[s for s, own in weights.items() if len(own.held.layers) == 1 and not own.held.embedding],
+            closed=[s for s, own in weights.items() if own.held.embedding > own.trained.embedding],
         )

@@ -8,7 +8,7 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RecomputeMode
@@ -16,8 +16,27 @@ from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, LoRA
 from llama_core.planning.memory.tensors import Tensors
 from llama_core.planning.plan import ParallelPlan
 
-_DIVIDED_BY_ROWS = ("o_proj", "down_proj")
+_DIVIDED_INPUT = ("o_proj", "down_proj")
 """The matrices whose input tensor-parallel ranks divide between them; of the others it is the output."""
+
+
+class Adapter(NamedTuple):
+    """The parameters of one adapter on one of the tensor-parallel ranks."""
+
+    divided: int
+    """Of the side that is divided as its matrix is."""
+    whole: int
+    """Of the other side, whose gradient the ranks have in parts."""
+
+
+def adapters(spec: ModelSpec, lora: LoRA, tp: int) -> dict[str, Adapter]:
+    """Return the sizes of a layer's adapters by the matrix that they are beside."""
+    sizes = {}
+    for matrix in lora.target_modules:
+        columns, rows = spec.matrix_shapes[matrix]
+        divided, whole = (columns, rows) if matrix in _DIVIDED_INPUT else (rows, columns)
+        sizes[matrix] = Adapter(lora.lora_rank * divided // tp, lora.lora_rank * whole)
+    return sizes
 
 
 class AdaptedTensors(Tensors):
@@ -33,9 +52,7 @@ class AdaptedTensors(Tensors):
         self.targets = frozenset(lora.target_modules)
         tokens = self.whole // (spec.hidden_size * self.itemsize)
         self.bottleneck = tokens * lora.lora_rank * self.itemsize  # what A returns
-        self._adapters = {
-            target: _adapter(spec.matrix_shapes[target], target, lora.lora_rank, plan.tp) for target in MATRICES
-        }
+        self._adapters = adapters(spec, lora, plan.tp)
         self.norm -= self.wide  # the input normalised, which only the gradient of the norm's weight takes
         self.layer_trained = self._parameters(MATRICES)
         self.layer_parameters += self.layer_trained
@@ -49,7 +66,7 @@ class AdaptedTensors(Tensors):
 
     def _parameters(self, matrices: Iterable[str]) -> int:
         """Return the parameters of the adapters beside some matrices."""
-        return sum(self._adapters[matrix] for matrix in self.targets.intersection(matrices))
+        return sum(sum(self._adapters[matrix]) for matrix in self.targets.intersection(matrices))
 
     def _inputs(self) -> int:
         """Return the inputs of adapted matrices, of which some have the same."""
@@ -90,9 +107,3 @@ class AdaptedTensors(Tensors):
     def layer_before_norm(self) -> int:
         """What is left of a layer after the backward of all three matrices of its feed-forward."""
         return self.layer() - self.ffn * (3 + ("down_proj" in self.targets)) - self._beside(FEED_FORWARD_MATRICES)
-
-
-def _adapter(shape: tuple[int, int], matrix: str, rank: int, tp: int) -> int:
-    """Return the parameters that one of ``tp`` ranks has of the adapter beside a matrix."""
-    columns, rows = shape
-    return rank * (columns // tp + rows if matrix in _DIVIDED_BY_ROWS else columns + rows // tp)

@@ -30,10 +30,11 @@ class Prefetches:
             stage's forward, and the backward of that is where the search for the last layer begins; out of a stage
             it leads back to them, which are there.
         single_groups: stages of one layer alone, which is at work when it would be fetched.
+        closed: stages out of which nothing leads: those that begin with a frozen embedding, which no backward needs.
     """
 
-    def __init__(self, *, has_root: bool, single_groups: Collection[int]) -> None:
-        self.has_root, self.single_groups = has_root, single_groups
+    def __init__(self, *, has_root: bool, single_groups: Collection[int], closed: Collection[int]) -> None:
+        self.has_root, self.single_groups, self.closed = has_root, single_groups, closed
         self._last_forward: int | None = None
         self._before: dict[int, list[int | None]] = defaultdict(list)  # what ran before each forward of a stage
         self._forwards: list[int] = []
@@ -51,7 +52,7 @@ class Prefetches:
         if self.has_root:  # the search begins before the layers, where the stage at work has a use for its last one
             self._waiting |= {newest} - {stage}
             return Prefetch(found | self._waiting)
-        at_work = before == stage and stage in self.single_groups
+        at_work = (before == stage and stage in self.single_groups) or stage in self.closed
         ahead = None if before is None or at_work or before in self._waiting else before
         if ahead is not None:
             self._waiting |= {ahead}

@@ -212,7 +212,7 @@ class ShardedWeights(StageWeights):
         """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
         if layer:
             return self.at_work(layer - 1)
-        return self.itemsize * self.held.embedding if self.drops else 0
+        return self.itemsize * self.trained.embedding if self.drops else 0
 
     def averaged(self, when: When, done: int, group: int = 0) -> int:
         """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
-from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks
+from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
 from llama_core.planning.memory.peaks import FILL_LIMIT
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
@@ -67,15 +67,15 @@ class Fitting:
         return max(profile.state_bytes for profile in profiles)
 
     def tensors(self, plan: ParallelPlan) -> Tensors:
-        """Return the sizes of the tensors of a plan."""
+        """Return the sizes of the tensors of a plan, with those of its first layer."""
         itemsize = FP32_BYTES if self.config.training.precision == "fp32" else 2
-        return Tensors(
+        return tensors_by_layer(
             self.config.spec,
             plan,
             seq_len=self.config.seq_len,
             itemsize=itemsize,
             documents=document_attention(self.config, plan),
-        )
+        )[0]
 
     def _sizes(self, plan: ParallelPlan) -> "_Sizes":
         config = self.config

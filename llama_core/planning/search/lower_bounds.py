@@ -96,11 +96,12 @@ class Bounds:
         if shape.pp > 1:
             own *= schedule_type(variant.order.schedule).replicas
         shards = shape.dp // copies * shape.cp if stage else 1
-        gradients = 0.0
-        if self._count(variant) > shape.pp:  # else none may be there while the rank holds most
+        lora, gradients = self.spec.lora, 0.0
+        if self._count(variant) > shape.pp and not lora:  # else none may be there while the rank holds most
             gradients = FP32_BYTES * own / (shards if stage > 1 else 1)
         gathered = 2 * own if stage in {1, 2} else 0
-        return 3 * FP32_BYTES * own / shards + gradients + gathered
+        held = 2 if lora else 3 * FP32_BYTES  # what is frozen has no moments, and adapters are next to nothing
+        return held * own / shards + gradients + gathered
 
     def _pace(self, variant: Variant, mode: RecomputeMode) -> _Pace:
         alone = _alone(variant)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
+from llama_core.config.strategy import ATTENTION_MATRICES
+from llama_core.planning.memory.lora import adapters
 from llama_core.planning.memory.tensors import FP32_BYTES
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import Axis, Collective, Traffic
@@ -65,7 +67,7 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
         yield from (traffic.times(passes[stage]) for traffic in messages.activations(stage))
         yield from (traffic.times(passes[stage]) for traffic in messages.weights_per_pass(stage))
         yield from messages.weights_per_step(stage)
-        yield messages.norm_gradients(stage).times(passes[stage] if messages.sums_norms_every_pass else 1)
+        yield messages.partial_gradients(stage).times(passes[stage] if messages.sums_partial_every_pass else 1)
     yield from messages.shared_gradients(pp_rank)
     num_sends = sum(_is_sent(schedule, pp_rank, action) for action in schedule.actions[pp_rank])
     yield messages.hop.times(num_sends)
@@ -102,6 +104,8 @@ class Messages:
     def __init__(self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision) -> None:
         self.spec, self.plan = spec, plan
         self.itemsize = FP32_BYTES if precision == "fp32" else 2
+        self._adapters = tuple(adapters(spec, spec.lora, plan.tp).values()) if spec.lora else ()
+        self._layer_adapters = sum(map(sum, self._adapters))
         schedule = plan.build_schedule()
         self.num_replicas, self.placement = schedule.num_replicas, schedule.placement
         self.layers, self.modes = plan.stage_layers(spec), plan.recompute_modes(spec)
@@ -146,7 +150,11 @@ class Messages:
         divided = self.plan.sharded_sequence
         if self.is_first(stage):
             forward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
-            backward += [self._tp("all_gather", 1)] * divided
+            if self.spec.lora is None:
+                backward += [self._tp("all_gather", 1)] * divided
+            else:  # nor are gradients summed of inputs that no adapter comes before
+                without = 1 if set(ATTENTION_MATRICES).intersection(self.spec.lora.target_modules) else 2
+                backward.append(self._tp("reduce_scatter" if divided else "all_reduce", -without))
         if self.is_last(stage):
             forward += [self._tp("all_gather", 1)] * divided
             backward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
@@ -164,17 +172,23 @@ class Messages:
         again = 2 if mode != "none" else 1
         return PassTraffic((blocks.times(hops),), (blocks.times(again * hops), gradients.times(hops)))
 
-    def parameters(self, stage: int) -> float:
-        """Return the parameters of a stage on one rank before data-parallel ranks divide them."""
-        return sum(self.groups(stage))
+    def trained_parameters(self, stage: int) -> float:
+        """Return the parameters of a stage on one rank that get gradients, before data-parallel ranks divide them."""
+        return sum(self.trained_groups(stage))
 
     def groups(self, stage: int) -> tuple[float, ...]:
         """Return the parameters of each group of weights that is gathered at once."""
         return self._blocks(stage) + self._rest(stage)
 
+    def trained_groups(self, stage: int) -> tuple[float, ...]:
+        """Return the parameters with gradients of each group that has any: all, or the adapters of every layer."""
+        if self.spec.lora is None:
+            return self.groups(stage)
+        return (self._layer_adapters,) * len(self.layers[stage])
+
     def _blocks(self, stage: int) -> tuple[float, ...]:
         """Return the parameters of every layer, and of an embedding that is no head."""
-        layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size
+        layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size + self._layer_adapters
         embedding = (self._table,) if self.is_first(stage) and not self.spec.tied_embeddings else ()
         return (*[layer] * len(self.layers[stage]), *embedding)
 
@@ -202,17 +216,20 @@ class Messages:
             hosted = next(hosted for hosted in self.placement if stage in hosted)
             rest = [group for other in hosted for group in self._rest(other)]
             forward = [self._gather(group) for group in (*self._blocks(stage), *rest)]
-            backward = [self._gather(group) for group in self._blocks(stage)]
+            in_backward = len(self.layers[stage]) if self.spec.lora else None  # no backward needs a frozen embedding
+            backward = [self._gather(group) for group in self._blocks(stage)[:in_backward]]
         if self.plan.effective_zero_stage >= 2:
-            backward += [self._scatter(group) for group in self.groups(stage)]
+            backward += [self._scatter(group) for group in self.trained_groups(stage)]
         return PassTraffic(_merged(forward), _merged(backward))
 
     def weights_per_step(self, stage: int) -> PassTraffic:
         """Return what data-parallel ranks exchange once: in the first forward and in the last backward."""
         if not self.plan.uses_fully_shard:
             return PassTraffic((), _merged([self._copies(stage)]))
-        groups = self.groups(stage)
-        forward = [self._gather(group) for group in groups] if self.plan.effective_zero_stage in {1, 2} else []
+        groups = self.trained_groups(stage)
+        forward = (
+            [self._gather(group) for group in self.groups(stage)] if self.plan.effective_zero_stage in {1, 2} else []
+        )
         backward = [self._scatter(group) for group in groups] if self.plan.effective_zero_stage == 1 else []
         shards = [self._reduction(1, group / self.num_shards) for group in groups]
         return PassTraffic(_merged(forward), _merged([*backward, *shards]))
@@ -228,11 +245,15 @@ class Messages:
 
     def _copies(self, stage: int) -> Traffic:
         """Return the averaging of whole gradients, in buckets, or with PowerSGD of their factors."""
-        parameters, hidden = self.parameters(stage), self.spec.hidden_size
+        parameters, hidden = self.trained_parameters(stage), self.spec.hidden_size
         count = math.ceil(parameters * FP32_BYTES / BUCKET_BYTES)
         if self.plan.gradient_compression != "powersgd":
             return self._reduction(count, parameters)
         spec = self.spec
+        if spec.lora:
+            rank = spec.lora.lora_rank
+            sides = sum(rank + size // rank for adapter in self._adapters for size in adapter)
+            return self._reduction(2 * count, POWERSGD_RANK * spec.num_layers * sides)
         sides = 2 * (hidden + spec.q_size) + 2 * (hidden + spec.kv_size) + 3 * (hidden + spec.ffn_size)
         tables = (1 if spec.tied_embeddings else 2) * (spec.vocab_size + hidden)
         norms = (2 * spec.num_layers + 1) * hidden
@@ -240,26 +261,36 @@ class Messages:
         return self._reduction(2 * count, POWERSGD_RANK * (spec.num_layers * sides + tables) + norms)
 
     @property
-    def sums_norms_every_pass(self) -> bool:
-        """Whether the gradients of norms are summed after every backward: before they are reduced into shards."""
+    def sums_partial_every_pass(self) -> bool:
+        """Whether ``partial_gradients`` are summed after every backward: before they are reduced into shards."""
         return self.plan.effective_zero_stage >= 2
 
-    def norm_gradients(self, stage: int) -> Traffic:
-        """Return the sums of the norms' gradients, which each tensor-parallel rank has of its part of the sequence."""
-        norms = 2 * len(self.layers[stage]) + self.is_last(stage) if self.plan.sharded_sequence else 0
-        is_reduced_as_made = self.sums_norms_every_pass or self.plan.num_microbatches == 1
+    def partial_gradients(self, stage: int) -> Traffic:
+        """Return the sums of gradients that each tensor-parallel rank has a part of.
+
+        Those are norms', of which a rank knows its part of the sequence, or those of the whole side of every adapter.
+        """
+        num_layers = len(self.layers[stage])
+        count = 2 * num_layers + self.is_last(stage) if self.plan.sharded_sequence else 0
+        elements = count * self.spec.hidden_size
+        if self.spec.lora:
+            count, elements = num_layers * len(self._adapters), num_layers * sum(part.whole for part in self._adapters)
+        is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
         itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
-        return Traffic("all_reduce", "tp", self.plan.tp, norms, norms * self.spec.hidden_size * itemsize)
+        return Traffic("all_reduce", "tp", self.plan.tp, count, elements * itemsize)
 
     def shared_gradients(self, pp_rank: int) -> Iterator[Traffic]:
         """Yield the sums, after the last backward, of gradients that several pipeline ranks have a part of."""
         hosted = self.placement[pp_rank]
-        groups = [group for stage in hosted for group in self.groups(stage)]
+        groups = [group for stage in hosted for group in self.trained_groups(stage)]
         if self.num_replicas > 1:
-            tensors = sum(9 * len(self.layers[stage]) + 2 * self.is_last(stage) for stage in hosted)
-            tensors += sum(self.is_first(stage) and not self.spec.tied_embeddings for stage in hosted)
+            if self.spec.lora:
+                tensors = 2 * len(self._adapters) * sum(len(self.layers[stage]) for stage in hosted)
+            else:
+                tensors = sum(9 * len(self.layers[stage]) + 2 * self.is_last(stage) for stage in hosted)
+                tensors += sum(self.is_first(stage) and not self.spec.tied_embeddings for stage in hosted)
             num_bytes = sum(groups) * FP32_BYTES / self.num_shards
             yield Traffic("all_reduce", "pp", self.num_replicas, tensors, num_bytes)
         ends = [stage for stage in hosted if self.is_first(stage) or self.is_last(stage)]
-        if self.num_replicas == 1 and self._is_tied_apart(0) and ends:
+        if self.num_replicas == 1 and self._is_tied_apart(0) and ends and not self.spec.lora:
             yield Traffic("all_reduce", "pp", 2, 1, self._table / self.num_shards * FP32_BYTES)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
+from llama_core.config.strategy import MATRICES
 from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
@@ -121,16 +122,30 @@ class StageCompute:
     def layer(self, mode: RecomputeMode) -> Pass:
         """Return the time of one layer, with what of its forward is computed again in its backward."""
         products = {name: self._product(*shape) for name, shape in self._shapes().items()}
-        attention, elementwise = self.attention(), self._elementwise()
+        attention, elementwise, adapters = self.attention(), self._elementwise(), self._beside_frozen()
         launches = KERNEL_SECONDS * KERNELS_PER_LAYER[self.plan.compile]
         once = sum(products.values())
-        forward = max(once + attention.forward + elementwise.forward, launches)
-        backward = max(2 * once + attention.backward + elementwise.backward, 2 * launches)
+        # of what is frozen there are no gradients, but it passes them on
+        back = once if self.spec.lora else 2 * once
+        forward = max(once + attention.forward + elementwise.forward + adapters.forward, launches)
+        backward = max(back + attention.backward + elementwise.backward + adapters.backward, 2 * launches)
         if mode == "none":
             return Pass(forward, backward)
         kept = () if mode == "full" else KEPT_PRODUCTS
         again = forward - sum(products[name] for name in ("w2", *kept))  # no backward reads the last product
         return Pass(forward, backward + again - (attention.forward if mode == "selective" else 0))
+
+    def _beside_frozen(self) -> Pass:
+        """Return the time of a layer's adapters: two narrow products each, and adding what they return."""
+        spec, forward, backward = self.spec, 0.0, 0.0
+        if spec.lora is None:
+            return NO_TIME
+        for matrix, (columns, rows) in zip(MATRICES, self._shapes().values(), strict=True):
+            if matrix in spec.lora.target_modules:
+                products = self._product(columns, spec.lora.lora_rank) + self._product(spec.lora.lora_rank, rows)
+                forward += products + self._memory(self.tokens * rows, narrow=3, wide=0)
+                backward += 2 * products + self._memory(self.tokens * columns, narrow=3, wide=0)
+        return Pass(forward, backward)
 
     def attention(self) -> Pass:
         """Return the time of one layer's scores and of their products with the values."""
@@ -141,6 +156,8 @@ class StageCompute:
     def embedding(self) -> Pass:
         """Return the time of looking up every token, and of adding their gradients to the table's."""
         looked_up = self._memory(self.tokens * self.spec.hidden_size, narrow=1, wide=2)
+        if self.spec.lora:
+            return Pass(looked_up, 0.0)
         return Pass(looked_up, looked_up + self._memory(self._table_size, narrow=0, wide=4))
 
     def head(self) -> Pass:
@@ -148,13 +165,13 @@ class StageCompute:
         vocab_size = self.spec.vocab_size // self.plan.tp
         chunk = loss_chunk_tokens(vocab_size, self.spec.hidden_size, self.itemsize)
         num_chunks = -(-self.tokens // chunk)
-        forward = (
-            3 * self._product(self.spec.hidden_size, vocab_size)
-            + self._memory(self.tokens * vocab_size, *_LOSS_ACCESSES)
-            + num_chunks * self._memory(self._table_size, *_TABLE_ACCESSES)
-        )
+        product = self._product(self.spec.hidden_size, vocab_size)
+        loss = self._memory(self.tokens * vocab_size, *_LOSS_ACCESSES)
         hidden = self._memory(self.tokens * self.spec.hidden_size, narrow=2, wide=0)
-        return Pass(forward, hidden + self._memory(self._table_size, narrow=0, wide=2))
+        if self.spec.lora:
+            return Pass(2 * product + loss, hidden)
+        table = num_chunks * self._memory(self._table_size, *_TABLE_ACCESSES)
+        return Pass(3 * product + loss + table, hidden + self._memory(self._table_size, narrow=0, wide=2))
 
     def optimizer(self, num_parameters: float) -> float:
         """Return the time to clip and to update so many parameters with AdamW, all of them in fp32."""
@@ -177,7 +194,7 @@ class StageCompute:
             "w1": (hidden, ffn),
             "w3": (hidden, ffn),
             "w2": (ffn, hidden),
-        }
+        }  # in the order of MATRICES
 
     def _product(self, columns: int, rows: int) -> float:
         """Return the time to multiply the tokens with one matrix; its gradients take twice as long."""
@@ -188,7 +205,7 @@ class StageCompute:
     def _elementwise(self) -> Pass:
         """Return the time of what one layer does besides products and attention."""
         forward, backward = (sum(self._elementwise_parts(backward)) for backward in (False, True))
-        if not self.casts:
+        if not self.casts or self.spec.lora:
             return Pass(forward, backward)
         # each weight is read in fp32 and written narrow; its gradient is widened and added to the one that is there
         weights = self.spec.layer_matmul_parameters / self.plan.tp

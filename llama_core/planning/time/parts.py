@@ -77,7 +77,7 @@ class StepParts:
             longer = span(self.plan, passes).makespan
             parts[axis], makespan = longer - makespan, longer
         with_hops = span(self.plan, passes, self.links.seconds([self.messages.hop])).makespan
-        parts["tp"] += self._norms_per_step()
+        parts["tp"] += self._partial_per_step()
         parts["dp"] += self._weights_per_step(passes)
         parts["pp"] = with_hops - makespan + max(map(self._shared_gradients, range(self.plan.pp)))
         parts["optimizer"] = self._optimizer()
@@ -96,18 +96,18 @@ class StepParts:
         added = self._exchanged(self.messages.tensor_parallel_ends(stage))
         for mode in self.messages.modes[stage]:
             added = added.plus(self._exchanged(self.messages.tensor_parallel(mode)))
-        if self.messages.sums_norms_every_pass:
-            added = added.plus(Pass(0.0, self._norms(stage)))
+        if self.messages.sums_partial_every_pass:
+            added = added.plus(Pass(0.0, self._partial(stage)))
         return added
 
-    def _norms_per_step(self) -> float:
-        """Return what summing the gradients of norms adds once, on the rank where it is most."""
-        if self.messages.sums_norms_every_pass:
+    def _partial_per_step(self) -> float:
+        """Return what summing partial gradients adds once, on the rank where it is most."""
+        if self.messages.sums_partial_every_pass:
             return 0.0
-        return max(sum(map(self._norms, hosted)) for hosted in self.messages.placement)
+        return max(sum(map(self._partial, hosted)) for hosted in self.messages.placement)
 
-    def _norms(self, stage: int) -> float:
-        return self.links.seconds([self.messages.norm_gradients(stage)])
+    def _partial(self, stage: int) -> float:
+        return self.links.seconds([self.messages.partial_gradients(stage)])
 
     def _exchanged(self, traffic: PassTraffic) -> Pass:
         return Pass(*(self.links.seconds(way) + self._put_in_order(way) for way in (traffic.forward, traffic.backward)))
@@ -169,7 +169,7 @@ class StepParts:
 
     def _optimizer(self) -> float:
         messages = self.messages
-        held = max(sum(messages.parameters(stage) for stage in hosted) for hosted in messages.placement)
+        held = max(sum(messages.trained_parameters(stage) for stage in hosted) for hosted in messages.placement)
         held /= messages.num_shards
         if self.plan.offload == "none":
             return self.compute.optimizer(held)
