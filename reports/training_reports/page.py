@@ -11,12 +11,10 @@ import pandas as pd
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import now
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
 from training_reports.contents import Record, RunContents
-from training_reports.layout import NOTHING, STATUS_STYLE, Panel, card, header, panels, section, write_page
-from training_reports.markup import Markup, details, element, paragraphs, table
+from training_reports.layout import STATUS_STYLE, Card, Panel, write_page
 
 MEASURES = {"cpu": "the process's resident set", "cuda": "what the CUDA allocator has handed out"}
 """What the memory of a step is, by device."""
@@ -33,58 +31,39 @@ def write_report(run: RunDirectory) -> Path:
     if not run.path.is_dir():
         raise RunDirectoryError(f"{str(run.path)!r} is not a directory; name one that a run has written")
     contents = RunContents.read(run)
-    body = (
-        _header(run, contents),
-        *_what_to_do(run, contents),
-        _cards(contents),
-        _panels(contents),
-        _environment(contents),
-        *_attempts(contents),
-        _settings(contents),
-        element("footer", f"Written {now()} from ", element("code", str(run.path))),
+    outcome, settings, defaults = contents.outcome, _flat(contents.config), _flat(RunConfig().model_dump())
+    return write_page(
+        run.report,
+        "run.html",
+        name=run.name,
+        source=run.path,
+        status=outcome.status if outcome else "no outcome yet",
+        style=STATUS_STYLE.get(outcome.status, "bad") if outcome else "idle",
+        facts=_facts(contents),
+        contents=contents,
+        last_signs=_last_signs(contents),
+        resume_command=f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume",
+        cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
+        panels=_panels(contents),
+        attempts=_attempts(contents),
+        settings=settings,
+        changed=[key for key, value in settings.items() if value != defaults.get(key, value)],
+        plan=_flat(contents.plan),
     )
-    return write_page(run.report, f"{run.name} · training report", body)
 
 
-def _header(run: RunDirectory, contents: RunContents) -> Markup:
+def _facts(contents: RunContents) -> dict[str, object]:
+    """Return what stands below the name of the run; None is not known."""
     outcome, steps = contents.outcome, contents.steps
-    status, style = "no outcome yet", "idle"
-    if outcome is not None:
-        status, style = outcome.status, STATUS_STYLE.get(outcome.status, "bad")
-    done = _last(steps, "step") if outcome is None else outcome.step
+    done = outcome.step if outcome else _last(steps, "step")
     planned = _last(steps, "total_steps") or contents.setting("training", "steps")
-    facts = {
+    return {
         "Model": (contents.config or {}).get("model"),
         "Steps": done if planned is None or done is None else f"{done} of {planned}",
         "Tokens": None if steps.empty else format_count(_last(steps, "tokens")),
         "Time in steps": None if steps.empty else format_duration(steps["step_seconds"].sum()),
         "Measured on": contents.benchmark and contents.benchmark.device,
     }
-    return header(run.name, status, style, facts)
-
-
-def _what_to_do(run: RunDirectory, contents: RunContents) -> Iterator[Markup]:
-    """Yield what happened and what to try next, unless the run finished."""
-    outcome = contents.outcome
-    if outcome is None:
-        command = f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume"
-        yield element(
-            "section",
-            element("h2", contents.missing["outcome"]),
-            paragraphs(_last_signs(contents)),
-            element("p", "If nothing is at work on it any more, continue it: ", element("code", command)),
-            class_="callout idle",
-        )
-    elif outcome.status != "finished":
-        yield element(
-            "section",
-            element("h2", f"Ended as {outcome.status} after step {outcome.step}, {outcome.ended_at}"),
-            element("p", outcome.reason),
-            element(
-                "p", element("strong", "Next: "), outcome.next_action or "read the ranks' logs in the run directory"
-            ),
-            class_=f"callout {STATUS_STYLE.get(outcome.status, 'bad')}",
-        )
 
 
 def _last_signs(contents: RunContents) -> Iterator[str]:
@@ -96,12 +75,7 @@ def _last_signs(contents: RunContents) -> Iterator[str]:
         yield f"Last sign of life: step {latest.step} with a loss of {latest.loss:.4f}, {seen}."
 
 
-def _cards(contents: RunContents) -> Markup:
-    cards = (_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents))
-    return element("section", *cards, class_="cards", aria_label="Headline numbers")
-
-
-def _held_out_loss(contents: RunContents) -> Markup:
+def _held_out_loss(contents: RunContents) -> Card:
     training, steps = contents.training, contents.steps
     if training is None:
         evaluated = steps[steps["eval_loss"].notna()]
@@ -119,14 +93,14 @@ def _held_out_loss(contents: RunContents) -> Markup:
             if entropy is not None
         ] or ["No byte entropies to compare with: the tokenizer is not the byte one."]
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
-    return card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
+    return Card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
 
 
 def _against(loss: float, entropy: float) -> str:
     return f"{abs(loss - entropy):.3f} {'below' if loss < entropy else 'above'}"
 
 
-def _throughput(contents: RunContents) -> Markup:
+def _throughput(contents: RunContents) -> Card:
     benchmark, rates = contents.benchmark, contents.steps["tokens_per_second"]
     value = None if rates.empty else f"{rates.median():,.0f}"
     if benchmark is not None:
@@ -141,18 +115,18 @@ def _throughput(contents: RunContents) -> Markup:
         lines = [contents.missing["benchmark"]]
         if not rates.empty:
             lines.insert(0, f"Median of the {len(rates)} training steps.")
-    return card("Throughput", value, "tokens/s", lines)
+    return Card("Throughput", value, "tokens/s", lines)
 
 
-def _mfu(contents: RunContents) -> Markup:
+def _mfu(contents: RunContents) -> Card:
     title, benchmark, steps = "Model FLOP/s utilisation", contents.benchmark, contents.steps
     if benchmark is None and steps.empty:
-        return card(title, None, "", [contents.missing["benchmark"]])
+        return Card(title, None, "", [contents.missing["benchmark"]])
     mfu = steps["mfu"].median() if benchmark is None else benchmark.mfu
     if mfu is None or pd.isna(mfu):
-        return card(title, None, "", ["No MFU: the peak rate of this device is not known."])
+        return Card(title, None, "", ["No MFU: the peak rate of this device is not known."])
     source = "training" if benchmark is None else "timed"
-    return card(
+    return Card(
         title,
         f"{mfu:.1%}",
         "MFU",
@@ -160,7 +134,7 @@ def _mfu(contents: RunContents) -> Markup:
     )
 
 
-def _peak_memory(contents: RunContents) -> Markup:
+def _peak_memory(contents: RunContents) -> Card:
     measured = contents.measured_bytes
     lines = [
         contents.missing[field]
@@ -169,9 +143,9 @@ def _peak_memory(contents: RunContents) -> Markup:
         for how, field, profile in contents.predictions
     ]
     if measured is None:
-        return card("Peak memory", None, "", [contents.missing["training"], *lines])
+        return Card("Peak memory", None, "", [contents.missing["training"], *lines])
     value, unit = format_bytes(measured).split(" ")
-    return card("Peak memory", value, f"{unit} measured", lines)
+    return Card("Peak memory", value, f"{unit} measured", lines)
 
 
 def _error(profile: Record, measured: int | None) -> str:
@@ -179,9 +153,9 @@ def _error(profile: Record, measured: int | None) -> str:
     return f" ({100 * (profile['peak_bytes'] / measured - 1):+.1f} %)" if measured else ""
 
 
-def _panels(contents: RunContents) -> Markup:
+def _panels(contents: RunContents) -> list[Panel]:
     first, *others = _panels_by_step(contents)
-    return panels([first, _comparison_panel(contents), *others])
+    return [first, _comparison_panel(contents), *others]
 
 
 def _panels_by_step(contents: RunContents) -> list[Panel]:
@@ -280,64 +254,22 @@ def _measure(contents: RunContents) -> str:
     return MEASURES.get(str(contents.setting("launch", "device")), either)
 
 
-def _environment(contents: RunContents) -> Markup:
-    environment = contents.environment
-    if environment is None:
-        return section("Environment", element("p", contents.missing["environment"], class_="note"))
-    findings = [
-        element("li", element("strong", kind, class_=style), f": {text}")
-        for kind, style in (("error", "bad"), ("warning", "warn"))
-        for text in environment.get(f"{kind}s", ())
-    ]
-    found = element("ul", *findings) if findings else element("p", "No errors and no warnings.", class_="note")
-    facts = [(name, _show(value)) for name, value in environment.get("facts", {}).items()]
-    return section("Environment", found, details("What was found", table(("Fact", "Value"), facts)))
-
-
-def _attempts(contents: RunContents) -> Iterator[Markup]:
+def _attempts(contents: RunContents) -> tuple[list[str], list[list[object]]] | None:
+    """Return the columns and rows of the attempts at the run, or None where there was no second one."""
     attempts = contents.outcome.attempts if contents.outcome else ()
-    if len(attempts) > 1:
-        keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
-        rows = [(str(number), *(_show(attempt.get(key)) for key in keys)) for number, attempt in enumerate(attempts, 1)]
-        yield section("Attempts", table(("Attempt", *(_words(key) for key in keys)), rows))
+    if len(attempts) < 2:
+        return None
+    keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
+    rows = [[number, *(attempt.get(key) for key in keys)] for number, attempt in enumerate(attempts, 1)]
+    return ["Attempt", *(key.replace("_", " ").capitalize() for key in keys)], rows
 
 
-def _settings(contents: RunContents) -> Markup:
-    defaults = _flat(RunConfig().model_dump())
-    folded = []
-    for field, title, record in (("config", "Settings", contents.config), ("plan", "Plan", contents.plan)):
-        if record is None:
-            folded.append(element("p", contents.missing[field], class_="note"))
-            continue
-        values = _flat(record)
-        changed = [key for key, value in values.items() if field == "config" and value != defaults.get(key, value)]
-        note = f"{len(changed)} of {len(values)} differ from their defaults" if field == "config" else ""
-        rows = [(key, _show(value)) for key, value in values.items()]
-        folded.append(details(title, table(("Key", "Value"), rows, emphasised=changed), note=note))
-    return section("Configuration", *folded)
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key."""
+def _flat(record: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key; of None, none."""
     values: dict[str, Any] = {}
-    for key, value in record.items():
+    for key, value in (record or {}).items():
         values |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return values
-
-
-def _show(value: object) -> str:
-    """Return a value as it is written in a table."""
-    if value is None:
-        return NOTHING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or NOTHING
-    return str(value)
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ").capitalize()
 
 
 def _last(rows: pd.DataFrame, column: str) -> Any:

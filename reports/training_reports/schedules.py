@@ -6,14 +6,14 @@ beside it. A picture is one SVG that needs no other file: a page embeds its text
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from llama_core.schedules.actions import Kind, Schedule, TimedAction
 from llama_core.schedules.clock import Timeline, simulate
 from llama_core.schedules.registry import build_schedule, schedule_names, schedule_type
 from training_reports.figures import BLUE, GREY, ORANGE, TEAL
-from training_reports.markup import Markup, element
+from training_reports.layout import TEMPLATES
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_CHUNKS = 4, 8, 2
 """Sizes of the pictures and of the table; only ``interleaved`` has chunks to choose."""
@@ -27,15 +27,10 @@ KINDS = {
 WIDTH, LEFT, TOP, LANE, BAR = 1000, 56, 30, 32, 26
 CHARACTER = 7
 """Width of a character, on the wide side."""
-STYLE = (
-    ".schedule text{font:12px system-ui,sans-serif;fill:#59626d}"
-    "@media(prefers-color-scheme:dark){.schedule text{fill:#a4adb8}}"
-    ".schedule text.on-dark{fill:#fff}.schedule text.on-light{fill:#1c2024}"
-)
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
 
 
-def timeline_svg(timeline: Timeline, span: float | None = None) -> Markup:
+def timeline_svg(timeline: Timeline, span: float | None = None) -> str:
     """Return ``timeline`` as an SVG of 1000 px: a lane for each rank, a bar for each action, its microbatch inside.
 
     Args:
@@ -44,59 +39,55 @@ def timeline_svg(timeline: Timeline, span: float | None = None) -> Markup:
     """
     schedule = timeline.schedule
     scale = (WIDTH - LEFT) / (timeline.makespan if span is None else span)
-    lanes = (_lines(*_lane(schedule, rank, lane, timeline.makespan, scale)) for rank, lane in enumerate(timeline.lanes))
-    return element(
-        "svg",
-        _lines(element("style", Markup(STYLE)), *_legend(timeline), *lanes),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {WIDTH} {TOP + LANE * schedule.num_ranks}",
-        class_="schedule",
-        role="img",
-        aria_label=f"{schedule.name} over {schedule.num_ranks} ranks, time from left to right",
+    return TEMPLATES.get_template("schedule.svg").render(
+        schedule=schedule,
+        width=WIDTH,
+        height=TOP + LANE * schedule.num_ranks,
+        bar_height=BAR - 1,
+        idle=GREY,
+        legend=_legend(timeline),
+        lanes=[
+            {
+                "y": TOP + LANE * rank + 0.5,
+                "middle": TOP + LANE * rank + BAR // 2,
+                "bars": [_bar(schedule, rank, timed, scale) for timed in lane],
+                **_inset(LEFT, timeline.makespan * scale),
+            }
+            for rank, lane in enumerate(timeline.lanes)
+        ],
     )
 
 
-def _lane(
-    schedule: Schedule, rank: int, lane: Sequence[TimedAction], makespan: float, scale: float
-) -> Iterator[Markup]:
-    y = TOP + LANE * rank
-    yield element("text", f"rank {rank}", x="0", y=str(y + BAR / 2), dy=".35em")
-    yield _rectangle(LEFT, y, makespan * scale, fill=GREY, opacity="0.15")
-    for timed in lane:
-        action = timed.action
-        fill, text_class = _colors(schedule, rank, action.stage, action.kind)
-        x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
-        number = str(action.microbatch // schedule.parts_per_microbatch)
-        bar = _rectangle(x, y, width, fill=fill, stroke=KINDS[action.kind][1])
-        label = element(
-            "text",
-            number,
-            x=_px(x + width / 2),
-            y=_px(y + BAR / 2),
-            dy=".35em",
-            text_anchor="middle",
-            class_=text_class,
-        )
-        title = element("title", f"{action}, {timed.start:g} to {timed.end:g}")
-        yield element("g", title, bar, *([label] if CHARACTER * len(number) < width else []))
+def _bar(schedule: Schedule, rank: int, timed: TimedAction, scale: float) -> dict[str, object]:
+    action = timed.action
+    fill, text_class = _colors(schedule, rank, action.stage, action.kind)
+    x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
+    number = str(action.microbatch // schedule.parts_per_microbatch)
+    return {
+        "title": f"{action}, {timed.start:g} to {timed.end:g}",
+        "fill": fill,
+        "stroke": KINDS[action.kind][1],
+        "number": number if CHARACTER * len(number) < width else None,
+        "text_class": text_class,
+        "middle": _px(x + width / 2),
+        **_inset(x, width),
+    }
 
 
-def _legend(timeline: Timeline) -> Iterator[Markup]:
+def _legend(timeline: Timeline) -> Iterator[dict[str, object]]:
     """Yield the colours of each kind with its name, and what their shades mean where a rank hosts several stages."""
     schedule = timeline.schedule
     stages = schedule.stages_of(0)  # as many as any other rank has
     x = LEFT
     for kind in [kind for kind in KINDS if any(timed.action.kind is kind for timed in timeline.lanes[0])]:
         name, color = KINDS[kind]
-        for stage in stages:
-            fill, _ = _colors(schedule, 0, stage, kind)
-            yield element("rect", x=str(x), y="4.5", width="12", height="12", fill=fill, stroke=color)
-            x += 16
-        yield element("text", name, x=str(x + 2), y="10.5", dy=".35em")
+        swatches = [(x + 16 * place, _colors(schedule, 0, stage, kind)[0], color) for place, stage in enumerate(stages)]
+        x += 16 * len(stages)
+        yield {"swatches": swatches, "words": name, "x": x + 2}
         x += CHARACTER * len(name) + 16
     if len(stages) > 1:
         shades = "down, up" if schedule.num_replicas > 1 else f"chunk 1 to {len(stages)}"
-        yield element("text", f"dark to light: {shades}", x=str(x), y="10.5", dy=".35em")
+        yield {"swatches": [], "words": f"dark to light: {shades}", "x": x}
 
 
 def _colors(schedule: Schedule, rank: int, stage: int, kind: Kind) -> tuple[str, str]:
@@ -111,17 +102,13 @@ def _colors(schedule: Schedule, rank: int, stage: int, kind: Kind) -> tuple[str,
     return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels), "on-light"
 
 
-def _rectangle(x: float, y: float, width: float, **paint: str) -> Markup:
+def _inset(x: float, width: float) -> dict[str, str]:
     inset = min(0.5, width / 4)  # half a stroke, but something is left of the thinnest bar
-    return element("rect", x=_px(x + inset), y=_px(y + 0.5), width=_px(width - 2 * inset), height=_px(BAR - 1), **paint)
+    return {"x": _px(x + inset), "width": _px(width - 2 * inset)}
 
 
 def _px(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _lines(*parts: str) -> Markup:
-    return Markup("\n" + "\n".join(parts) + "\n")
 
 
 def example(name: str) -> Timeline:

@@ -1,25 +1,19 @@
 """The report of a sweep: a single HTML file that compares all its elements, made from its directory alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from llama_core.records.files import now
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.contents import RunContents
 from training_reports.figures import throughput_quartiles
-from training_reports.layout import NOTHING, STATUS_STYLE, Panel, card, header, panels, section, write_page
-from training_reports.markup import Markup, details, element, table
+from training_reports.layout import STATUS_STYLE, Card, Panel, write_page
 from training_reports.page import MEASURES
-
-_COLUMNS = (
-    "Element", "Status", "Tokens/s", "Middle half", "Step", "MFU", "Estimated", "Rehearsed", "Measured"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,21 @@ class _Row:
         }
         return peaks | {"measured": self.timed.memory_peak_bytes if self.timed else None}
 
+    @property
+    def cells(self) -> list[str | None]:
+        """What its row says after its name and status."""
+        timed = self.timed
+        speed: list[str | None] = [None] * 4
+        if timed:
+            slow, fast = throughput_quartiles(timed)
+            speed = [
+                f"{timed.tokens_per_second:,.0f}",
+                f"{slow:,.0f} to {fast:,.0f}",
+                f"{timed.median_seconds:.3f} s",
+                None if timed.mfu is None else f"{timed.mfu:.1%}",
+            ]
+        return speed + [None if num_bytes is None else format_bytes(num_bytes) for num_bytes in self.peaks.values()]
+
 
 def write_report(sweep: SweepDirectory) -> Path:
     """Write the report of ``sweep`` as it stands, the fastest element first, and return its path.
@@ -65,52 +74,59 @@ def write_report(sweep: SweepDirectory) -> Path:
         (_Row(element.name, RunContents.read(sweep.run(element.name))) for element in record.runnable),
         key=lambda row: -row.timed.tokens_per_second if row.timed else 0.0,
     )
-    body = (
-        _header(sweep, record, rows),
-        _cards(record, rows),
-        panels([_throughput(rows), _memory(rows)]),
-        section("Every element, the fastest first", element("div", _comparison(rows), class_="compare")),
-        *_failures(rows),
-        *_skipped(record),
-        _grid(record),
-        element("footer", f"Written {now()} from ", element("code", str(sweep.path))),
+    timed = {row.name: row.timed for row in rows if row.timed}
+    config = record.sweep_config
+    return write_page(
+        sweep.report,
+        "sweep.html",
+        name=sweep.name,
+        source=sweep.path,
+        status=f"{len(timed)} of {len(rows)} timed",
+        style=_style(rows),
+        facts={
+            "Model": config.base.model,
+            "Launcher": config.base.launch.launcher,
+            "Measured on": ", ".join(sorted({benchmark.device for benchmark in timed.values()})) or None,
+        },
+        cards=[*_best(timed), _counts(record, rows, timed)],
+        panels=[_throughput(timed), _memory(rows)],
+        rows=rows,
+        failed=[
+            (row.name, f"{outcome.status}: {outcome.reason}", outcome.next_action or None)
+            for row in rows
+            if (outcome := row.contents.outcome) and not row.timed
+        ],
+        skipped=[(one.name, one.skipped) for one in record.elements if one.skipped],
+        grid=config.grid,
+        base=yaml.safe_dump(config.base.model_dump(exclude_defaults=True), sort_keys=False),
     )
-    return write_page(sweep.report, f"{sweep.name} · sweep report", body)
 
 
-def _header(sweep: SweepDirectory, record: SweepRecord, rows: Sequence[_Row]) -> Markup:
-    timed = _timed(rows)
+def _style(rows: Sequence[_Row]) -> str:
     unfinished = [row.style for row in rows if row.timed is None]
-    style = "bad" if "bad" in unfinished else "idle" if "idle" in unfinished else "warn" if unfinished else "good"
-    base = record.sweep_config.base
-    facts = {
-        "Model": base.model,
-        "Launcher": base.launch.launcher,
-        "Measured on": ", ".join(sorted({benchmark.device for benchmark in timed.values()})) or None,
-    }
-    return header(sweep.name, f"{len(timed)} of {len(rows)} timed", style, facts)
+    return "bad" if "bad" in unfinished else "idle" if "idle" in unfinished else "warn" if unfinished else "good"
 
 
-def _cards(record: SweepRecord, rows: Sequence[_Row]) -> Markup:
-    timed = _timed(rows)
-    if timed:
-        fastest, leanest = next(iter(timed)), min(timed, key=lambda name: timed[name].memory_peak_bytes)
-        slow, fast = throughput_quartiles(timed[fastest])
-        rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
-        peak, unit = format_bytes(timed[leanest].memory_peak_bytes).split(" ")
-        shown = [
-            card("Fastest", rate, "tokens/s", [fastest, *_not_told_apart(timed)]),
-            card("Least memory", peak, f"{unit} measured", [leanest]),
-        ]
-    else:
-        shown = [card("Fastest", None, "", ["No element has been timed yet."])]
+def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
+    if not timed:
+        return [Card("Fastest", None, "", ["No element has been timed yet."])]
+    fastest, leanest = next(iter(timed)), min(timed, key=lambda name: timed[name].memory_peak_bytes)
+    slow, fast = throughput_quartiles(timed[fastest])
+    rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
+    peak, unit = format_bytes(timed[leanest].memory_peak_bytes).split(" ")
+    return [
+        Card("Fastest", rate, "tokens/s", [fastest, *_not_told_apart(timed)]),
+        Card("Least memory", peak, f"{unit} measured", [leanest]),
+    ]
+
+
+def _counts(record: SweepRecord, rows: Sequence[_Row], timed: Mapping[str, BenchmarkRecord]) -> Card:
     skipped = len(record.elements) - len(rows)
     lines = [f"{len(rows) - len(timed)} of them not timed, or not yet.", f"{skipped} more of the grid were skipped."]
-    shown.append(card("Elements", str(len(rows)), "can be run", lines))
-    return element("section", *shown, class_="cards", aria_label="Headline numbers")
+    return Card("Elements", str(len(rows)), "can be run", lines)
 
 
-def _not_told_apart(timed: dict[str, BenchmarkRecord]) -> Iterator[str]:
+def _not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     """Yield which elements are not slower than the fastest beyond the spread of both."""
     quartiles = {name: throughput_quartiles(record) for name, record in timed.items()}
     fastest, *others = timed
@@ -119,8 +135,8 @@ def _not_told_apart(timed: dict[str, BenchmarkRecord]) -> Iterator[str]:
         yield f"Its middle half overlaps with that of {' and of '.join(close)}: time more steps to tell them apart."
 
 
-def _throughput(rows: Sequence[_Row]) -> Panel:
-    title, timed = "Throughput by element", _timed(rows)
+def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:
+    title = "Throughput by element"
     if not timed:
         return Panel(title, None, "", ["No element has been timed yet."], wide=True)
     rates = [f"{name} {record.tokens_per_second:,.0f} tokens/s" for name, record in timed.items()]
@@ -142,50 +158,3 @@ def _memory(rows: Sequence[_Row]) -> Panel:
     ]
     height = sweep_figures.height_px(peaks, extra_lines=2)
     return Panel(title, sweep_figures.memory_by_element(peaks), summary, notes, wide=True, height_px=height)
-
-
-def _comparison(rows: Sequence[_Row]) -> Markup:
-    return table(_COLUMNS, map(_cells, rows), emphasised=[row.name for row in rows[:1] if row.timed])
-
-
-def _cells(row: _Row) -> list[str]:
-    timed = row.timed
-    speed = [NOTHING] * 4
-    if timed:
-        slow, fast = throughput_quartiles(timed)
-        speed = [
-            f"{timed.tokens_per_second:,.0f}",
-            f"{slow:,.0f} to {fast:,.0f}",
-            f"{timed.median_seconds:.3f} s",
-            NOTHING if timed.mfu is None else f"{timed.mfu:.1%}",
-        ]
-    peaks = [NOTHING if num_bytes is None else format_bytes(num_bytes) for num_bytes in row.peaks.values()]
-    return [row.name, element("strong", row.status, class_=row.style), *speed, *peaks]
-
-
-def _failures(rows: Sequence[_Row]) -> Iterator[Markup]:
-    failed = [
-        (row.name, f"{outcome.status}: {outcome.reason}", outcome.next_action or NOTHING)
-        for row in rows
-        if (outcome := row.contents.outcome) and not row.timed
-    ]
-    if failed:
-        yield section("Ended without being timed", table(("Element", "What happened", "Next"), failed))
-
-
-def _skipped(record: SweepRecord) -> Iterator[Markup]:
-    skipped = [(one.name, one.skipped) for one in record.elements if one.skipped]
-    if skipped:
-        yield section("Skipped: these cannot be run", table(("Element", "Reason"), skipped))
-
-
-def _grid(record: SweepRecord) -> Markup:
-    config = record.sweep_config
-    values = [(key, ", ".join(map(str, values))) for key, values in config.grid.items()]
-    base = yaml.safe_dump(config.base.model_dump(exclude_defaults=True), sort_keys=False)
-    folded = details("Base configuration", element("div", element("pre", element("code", base)), class_="table"))
-    return section("Grid", table(("Key", "Values"), values), folded)
-
-
-def _timed(rows: Sequence[_Row]) -> dict[str, BenchmarkRecord]:
-    return {row.name: row.timed for row in rows if row.timed}
