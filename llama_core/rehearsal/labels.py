@@ -41,7 +41,7 @@ class Labels:
     def _watch(self, module: nn.Module) -> None:
         """Recognise gradients of ``module`` from now on; gathered weights have some of their own."""
         for name, parameter in module.named_parameters():
-            if id(parameter) not in self._watched:
+            if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda parameter, name=name: self._accumulated(parameter, name)
@@ -79,7 +79,8 @@ class GradientBuckets:
     def __init__(self, model: Llama, plan: ParallelPlan) -> None:
         copies = plan.dp * plan.cp > 1 and not plan.uses_fully_shard and dist.get_backend() == "fake"
         self._backwards_left = 0
-        self.gradients = {p: torch.empty_like(p, requires_grad=False) for p in model.parameters() if copies}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if copies else []
+        self.gradients = {parameter: torch.empty_like(parameter, requires_grad=False) for parameter in trained}
         for parameter in self.gradients:
             parameter.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
 
