@@ -35,9 +35,7 @@ _MODELS = {
     "llama3.1_8b": model_spec("llama3_8b"),
     "llama3.1_70b": model_spec("llama3_70b"),
     "llama3.1_405b": model_spec("llama3_405b"),
-    "llama3.2_3b": ModelSpec(
-        "llama3.2_3b", "llama3", 3072, 28, 24, 8, 128, 8192, 128_256, 5e5, 1e-5, 131_072, 4096, tied_embeddings=True
-    ),
+    "llama3.2_3b": model_spec("llama3_2_3b"),
     "qwen3_14b": ModelSpec("qwen3_14b", "llama3", 5120, 40, 40, 8, 128, 17_408, 151_936, 1e6, 1e-6, 40_960, 4096),
     "qwen3_32b": ModelSpec("qwen3_32b", "llama3", 5120, 64, 64, 8, 128, 25_600, 151_936, 1e6, 1e-6, 40_960, 4096),
 }

@@ -136,11 +136,9 @@ def from_spec(spec: ModelSpec) -> Architecture:
 # fmt: off
 _OTHERS = {
     #                     hidden layers heads kv  hd  ffn    vocab
-    "llama3_1b":  Architecture( 2048,  16,  32,  8,  64,  8192, 128_256, tied=True),
-    "llama3_3b":  Architecture( 3072,  28,  24,  8, 128,  8192, 128_256, tied=True),
+    "llama3_1b":  from_spec(model_spec("llama3_2_1b")),
+    "llama3_3b":  from_spec(model_spec("llama3_2_3b")),
     "tinyllama":  Architecture( 2048,  22,  32,  4,  64,  5632,  32_000),
-    "codellama_13b": Architecture(5120, 40, 40, 40, 128, 13824,  32_016),
-    "codellama_34b": Architecture(8192, 48, 64,  8, 128, 22016,  32_016),
     "mistral_7b": Architecture( 4096,  32,  32,  8, 128, 14336,  32_000),
     "qwen2_0.5b": Architecture(  896,  24,  14,  2,  64,  4864, 151_936, tied=True),
     "qwen2_1.5b": Architecture( 1536,  28,  12,  2, 128,  8960, 151_936, tied=True),

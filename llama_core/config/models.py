@@ -1,25 +1,73 @@
 """The model registry: every LLaMA variant, its sizes and its exact parameter count."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 
-Family = Literal["llama1", "llama2", "llama3", "code_llama"]
+Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama"]
+"""The generation of a variant; ``llama`` for a model from a folder, which does not say."""
+
+LONGEST_DEFAULT = 8192
+"""Longest sequence that is trained at where none is asked for, by a model whose folder does not say, in tokens."""
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's frequency-dependent stretching of the rotary embedding.
+class LinearScaling:
+    """A rotary embedding whose positions are all divided by ``factor``.
 
-    Source: Meta's llama-models reference code, ``apply_scaling``; Hugging Face calls it ``rope_type: llama3``.
+    Raises:
+        ConfigError: if it would shorten them.
+
+    Source: Chen et al. 2023, arXiv:2306.15595 (position interpolation).
     """
 
+    kind: Literal["linear"] = field(default="linear", init=False)
+    """What Hugging Face calls it: its ``rope_type``."""
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+
+    def __post_init__(self) -> None:
+        _refuse_to_shorten(self.factor)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency-dependent stretching of the rotary embedding.
+
+    Wavelengths above ``original_context / low_freq_factor`` are stretched by ``factor``, those below
+    ``original_context / high_freq_factor`` are kept, and those between are blended.
+
+    Raises:
+        ConfigError: if it would shorten them, or no wavelengths are between the two.
+
+    Source: Meta's llama-models reference code, ``apply_scaling``.
+    """
+
+    kind: Literal["llama3"] = field(default="llama3", init=False)
+    """What Hugging Face calls it: its ``rope_type``."""
+    factor: float
     original_context: int
+    """Longest sequence before the stretching, in tokens."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        _refuse_to_shorten(self.factor)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not above "
+                f"low_freq_factor={self.low_freq_factor:g}, which is above 0"
+            )
+
+
+def _refuse_to_shorten(factor: float) -> None:
+    if factor < 1:
+        raise ConfigError(f"rope_scaling.factor={factor:g} would shorten the context; use at least 1")
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+"""How a rotary embedding is stretched for sequences longer than the model was first trained on."""
 
 
 @dataclass(frozen=True)
@@ -160,23 +208,31 @@ class ModelSpec:
         return self.num_sparse_layers * ((num_experts - 1) * self.expert_parameters + router)
 
 
-_LLAMA31_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+_SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)
+_SCALED_32 = Llama3Scaling(factor=32.0, original_context=8192)
 
 # fmt: off
 _VARIANTS = (
-    #         name                    family        hidden layers heads kv hd   ffn    vocab    theta eps   context  default
-    ModelSpec("tiny_llama3_50m",     "llama3",       256,  16,   4,   2,  64,  1152, 128_256, 5e5, 1e-5,   2048,  2048, tied_embeddings=True),
-    ModelSpec("tiny_llama3_150m",    "llama3",       768,   8,  12,   4,  64,  2048, 128_256, 5e5, 1e-5,   8192,  8192, tied_embeddings=True),
-    ModelSpec("llama1_7b",           "llama1",      4096,  32,  32,  32, 128, 11008,  32_000, 1e4, 1e-6,   2048,  2048),
-    ModelSpec("llama2_7b",           "llama2",      4096,  32,  32,  32, 128, 11008,  32_000, 1e4, 1e-5,   4096,  4096),
-    ModelSpec("llama2_13b",          "llama2",      5120,  40,  40,  40, 128, 13824,  32_000, 1e4, 1e-5,   4096,  4096),
-    ModelSpec("llama2_70b",          "llama2",      8192,  80,  64,   8, 128, 28672,  32_000, 1e4, 1e-5,   4096,  4096),
-    ModelSpec("llama3_8b",           "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5,   8192,  8192),
-    ModelSpec("llama3_8b_instruct",  "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5,   8192,  8192, instruct=True),
-    ModelSpec("llama3_70b",          "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5,   8192,  8192),
-    ModelSpec("llama3_70b_instruct", "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5,   8192,  8192, instruct=True),
-    ModelSpec("llama3_405b",         "llama3",     16384, 126, 128,   8, 128, 53248, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_LLAMA31_SCALING),
-    ModelSpec("code_llama_7b",       "code_llama",  4096,  32,  32,  32, 128, 11008,  32_016, 1e6, 1e-5,  16384, 16384),
+    #         name                      family        hidden layers heads kv hd   ffn    vocab    theta eps   context  default
+    ModelSpec("tiny_llama3_50m",       "llama3",       256,  16,   4,   2,  64,  1152, 128_256, 5e5, 1e-5,   2048,  2048, tied_embeddings=True),
+    ModelSpec("tiny_llama3_150m",      "llama3",       768,   8,  12,   4,  64,  2048, 128_256, 5e5, 1e-5,   8192,  8192, tied_embeddings=True),
+    ModelSpec("llama1_7b",             "llama1",      4096,  32,  32,  32, 128, 11008,  32_000, 1e4, 1e-6,   2048,  2048),
+    ModelSpec("llama2_7b",             "llama2",      4096,  32,  32,  32, 128, 11008,  32_000, 1e4, 1e-5,   4096,  4096),
+    ModelSpec("llama2_13b",            "llama2",      5120,  40,  40,  40, 128, 13824,  32_000, 1e4, 1e-5,   4096,  4096),
+    ModelSpec("llama2_70b",            "llama2",      8192,  80,  64,   8, 128, 28672,  32_000, 1e4, 1e-5,   4096,  4096),
+    ModelSpec("llama3_8b",             "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5,   8192,  8192),
+    ModelSpec("llama3_8b_instruct",    "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5,   8192,  8192, instruct=True),
+    ModelSpec("llama3_70b",            "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5,   8192,  8192),
+    ModelSpec("llama3_70b_instruct",   "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5,   8192,  8192, instruct=True),
+    ModelSpec("llama3_1_8b",           "llama3",      4096,  32,  32,   8, 128, 14336, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_SCALED_8),
+    ModelSpec("llama3_1_70b",          "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_SCALED_8),
+    ModelSpec("llama3_405b",           "llama3",     16384, 126, 128,   8, 128, 53248, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_SCALED_8),
+    ModelSpec("llama3_2_1b",           "llama3",      2048,  16,  32,   8,  64,  8192, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_SCALED_32, tied_embeddings=True),
+    ModelSpec("llama3_2_3b",           "llama3",      3072,  28,  24,   8, 128,  8192, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_SCALED_32, tied_embeddings=True),
+    ModelSpec("llama3_3_70b_instruct", "llama3",      8192,  80,  64,   8, 128, 28672, 128_256, 5e5, 1e-5, 131072,  8192, rope_scaling=_SCALED_8, instruct=True),
+    ModelSpec("code_llama_7b",         "code_llama",  4096,  32,  32,  32, 128, 11008,  32_016, 1e6, 1e-5,  16384, 16384),
+    ModelSpec("code_llama_13b",        "code_llama",  5120,  40,  40,  40, 128, 13824,  32_016, 1e6, 1e-5,  16384, 16384),
+    ModelSpec("code_llama_34b",        "code_llama",  8192,  48,  64,   8, 128, 22016,  32_000, 1e6, 1e-5,  16384, 16384),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

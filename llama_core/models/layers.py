@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx.traceback import annotate
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import LinearScaling, ModelSpec
 from llama_core.models.batch import Documents
 
 KEPT = "kept"
@@ -89,16 +89,17 @@ class Rotation(NamedTuple):
 def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Tensor:
     """Return the angle per position of every rotated pair, in radians: fp32, [R].
 
-    With ``spec.rope_scaling``, wavelengths longer than ``original_context / low_freq_factor`` are stretched by
-    ``factor``, those shorter than ``original_context / high_freq_factor`` are kept, and those between are blended.
+    ``spec.rope_scaling`` says how they are stretched, if they are.
 
-    Source: Su et al. 2021, arXiv:2104.09864; scaling as in Meta's llama-models, ``apply_scaling``.
+    Source: Su et al. 2021, arXiv:2104.09864; for the scaling see ``LinearScaling`` and ``Llama3Scaling``.
     """
     exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
     plain_R = 1.0 / spec.rope_theta**exponents_R
     scaling = spec.rope_scaling
     if scaling is None:
         return plain_R
+    if isinstance(scaling, LinearScaling):
+        return plain_R / scaling.factor
     turns_R = plain_R * (scaling.original_context / (2 * math.pi))
     kept_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(plain_R / scaling.factor, plain_R, kept_R.clamp(0.0, 1.0))

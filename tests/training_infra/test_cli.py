@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_not_trained_and_nothing_is_written(shell):
     [
         (
             ["train", "--model", "lama3_8b"],
-            ["error: unknown model 'lama3_8b'; did you mean 'llama3_8b' or 'llama3_70b'?"],
+            ["error: unknown model 'lama3_8b'; did you mean 'llama3_8b' or 'llama3_1_8b'?"],
         ),
         (
             ["train", "--set", "training.batchsize=3"],
