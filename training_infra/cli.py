@@ -41,7 +41,7 @@ class Flag:
 
 
 _MODEL_FLAGS = (
-    Flag("--model", "model", "NAME"),
+    Flag("--model", "model", "NAME|FOLDER"),
     Flag("--strategy", "strategy", "standard|lora|moe"),
     Flag("--lora-rank", "lora.lora_rank"),
     Flag("--gpus", "parallel.gpus"),

@@ -36,7 +36,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
             to fit the device and ``launch.force`` is not set; nothing is written.
     """
     refuse_untrainable(config)
-    planned = plan_run(_with_absolute_paths(config))
+    planned = plan_run(_seen_from_anywhere(config))
     _check_data(config)
     try:
         run = existing_run(planned.config, run_dir, resume=resume)
@@ -138,15 +138,15 @@ def _check_data(config: RunConfig) -> None:
     check_data(data, config.spec.vocab_size)
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return ``config`` with its paths as seen from anywhere: a run is resumed, and its worker starts, elsewhere."""
+def _seen_from_anywhere(config: RunConfig) -> RunConfig:
+    """Return ``config`` as it reads from anywhere: a run is resumed, and its worker starts, elsewhere."""
     by_name = {SAMPLE, DATALOADER, BYTES}
     paths = {
         key: str(Path(value).expanduser().absolute())
         for key, value in config.data.model_dump(include={"source", "validation", "tokenizer", "cache_dir"}).items()
         if value is not None and value not in by_name
     }
-    return with_keys(config, data=paths)
+    return with_keys(config.self_contained(), data=paths)
 
 
 def _length(loader: Iterable[Any]) -> int:

@@ -1,5 +1,6 @@
 """Run directories: the one that a request goes on with, or a name for a new one, and reading what defines it."""
 
+import glob
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import count
@@ -77,7 +78,7 @@ def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
     """Return the directory of a run that begins: the one asked for, or a free name below ``RUNS``."""
     if run_dir is not None:
         return RunDirectory(run_dir)
-    name = f"{config.model}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
+    name = f"{config.spec.name}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     runs = (RunDirectory(RUNS / name) for name in names)
     return next(run for run in runs if not run.path.exists() or _never_began(run))
@@ -85,9 +86,8 @@ def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
 
 def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
     fingerprint = config.fingerprint()
-    candidates = sorted(
-        RUNS.glob(f"{config.model}-*-{fingerprint[:4]}*/config.yaml"), key=lambda path: path.stat().st_mtime
-    )
+    pattern = f"{glob.escape(config.spec.name)}-*-{fingerprint[:4]}*/config.yaml"
+    candidates = sorted(RUNS.glob(pattern), key=lambda path: path.stat().st_mtime)
     for path in reversed(candidates):
         run = RunDirectory(path.parent)
         seen_to_its_end = is_finished(run) and run.report.exists()

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -27,8 +28,10 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
-from llama_core.config.models import ModelSpec, model_spec
+from llama_core.config.hugging_face import is_folder
+from llama_core.config.models import ModelSpec
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import LoRA, MoE
@@ -82,25 +85,6 @@ ScheduleRequest = Annotated[
     str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": ["auto", *schedule_names()]})
 ]
 """A schedule by its name, or ``auto``."""
-
-
-class ArchitectureConfig(Section):
-    """Sizes that differ from the variant's, for debugging and ablations; the name then stands for the family."""
-
-    hidden_size: int | None = Field(None, ge=1)
-    """Width of the residual stream."""
-    num_layers: int | None = Field(None, ge=1)
-    """Transformer layers."""
-    num_heads: int | None = Field(None, ge=1)
-    """Query heads."""
-    num_kv_heads: int | None = Field(None, ge=1)
-    """Key/value heads; they divide the query heads."""
-    head_dim: int | None = Field(None, ge=2, multiple_of=2)
-    """Width of a head; even, since the rotary embedding turns pairs."""
-    ffn_size: int | None = Field(None, ge=1)
-    """Width of the feed-forward layers."""
-    vocab_size: int | None = Field(None, ge=1)
-    """Tokens in the vocabulary."""
 
 
 class DataConfig(Section):
@@ -277,7 +261,7 @@ class RunConfig(Section):
     """Everything that defines one run."""
 
     model: str = "tiny_llama3_50m"
-    """Model variant, as `training-infra models` lists them."""
+    """A variant that `training-infra models` lists, or the path of a Hugging Face folder of a Llama."""
     strategy: StrategyName = "standard"
     """What is trained: every weight (standard), adapters over a frozen model (lora), or layers of experts (moe)."""
     lora: LoRA = LoRA()
@@ -285,7 +269,7 @@ class RunConfig(Section):
     moe: MoE = MoE()
     """The experts that strategy=moe trains."""
     architecture: ArchitectureConfig = ArchitectureConfig()
-    """Sizes that differ from the variant's."""
+    """Sizes and traits that differ from the model's own."""
     data: DataConfig = DataConfig()
     """What is trained on."""
     training: TrainingConfig = TrainingConfig()
@@ -361,10 +345,13 @@ class RunConfig(Section):
             yield f"training.batch_size={batch} is not {one_pass} ({product}); leave one of the three out"
 
     def _misfits(self, spec: ModelSpec) -> Iterator[str]:
-        if self.training.seq_len and self.training.seq_len > spec.max_context:
+        seq_len, longest, scaling = self.training.seq_len, spec.max_context, spec.rope_scaling
+        if seq_len and seq_len > longest:
+            factor = math.ceil(seq_len / longest) * (scaling.factor if scaling else 1)
             yield (
-                f"training.seq_len={self.training.seq_len} is above the context of {spec.name}; "
-                f"use at most {spec.max_context}"
+                f"training.seq_len={seq_len} is above the context of {spec.name}; use at most {longest}, or stretch "
+                f"its positions with architecture.rope_scaling.factor={factor:g}, or keep them as they are with "
+                f"architecture.max_context={seq_len}"
             )
         if spec.num_heads % spec.num_kv_heads:
             divisors = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
@@ -373,15 +360,24 @@ class RunConfig(Section):
                 f"use one of {', '.join(map(str, divisors))}"
             )
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
         """The architecture of the model, with the adapters or experts that the strategy gives it."""
         return replace(
-            model_spec(self.model),
-            **self.architecture.model_dump(exclude_none=True),
+            self.architecture.spec(self.model),
             lora=self.lora if self.strategy == "lora" else None,
             moe=self.moe if self.strategy == "moe" else None,
         )
+
+    def self_contained(self) -> Self:
+        """Return the same run in need of no model folder: its path from anywhere, and all that its files say.
+
+        A run records this, so that it stays the model it began as when the folder changes or goes.
+        """
+        if not is_folder(self.model):
+            return self
+        record = ArchitectureConfig.record(self.model, self.spec)
+        return self.model_copy(update={"model": record.recorded_from, "architecture": record})
 
     @property
     def batch_size(self) -> int:
@@ -402,9 +398,10 @@ class RunConfig(Section):
 
         Where it runs, how it is divided and how often it is logged, evaluated or saved are left out.
         """
+        whole = self.self_contained()
         return {
-            "model": self.model,
-            "architecture": self.architecture.model_dump(exclude_none=True),
+            "model": whole.model,
+            "architecture": whole.architecture.identity(),
             "strategy": self.strategy,
             **({} if self.strategy == "standard" else {self.strategy: getattr(self, self.strategy).model_dump()}),
             "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),

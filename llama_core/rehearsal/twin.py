@@ -167,10 +167,12 @@ def _changes(plan: ParallelPlan, small: ParallelPlan) -> Iterator[str]:
 def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
     """Return the configuration of a model of the same family that ``plan`` divides evenly."""
     training = config.training
+    seq_len = 16 * plan.cp * plan.tp
     return RunConfig.from_mapping(
         {
             "model": config.model,
-            "architecture": {
+            "architecture": config.architecture.model_dump(exclude_none=True)
+            | {
                 "num_layers": max(2, plan.num_stages),
                 "hidden_size": 64,
                 "num_heads": 4 * plan.tp,
@@ -178,10 +180,11 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
                 "head_dim": 8,
                 "ffn_size": 64 * plan.tp,
                 "vocab_size": 256 * plan.tp,
+                "max_context": seq_len,
             },
             "training": {
                 "precision": "fp32",
-                "seq_len": 16 * plan.cp * plan.tp,
+                "seq_len": seq_len,
                 "learning_rate": training.learning_rate,
                 "weight_decay": training.weight_decay,
                 "max_grad_norm": training.max_grad_norm,

@@ -82,6 +82,38 @@ def test_resume_may_change_how_often_is_saved_but_not_what_is_trained(tmp_path):
     )
 
 
+@pytest.fixture
+def request_with_a_folder(tmp_path):
+    """A model of two layers in a folder, and a request to train it, by the folder's relative path."""
+    folder = tmp_path / "My-Llama"
+    folder.mkdir()
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2} | sizes))
+    return RunConfig.from_mapping(
+        {"model": "./My-Llama", "training": {"seq_len": 32}, "launch": {"device": "cpu"}, "data": {"source": "sample"}}
+    )
+
+
+def test_a_run_of_a_folder_is_named_after_it_and_goes_on_where_the_folder_is_gone(request_with_a_folder, tmp_path):
+    run = prepare_run(request_with_a_folder)
+    assert run.name.startswith("My-Llama-")
+    assert prepare_run(request_with_a_folder, resume=True) == run
+    (tmp_path / "My-Llama").rename(tmp_path / "elsewhere")
+    recorded = load_config(run)
+    assert (recorded.model, recorded.spec) == (str(tmp_path / "My-Llama"), request_with_a_folder.spec)
+    assert prepare_run(recorded, run.path, resume=True) == run
+
+
+def test_a_run_does_not_go_on_as_what_its_folder_has_become(request_with_a_folder, tmp_path):
+    run = prepare_run(request_with_a_folder, tmp_path / "run")
+    file = tmp_path / "My-Llama" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
+    assert load_config(run).spec.num_layers == 2
+    changed = request_with_a_folder.with_overrides()
+    with pytest.raises(RunDirectoryError, match=r"\(architecture.num_layers is 2 there, 3 here\)"):
+        prepare_run(changed, run.path, resume=True)
+
+
 def test_a_resumed_run_keeps_its_plan():
     """Other microbatches would round the sums differently."""
     run = prepare_run(config())

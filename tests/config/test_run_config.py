@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llama_core.config.models import LinearScaling, Llama3Scaling
 from llama_core.config.run import RunConfig, config_keys, parse_yaml
 from llama_core.errors import ConfigError
 
@@ -36,7 +37,8 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
         "training.warmup_steps=-1",
     )
     assert sorted(found) == [
-        "training.seq_len=4096 is above the context of tiny_llama3_50m; use at most 2048",
+        "training.seq_len=4096 is above the context of tiny_llama3_50m; use at most 2048, or stretch its positions "
+        "with architecture.rope_scaling.factor=2, or keep them as they are with architecture.max_context=4096",
         "training.steps='many': input should be a valid integer",
         "training.warmup_steps=-1: input should be greater than or equal to 0",
         "unknown gpu type 'h1000'; did you mean 'h100'?",
@@ -166,6 +168,80 @@ def test_sizes_of_a_variant_can_be_changed_for_debugging():
     )
     assert (config.spec.num_layers, config.spec.hidden_size, config.spec.num_heads) == (2, 64, 32)
     assert config.fingerprint() != RunConfig(model="llama3_8b").fingerprint()
+
+
+ROPE = "architecture.rope_scaling"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "scaling", "max_context"),
+    [
+        ("llama3_8b", {}, None, 8192),
+        ("llama3_8b", {"factor": 4}, LinearScaling(4.0), 32_768),
+        ("llama3_8b", {"kind": "llama3", "factor": 8}, Llama3Scaling(8.0, 8192), 65_536),
+        ("llama3_1_8b", {"factor": 16}, Llama3Scaling(16.0, 8192), 262_144),
+        ("llama3_1_8b", {"kind": "linear"}, LinearScaling(8.0), 131_072),
+        ("llama3_1_8b", {"kind": "none"}, None, 16_384),
+        (
+            "llama3_2_1b",
+            {"low_freq_factor": 2, "high_freq_factor": 8, "original_context": 4096},
+            Llama3Scaling(32.0, 4096, 2.0, 8.0),
+            131_072,
+        ),
+    ],
+)
+def test_a_rotary_embedding_is_stretched_as_set_and_the_context_with_it(model, settings, scaling, max_context):
+    spec = RunConfig.from_mapping({"model": model}, [f"{ROPE}.{key}={value}" for key, value in settings.items()]).spec
+    assert (spec.rope_scaling, spec.max_context) == (scaling, max_context)
+    assert spec.default_seq_len == 8192
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["kind=llama3"], f"{ROPE}.kind=llama3 needs {ROPE}.factor: how many times longer sequences get"),
+        (
+            ["factor=2", "low_freq_factor=2"],
+            f"{ROPE}.low_freq_factor=2 has no effect with {ROPE}.kind=linear; set another kind or leave it out",
+        ),
+        (
+            ["kind=none", "factor=2"],
+            f"{ROPE}.factor=2 has no effect with {ROPE}.kind=none; set another kind or leave it out",
+        ),
+        (
+            ["kind=llama3", "factor=2", "low_freq_factor=4"],
+            "rope_scaling.high_freq_factor=4 is not above low_freq_factor=4, which is above 0",
+        ),
+        (["factor=0.5"], f"{ROPE}.factor=0.5: input should be greater than or equal to 1"),
+        (["kind=yarn"], f"{ROPE}.kind='yarn': input should be 'none', 'linear' or 'llama3'"),
+        (["knd=linear"], f"unknown key '{ROPE}.knd'; did you mean '{ROPE}.kind' or '{ROPE}.factor'?"),
+    ],
+)
+def test_a_scaling_that_makes_no_sense_is_refused_in_one_line(settings, message):
+    assert problems({"model": "llama3_8b"}, *(f"{ROPE}.{setting}" for setting in settings)) == (message,)
+
+
+@pytest.mark.parametrize(
+    "way_out", [["architecture.rope_scaling.factor=3"], ["architecture.max_context=20000"]], ids=lambda keys: keys[0]
+)
+def test_the_keys_that_the_refusal_of_a_long_sequence_names_are_ways_out_of_it(way_out):
+    asked, long = {"model": "llama3_8b"}, "training.seq_len=20000"
+    (refusal,) = problems(asked, long)
+    assert way_out[0] in refusal
+    assert RunConfig.from_mapping(asked, [long, *way_out]).seq_len == 20_000
+
+
+def test_a_context_that_is_made_shorter_shortens_what_is_trained_at_by_default():
+    assert RunConfig.from_mapping({"model": "llama3_8b"}, ["architecture.max_context=1024"]).seq_len == 1024
+
+
+@pytest.mark.parametrize("setting", ["rope_theta=1e6", "norm_eps=1e-6", "tied_embeddings=true", "instruct=true"])
+def test_a_trait_that_is_set_is_the_models_and_makes_another_run(setting):
+    key, _, value = setting.partition("=")
+    plain = RunConfig(model="llama2_7b")
+    config = plain.with_overrides(f"architecture.{setting}")
+    assert getattr(config.spec, key) == parse_yaml(value, key) != getattr(plain.spec, key)
+    assert config.fingerprint() != plain.fingerprint()
 
 
 def test_every_key_has_a_description():

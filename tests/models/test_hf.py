@@ -1,3 +1,4 @@
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from llama_core.config.hugging_face import read_folder
 from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
 from llama_core.errors import CheckpointError
 from llama_core.models.hf import from_hugging_face, hugging_face_name, to_hugging_face
@@ -111,6 +113,49 @@ def test_rotary_frequencies_equal_those_of_transformers(name, scaling):
     spec = replace(model_spec(name), rope_scaling=scaling)
     theirs = LlamaRotaryEmbedding(hugging_face_config(spec))
     torch.testing.assert_close(rope_frequencies(spec), theirs.inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b"])
+def test_the_model_of_a_folder_that_transformers_wrote_has_its_logits(name, scaling, tmp_path):
+    spec = replace(shrunk(name), rope_scaling=scaling, rope_theta=2e4, norm_eps=3e-5, max_context=256)
+    theirs = hugging_face_model(spec).double()
+    theirs.config.save_pretrained(tmp_path)
+    read = read_folder(str(tmp_path))
+    assert read == replace(spec, name=tmp_path.name, family="llama", default_seq_len=256)
+    ours = model_with_lively_weights(read).double()
+    ours.compute_dtype = ours.tok_embeddings.out_dtype = torch.float64
+    load(theirs, read, ours.state_dict())
+    tokens = random_tokens(2, 200)
+    with torch.no_grad():
+        # angles are in fp32 on both sides, where a frequency of 1e-7 off turns by 2e-5 radians over 200 positions
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-3)
+
+
+def test_a_folder_in_the_spelling_of_transformers_4_is_the_same_model(tmp_path):
+    spec = shrunk("llama3_2_1b")
+    config = hugging_face_config(spec).to_dict()
+    rope = config.pop("rope_parameters")
+    written = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config | written))
+    read = read_folder(str(tmp_path))
+    assert read.rope_scaling == spec.rope_scaling
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_what_a_folder_leaves_out_is_what_transformers_takes(tmp_path):
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
+    theirs = LlamaConfig.from_pretrained(tmp_path)
+    read = read_folder(str(tmp_path))
+    assert hugging_face_config(read).to_dict() == theirs.to_dict()
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m"])

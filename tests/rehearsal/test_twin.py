@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from llama_core.config.architecture import ArchitectureConfig
+from llama_core.config.models import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingFailedError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.rank_processes import run_ranks
-from llama_core.rehearsal.twin import shrunk, twin
+from llama_core.rehearsal.twin import _tiny_config, shrunk, twin
 
 LARGE = ParallelPlan(tp=8, pp=16, dp_shard=64, zero_stage=3, num_microbatches=64, recompute="full")
 
@@ -34,6 +36,18 @@ def test_a_twin_trains_as_one_process_does_and_holds_what_was_rehearsed(plan):
     assert len(result.measured_bytes) == plan.pp
     assert not replace(result, loss_difference=1e-6).agrees
     assert not replace(result, measured_bytes=(2 * result.rehearsed_bytes[0],) * plan.pp).agrees
+
+
+def test_a_twin_has_the_traits_that_are_set_and_needs_no_folder_on_record():
+    traits = {"rope_theta": 2e4, "rope_scaling": {"factor": 2.0}, "tied_embeddings": True}
+    asked = RunConfig.from_mapping({"model": "llama2_7b", "architecture": traits})
+    recorded = asked.model_copy(
+        update={"model": "/gone/My-Llama", "architecture": ArchitectureConfig.record("/gone/My-Llama", asked.spec)}
+    )
+    for config in (asked, recorded):
+        spec = _tiny_config(config, ParallelPlan(tp=2)).spec
+        assert (spec.rope_theta, spec.rope_scaling, spec.tied_embeddings) == (2e4, LinearScaling(2.0), True)
+        assert spec.hidden_size == 64
 
 
 def test_a_large_plan_runs_with_fewer_ranks_of_the_same_kinds():

@@ -164,6 +164,20 @@ def test_a_wrong_request_is_one_line_each_exits_2_and_writes_nothing(shell, argu
     assert list(shell.path.iterdir()) == []
 
 
+def test_what_is_unlike_llama_in_a_folder_is_one_line_each_and_exits_2(shell):
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    unlike = {"model_type": "llama", "attention_bias": True, "hidden_act": "gelu"}
+    (shell.path / "config.json").write_text(json.dumps(sizes | unlike))
+    ended = shell("estimate-memory", "--model", f"{shell.path}/")
+    told = [line.removeprefix(f"error: {shell.path}/config.json: ") for line in ended.stderr.splitlines()]
+    assert ended.returncode == 2
+    assert sorted(line.partition(":")[0] for line in told) == [
+        "attention_bias=true",
+        'hidden_act="gelu"',
+        "num_hidden_layers is missing",
+    ]
+
+
 def test_debug_shows_the_traceback(shell):
     assert "Traceback" in shell("train", "--model", "lama3_8b", "--debug").stderr
 

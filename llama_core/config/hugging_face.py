@@ -1,0 +1,317 @@
+"""The architecture of a Llama from its Hugging Face folder: ``config.json``, read without transformers.
+
+Keys have the meaning and the defaults of transformers' ``LlamaConfig``, in the spelling of version 4 (``rope_theta``,
+``rope_scaling``) or 5 (``rope_parameters``). A key that makes another function of the same weights is refused. The
+rest is left alone: ``attention_dropout`` and ``initializer_range`` are settings of a training, ``use_cache`` one of
+generation, and ``pretraining_tp`` only cuts a product into slices, which are added up again.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from llama_core.config.models import (
+    LONGEST_DEFAULT,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RopeScaling,
+    model_names,
+)
+from llama_core.errors import ConfigError
+
+_CONFIG = "config.json"
+_ADAPTERS = "adapter_config.json"
+_THETA = 10_000.0
+"""What transformers takes where no ``rope_theta`` is given."""
+
+_Size = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_One = Annotated[float, Field(ge=1, le=1)]
+
+
+def is_folder(model: str) -> bool:
+    """Return whether ``model`` is the path of a folder: it has a separator, or is one and not a variant's name."""
+    if os.sep in model or model in model_names():
+        return os.sep in model
+    try:
+        return (Path(model) / _CONFIG).is_file()
+    except OSError:  # a name too long, or a folder that may not be entered
+        return False
+
+
+def folder_name(model: str) -> str:
+    """Return what the model in a folder is called: as the folder is."""
+    return _folder(model).resolve().name
+
+
+def absolute_path(model: str) -> str:
+    """Return the path of a folder as seen from anywhere."""
+    return str(_folder(model).absolute())
+
+
+def read_folder(model: str) -> ModelSpec:
+    """Return the architecture that the ``config.json`` of a folder describes.
+
+    The model counts as trained on conversations if its tokenizer comes with a chat template, since ``config.json``
+    does not say. Its context is ``max_position_embeddings`` as written, also under linear scaling, where some authors
+    write the length before the scaling.
+
+    Args:
+        model: the folder; ``~`` is the home directory.
+
+    Raises:
+        ConfigError: naming every key that is missing, wrong, or unlike Llama, or why the folder holds no model.
+    """
+    folder = _folder(model)
+    _refuse_other_folders(folder, model)
+    file = folder / _CONFIG
+    given = {key: value for key, value in _read_json(file).items() if value not in (None, {})}
+    try:
+        config = _LlamaJson.model_validate(given)
+    except ValidationError as error:
+        problems = [problem for detail in error.errors() for problem in _describe(detail)]
+        if given.get("model_type", "llama") != "llama":  # whose sizes have other names
+            problems = [problem for problem in problems if not problem.endswith(_MISSING)]
+        raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
+    return ModelSpec(
+        folder_name(model),
+        "llama",
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.width_of_head,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rope_theta=config.theta,
+        norm_eps=config.rms_norm_eps,
+        max_context=config.max_position_embeddings,
+        default_seq_len=min(config.max_position_embeddings, LONGEST_DEFAULT),
+        tied_embeddings=config.tie_word_embeddings,
+        rope_scaling=config.scaling,
+        instruct=_has_chat_template(folder),
+    )
+
+
+def _folder(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # nobody of this name has a home
+        return Path(model)
+
+
+def _refuse_other_folders(folder: Path, model: str) -> None:
+    try:
+        problem = _what_is_wrong(folder)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise ConfigError(
+            f"model={model!r} {problem}; give a folder with a {_CONFIG}, or a name that `training-infra models` lists"
+        )
+
+
+def _what_is_wrong(folder: Path) -> str:
+    """Return why a folder is not that of a model, or nothing if it is."""
+    if (folder / _CONFIG).is_file():
+        return ""
+    if not folder.exists():
+        return "is no folder here, and nothing is downloaded"
+    if not folder.is_dir():
+        return "is a file"
+    if not (folder / _ADAPTERS).is_file():
+        return f"has no {_CONFIG}"
+    base = _read_json(folder / _ADAPTERS).get("base_model_name_or_path") or "another model"
+    return f"holds adapters of {base} ({_ADAPTERS}), and no model of its own"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ConfigError(f"{file} is not JSON: {error}; copy it anew") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} is not a mapping of keys to values; copy it anew")
+    return value
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and bool(_read_json(file).get("chat_template"))
+
+
+class _Json(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class _Rope(_Json, extra="forbid"):
+    """The rotary embedding as it was first."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: _Positive | None = None
+    partial_rotary_factor: _One = 1.0
+    """Llama rotates the whole of every head"""
+
+    def scaling(self, max_context: int) -> RopeScaling | None:
+        """Return how it is stretched, if the model's longest sequence has ``max_context`` tokens."""
+        return None
+
+
+class _LinearRope(_Rope):
+    """One whose positions are divided."""
+
+    factor: Annotated[float, Field(ge=1)]
+    original_max_position_embeddings: _Size | None = None
+
+    def scaling(self, max_context: int) -> RopeScaling:
+        return LinearScaling(self.factor)
+
+
+class _Llama3Rope(_LinearRope):
+    """One whose long wavelengths are stretched."""
+
+    low_freq_factor: _Positive
+    high_freq_factor: _Positive
+
+    def scaling(self, max_context: int) -> RopeScaling:
+        before = self.original_max_position_embeddings or max_context
+        return Llama3Scaling(self.factor, before, self.low_freq_factor, self.high_freq_factor)
+
+
+_ROPE_TYPES = ("default", "linear", "llama3")
+_UNKNOWN_ROPE = "rope_type"
+_MISSING = " is missing"
+
+
+def _rope_type(given: Any) -> Any:
+    return given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else None
+
+
+_AnyRope = Annotated[
+    Annotated[_Rope, Tag("default")] | Annotated[_LinearRope, Tag("linear")] | Annotated[_Llama3Rope, Tag("llama3")],
+    Discriminator(
+        _rope_type, custom_error_type=_UNKNOWN_ROPE, custom_error_message=f"choose one of {', '.join(_ROPE_TYPES)}"
+    ),
+]
+
+
+class _LlamaJson(_Json):
+    """What a ``config.json`` may say; the text below a key is why it is refused."""
+
+    model_type: Literal["llama"]
+    """only llama can be trained"""
+    architectures: list[Literal["LlamaForCausalLM"]] = []
+    """only LlamaForCausalLM can be trained"""
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    rms_norm_eps: _Positive = 1e-6
+    max_position_embeddings: Annotated[int, Field(ge=2)] = 2048
+    tie_word_embeddings: bool = False
+    rope_theta: _Positive | None = None
+    rope_scaling: _AnyRope | None = None
+    rope_parameters: _AnyRope | None = None
+    hidden_act: Literal["silu", "swish"] = "silu"
+    """the feed-forward of Llama is SwiGLU, with silu"""
+    attention_bias: Literal[False] = False
+    """Llama's attention has no biases"""
+    mlp_bias: Literal[False] = False
+    """Llama's feed-forward has no biases"""
+    sliding_window: None = None
+    """Llama attends to all earlier tokens"""
+    partial_rotary_factor: _One = 1.0
+    """Llama rotates the whole of every head"""
+    quantization_config: None = None
+    """quantised weights cannot be trained; give the folder of the model before it was quantised"""
+
+    @property
+    def width_of_head(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def theta(self) -> float:
+        """Base of the rotary embedding."""
+        return next((theta for _, theta in self._thetas()), _THETA)
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """How the rotary embedding is stretched; ``rope_scaling`` and ``rope_parameters`` say the same."""
+        rope = self.rope_scaling or self.rope_parameters
+        return rope.scaling(self.max_position_embeddings) if rope else None
+
+    def _thetas(self) -> Iterator[tuple[str, float]]:
+        for key, rope in (("rope_scaling", self.rope_scaling), ("rope_parameters", self.rope_parameters)):
+            if rope and rope.rope_theta:
+                yield f"{key}.rope_theta", rope.rope_theta
+        if self.rope_theta:
+            yield "rope_theta", self.rope_theta
+
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> Self:
+        problems = list(self._contradictions())
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads and heads % kv_heads:
+            yield f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+        if self.head_dim is None and self.hidden_size % heads:
+            yield f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, without a head_dim"
+        elif self.width_of_head % 2:
+            yield f"head_dim={self.width_of_head} is odd, and the rotary embedding turns pairs"
+        thetas = list(self._thetas())
+        if len({theta for _, theta in thetas}) > 1:
+            yield f"{' contradicts '.join(f'{key}={theta:g}' for key, theta in thetas)}; keep the right one"
+        try:
+            ropes = [
+                rope.scaling(self.max_position_embeddings) for rope in (self.rope_scaling, self.rope_parameters) if rope
+            ]
+        except ConfigError as error:
+            yield from error.problems
+        else:
+            if len(set(ropes)) > 1:
+                yield "rope_scaling contradicts rope_parameters; keep the right one"
+
+
+def _describe(detail: ErrorDetails) -> Iterator[str]:
+    """Yield the sentences for one of Pydantic's error details, in the spelling of the file."""
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        yield from cause.problems
+        return
+    path = [part for part in detail["loc"] if isinstance(part, str) and part not in _ROPE_TYPES]
+    key, value = ".".join(path), detail["input"]
+    if detail["type"] == "missing":
+        yield f"{key}{_MISSING}"
+        return
+    message = detail["msg"]
+    if detail["type"] == _UNKNOWN_ROPE and not isinstance(value, dict):
+        message = "is not a mapping of keys to values"
+    elif detail["type"] == _UNKNOWN_ROPE:
+        key, value = f"{key}.rope_type", _rope_type(value)
+    elif detail["type"] == "extra_forbidden":
+        message = "unknown to the rotary embedding of Llama"
+    else:
+        owner = _Rope if len(path) > 1 else _LlamaJson
+        field = owner.model_fields.get(path[-1])
+        message = (field and field.description) or f"{message[0].lower()}{message[1:]}"
+    shown = "" if isinstance(value, dict | list) else f"={json.dumps(value)}"
+    yield f"{key}{shown}: {message}"

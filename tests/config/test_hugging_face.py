@@ -1,0 +1,240 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from llama_core.config.hugging_face import is_folder, read_folder
+from llama_core.config.models import LinearScaling
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder whose config.json is written with some keys changed; a key that is None is left out."""
+
+    def write(**keys):
+        path = tmp_path / "My-Llama"
+        path.mkdir(exist_ok=True)
+        given = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | SIZES | keys
+        (path / "config.json").write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+        return path
+
+    return write
+
+
+def config_of(path, **architecture):
+    return RunConfig.from_mapping({"model": path, "architecture": architecture})
+
+
+def problems(path):
+    with pytest.raises(ConfigError) as caught:
+        config_of(path)
+    return [problem.removeprefix(f"{path}/config.json: ") for problem in caught.value.problems]
+
+
+def test_a_folder_is_a_model(folder):
+    config = config_of(folder(num_key_value_heads=2, tie_word_embeddings=True))
+    assert (config.spec.name, config.spec.hidden_size, config.spec.num_kv_heads) == ("My-Llama", 64, 2)
+    assert config.spec.tied_embeddings
+
+
+@pytest.mark.parametrize(("context", "default"), [(2048, 2048), (131_072, 8192)])
+def test_a_folder_of_a_long_context_is_trained_at_8192_tokens_unless_more_is_asked_for(folder, context, default):
+    path = folder(max_position_embeddings=context)
+    assert config_of(path).seq_len == default
+    assert RunConfig.from_mapping({"model": path, "training": {"seq_len": context}}).seq_len == context
+
+
+def test_settings_go_over_those_of_the_folder(folder):
+    path = folder(rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 512})
+    config = config_of(path, num_layers=1, rope_scaling={"factor": 16})
+    scaling = config.spec.rope_scaling
+    assert (config.spec.num_layers, scaling.kind, scaling.factor, scaling.original_context) == (1, "llama3", 16, 512)
+    assert config.spec.max_context == 2 * 2048
+
+
+@pytest.mark.parametrize(
+    ("files", "instruct"),
+    [
+        ({}, False),
+        ({"tokenizer_config.json": "{}"}, False),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, True),
+        ({"chat_template.jinja": "{{ messages }}"}, True),
+    ],
+)
+def test_a_chat_template_says_that_a_model_is_trained_on_conversations(folder, files, instruct):
+    path = folder()
+    for name, text in files.items():
+        (path / name).write_text(text)
+    assert read_folder(str(path)).instruct is instruct
+    assert not config_of(path, instruct=False).spec.instruct
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            ['architectures="LlamaForSequenceClassification": only'],
+        ),
+        ({"attention_bias": True}, ["attention_bias=true: Llama's attention has no biases"]),
+        ({"mlp_bias": True}, ["mlp_bias=true: Llama's feed-forward has no biases"]),
+        ({"hidden_act": "gelu"}, ['hidden_act="gelu": the feed-forward of Llama is SwiGLU, with silu']),
+        ({"sliding_window": 4096}, ["sliding_window=4096: Llama attends to all earlier tokens"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config: quantised weights cannot be trained; give the"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5: Llama rotates the whole of every head"]),
+        ({"model_type": None}, ["model_type is missing"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"hidden_size": "64"}, ['hidden_size="64": input should be a valid integer']),
+        ({"vocab_size": 0}, ["vocab_size=0: input should be greater than or equal to 1"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3 does not divide num_attention_heads=4"]),
+        ({"hidden_size": 66}, ["hidden_size=66 is not a multiple of num_attention_heads=4, without a head_dim"]),
+        ({"head_dim": 15}, ["head_dim=15 is odd, and the rotary embedding turns pairs"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 32}},
+            ['rope_scaling.rope_type="yarn": choose one of default, linear, llama3'],
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            ['rope_parameters.rope_type="dynamic": choose one of default, linear, llama3'],
+        ),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor is missing"]),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": None}},
+            ["rope_scaling.low_freq_factor=null: input should be a valid number"],
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            ["rope_scaling.high_freq_factor=1 is not above low_freq_factor=1, which is above 0"],
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ["rope_parameters.full_attention: unknown to the rotary embedding of Llama"],
+        ),
+        ({"rope_parameters": 3}, ["rope_parameters=3: is not a mapping of keys to values"]),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            ["rope_parameters.rope_theta=500000 contradicts rope_theta=10000; keep the right one"],
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3},
+            ["rope_scaling contradicts rope_parameters; keep the right one"],
+        ),
+        (  # all at once; what another model calls its sizes is no further problem
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "hidden_size": None},
+            ['model_type="gpt2": only llama', 'architectures="GPT2LMHeadModel": only LlamaForCausalLM'],
+        ),
+        (
+            {"attention_bias": True, "mlp_bias": True, "vocab_size": None},
+            ["vocab_size is missing", "attention_bias=true: ", "mlp_bias=true: "],
+        ),
+    ],
+)
+def test_what_is_unlike_llama_is_refused_by_its_key_in_one_line_each(folder, keys, found):
+    refused = problems(folder(**keys))
+    assert [line[: len(start)] for line, start in zip(refused, found, strict=True)] == found
+    assert not any("\n" in line for line in refused)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pretraining_tp": 2},  # slices of a product, added up again
+        {"attention_dropout": 0.1, "initializer_range": 0.01, "use_cache": False, "dtype": "bfloat16"},
+        {"hidden_act": "swish"},  # another name of silu
+        {"architectures": None, "num_key_value_heads": None, "rope_scaling": {}},
+        {"rope_scaling": {"type": "default"}, "rope_theta": 10_000},
+        {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ],
+    ids=str,
+)
+def test_keys_that_make_no_other_function_change_nothing(folder, keys):
+    plain = read_folder(str(folder()))
+    assert read_folder(str(folder(**keys))) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("weights.bin", "", "has no config.json; give a folder with a config.json, or a name that"),
+        ("config.json", "{", "is not JSON"),
+        ("config.json", "[]", "is not a mapping of keys to values"),
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "meta-llama/Llama-2-7b-hf"}',
+            r"holds adapters of meta-llama/Llama-2-7b-hf \(adapter_config.json\), and no model of its own",
+        ),
+    ],
+)
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as refusal:
+        config_of(tmp_path)
+    assert len(refusal.value.problems) == 1
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "./here", "~nobody-of-this-name/model"])
+def test_a_path_that_leads_nowhere_is_refused(model):
+    with pytest.raises(ConfigError, match=f"model='{model}' is no folder here, and nothing is downloaded"):
+        config_of(model)
+
+
+def test_a_file_is_no_folder(folder):
+    with pytest.raises(ConfigError, match="is a file"):
+        config_of(folder() / "config.json")
+
+
+def test_a_name_without_a_separator_is_a_folder_only_if_one_is_there_and_no_variant_has_it(folder, monkeypatch):
+    monkeypatch.chdir(folder().parent)
+    Path("llama2_7b").symlink_to("My-Llama")
+    assert is_folder("My-Llama")
+    assert not is_folder("llama2_7b")
+    assert not is_folder("x" * 5000)
+    assert config_of("My-Llama").spec == config_of("./My-Llama").spec
+
+
+def test_a_configuration_on_record_needs_no_folder(folder, monkeypatch):
+    path = folder(rope_scaling={"type": "linear", "factor": 4.0}, tie_word_embeddings=True, rms_norm_eps=3e-5)
+    monkeypatch.chdir(path.parent)
+    request = config_of("My-Llama", num_layers=1)
+    recorded = request.self_contained().to_yaml()
+    path.rename(path.with_name("elsewhere"))
+    monkeypatch.chdir("/")
+    (path.parent / "run.yaml").write_text(recorded)
+    config = RunConfig.load(path.parent / "run.yaml")
+    assert (config.model, config.spec) == (str(path), request.spec)
+    assert config.spec.rope_scaling == LinearScaling(4.0)
+    assert config.self_contained() == config
+
+
+@pytest.mark.parametrize("other", ["llama2_7b", "/another/Llama"])
+def test_a_record_of_one_model_is_not_taken_for_another(folder, other):
+    recorded = config_of(folder()).self_contained()
+    with pytest.raises(ConfigError, match=f"recorded from .* and does not describe model='{other}'; keep that"):
+        recorded.with_overrides(f"model={other}")
+
+
+def test_a_folder_is_the_same_run_by_a_relative_path_and_another_one_when_it_has_changed(folder, monkeypatch):
+    path = folder()
+    monkeypatch.chdir(path.parent)
+    relative, absolute = config_of("./My-Llama"), config_of(path)
+    recorded = absolute.self_contained()
+    assert relative.fingerprint() == absolute.fingerprint() == recorded.fingerprint()
+    folder(rope_theta=5e5)
+    assert config_of(path).fingerprint() != recorded.fingerprint() == absolute.fingerprint()
+
+
+def test_a_variant_needs_no_record_of_its_architecture():
+    config = RunConfig(model="llama3_1_8b")
+    assert config.self_contained() is config
+    assert config.identity()["architecture"] == {}
