@@ -28,7 +28,7 @@ class LlamaTrainingOrchestrator:
     """One run: configure it, look at what it needs, rehearse it, and launch it.
 
     Args:
-        model_variant: a model, as ``training-infra models`` lists them.
+        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
         training_strategy: the strategy or its name.
         num_gpus: devices in all; without CUDA, one device is the CPU.
         **settings: see ``configure``.
@@ -64,8 +64,10 @@ class LlamaTrainingOrchestrator:
         """
         mapping = self.config.model_dump()
         for name, value in settings.items():
-            section, key = _key(name)
-            target = mapping[section] if section else mapping
+            *sections, key = _key(name)
+            target = mapping
+            for section in sections:
+                target = target[section]
             target[key] = value
         self.config = RunConfig.from_mapping(mapping)
 
@@ -135,7 +137,7 @@ def quick_start(
     """Return an orchestrator for ``model_variant`` with everything else chosen for it.
 
     Args:
-        model_variant: a model, as ``training-infra models`` lists them.
+        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
         strategy: the strategy or its name.
         num_gpus: devices in all.
         **settings: as ``LlamaTrainingOrchestrator.configure``.
@@ -154,7 +156,7 @@ def estimate_requirements(
     """Return what training needs, by arithmetic.
 
     Args:
-        model_variant: a model, as ``training-infra models`` lists them.
+        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
         batch_size: sequences per optimizer step over all devices.
         sequence_length: tokens per sequence; by default what the model was made for.
         num_gpus: GPUs in all.
@@ -188,11 +190,11 @@ def validate_environment() -> dict[str, Any]:
     return asdict(environment.validate_environment())
 
 
-def _key(name: str) -> tuple[str, str]:
-    """Return the section and key that a setting's short name means."""
+def _key(name: str) -> list[str]:
+    """Return the sections and the key that a setting's short name means."""
     for dotted in config_keys():
-        section, _, key = dotted.rpartition(".")
+        *sections, key = dotted.split(".")
         if key == name:
-            return section, key
+            return [*sections, key]
     names = {dotted.rpartition(".")[2] for dotted in config_keys()}
     raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, names)}")

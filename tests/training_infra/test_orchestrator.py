@@ -48,6 +48,11 @@ def test_settings_are_found_by_the_last_word_of_their_key():
     assert config.benchmark.steps == 5
 
 
+def test_settings_of_a_section_inside_another_are_found_too():
+    config = orchestrator(factor=4, time_limit_min=30).config
+    assert (config.architecture.rope_scaling.factor, config.launch.slurm.time_limit_min) == (4, 30)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
