@@ -43,14 +43,13 @@ from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import check_started, is_first_rank
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.files import read_json, write_json
 
 MAX_BUCKET_ELEMENTS = 50_000_000
 """Gradients or weights that are sent at once at most, in a buffer of that size."""
 CHECKPOINT_TAG = "deepspeed"
 """The folder inside a checkpoint that holds what DeepSpeed writes."""
-LAYOUT = "deepspeed.json"
-"""The file beside it that says who has written it."""
 
 
 def deepspeed_config(

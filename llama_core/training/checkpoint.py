@@ -13,7 +13,7 @@ import errno
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +21,24 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from llama_core.errors import CheckpointError, RunDirectoryError
+from llama_core.errors import CheckpointError
 from llama_core.parallel.ranks import from_first_rank, is_first_rank, most_over_ranks
+from llama_core.records.checkpoints import (
+    LATEST,
+    PREFIX,
+    STATE,
+    checkpoint_name,
+    complete_state,
+    list_checkpoints,
+    newest_checkpoint,
+)
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, read_json, write_json
+from llama_core.records.files import atomic_write, write_json
 from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 # One process is what we mean, not an accident; the warning comes from the thread that writes.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-PREFIX = "step-"
-STATE = "state.json"
-LATEST = "latest"
 
 
 @dataclass
@@ -99,7 +104,7 @@ class Checkpointer:
             raise self._failed(pending.step, error) from error
 
     def _publish(self, step: int, state: Mapping[str, Any]) -> None:
-        writing, final = self._writing(step), self.run.checkpoints / f"{PREFIX}{step:08d}"
+        writing, final = self._writing(step), self.run.checkpoints / checkpoint_name(step)
         shutil.copyfile(self.run.config, writing / self.run.config.name)
         paths = sorted(path for path in writing.rglob("*") if path.is_file())
         files = {str(path.relative_to(writing)): path.stat().st_size for path in paths}
@@ -109,7 +114,8 @@ class Checkpointer:
         writing.replace(final)
         with atomic_write(self.run.checkpoints / LATEST) as temporary:
             temporary.write_text(final.name + "\n")
-        so_far = [path for path in _steps(self.run) if path.name <= final.name]  # later ones have been found damaged
+        # later ones have been found damaged
+        so_far = [path for path in list_checkpoints(self.run) if path.name <= final.name]
         for old in so_far[: -self.keep]:
             shutil.rmtree(old)
 
@@ -126,7 +132,7 @@ class Checkpointer:
             for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
                 shutil.rmtree(unfinished)
         # The first rank looks, and the others take its word: a shared file system may show them another state.
-        candidates = from_first_rank([path.name for path in reversed(list(_steps(self.run)))])
+        candidates = from_first_rank([path.name for path in reversed(list_checkpoints(self.run))])
         for name in candidates:
             path = self.run.checkpoints / name
             state, problem = from_first_rank(_state_or_problem(path) if is_first_rank() else (None, ""))
@@ -149,7 +155,7 @@ class Checkpointer:
         return None
 
     def _writing(self, step: int) -> Path:
-        return self.run.checkpoints / f".{PREFIX}{step:08d}.writing"
+        return self.run.checkpoints / f".{checkpoint_name(step)}.writing"
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         shutil.rmtree(self._writing(step), ignore_errors=True)
@@ -160,42 +166,12 @@ class Checkpointer:
         return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
 
 
-def newest_checkpoint(run: RunDirectory) -> Path | None:
-    """Return the directory of the newest complete checkpoint, or None."""
-    for path in reversed(list(_steps(run))):
-        try:
-            _complete(path)
-        except CheckpointError:
-            continue
-        return path
-    return None
-
-
-def _steps(run: RunDirectory) -> Iterator[Path]:
-    yield from sorted(path for path in run.checkpoints.glob(f"{PREFIX}*") if path.is_dir())
-
-
 def _state_or_problem(path: Path) -> tuple[dict[str, Any] | None, str]:
     """Return the counters of the checkpoint in ``path``, or what is wrong with it."""
     try:
-        return _complete(path), ""
+        return complete_state(path), ""
     except CheckpointError as error:
         return None, _one_line(error)
-
-
-def _complete(path: Path) -> dict[str, Any]:
-    """Return the counters of the checkpoint in ``path`` once every file it lists is there with its size."""
-    try:
-        state = read_json(path / STATE)
-    except RunDirectoryError as error:
-        raise CheckpointError(str(error)) from None
-    for name, size in state.pop("files").items():
-        file = path / name
-        if not file.exists():
-            raise CheckpointError(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{name} has {file.stat().st_size} of {size} bytes")
-    return state
 
 
 def _is_disk_full(error: BaseException | None) -> bool:

@@ -19,11 +19,12 @@ from llama_core.errors import PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
 from llama_core.parallel.apply import ParallelModel
-from llama_core.parallel.deepspeed import LAYOUT, DeepSpeedModel
+from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import PATIENCE
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.optimizer import build_optimizer
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

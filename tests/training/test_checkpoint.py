@@ -14,8 +14,9 @@ from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
-from llama_core.training.checkpoint import Checkpointer, newest_checkpoint
+from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import train_step
 
 SPEC = ModelSpec("test", "llama3", 16, 2, 2, 1, 8, 32, 32, 1e4, 1e-5, 128, 32)

@@ -1,0 +1,57 @@
+"""The checkpoints of a run on disk: which there are, and which are complete. No weight is read, and no torch needed."""
+
+from pathlib import Path
+from typing import Any
+
+from llama_core.errors import CheckpointError, RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+
+PREFIX = "step-"
+STATE = "state.json"
+LATEST = "latest"
+LAYOUT = "deepspeed.json"
+"""The file in DeepSpeed's checkpoints that says how many ranks wrote them, at which stage; others have none."""
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the directory with the checkpoint of ``step``."""
+    return f"{PREFIX}{step:08d}"
+
+
+def list_checkpoints(run: RunDirectory) -> list[Path]:
+    """Return the directories of all checkpoints, oldest first, complete or not."""
+    return sorted(path for path in run.checkpoints.glob(f"{PREFIX}*") if path.is_dir())
+
+
+def newest_checkpoint(run: RunDirectory) -> Path | None:
+    """Return the directory of the newest complete checkpoint, or None."""
+    return next((path for path in reversed(list_checkpoints(run)) if is_complete(path)), None)
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether every file of the checkpoint in ``path`` is there with its size."""
+    try:
+        complete_state(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def complete_state(path: Path) -> dict[str, Any]:
+    """Return the counters of the checkpoint in ``path`` once every file it lists is there with its size.
+
+    Raises:
+        CheckpointError: naming the file that is missing or cut short.
+    """
+    try:
+        state = read_json(path / STATE)
+    except RunDirectoryError as error:
+        raise CheckpointError(str(error)) from None
+    for name, size in state.pop("files").items():
+        file = path / name
+        if not file.exists():
+            raise CheckpointError(f"{name} is missing")
+        if file.stat().st_size != size:
+            raise CheckpointError(f"{name} has {file.stat().st_size} of {size} bytes")
+    return state
