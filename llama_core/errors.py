@@ -48,6 +48,10 @@ class DataError(RequestError):
     """Training data or a tokenizer that cannot be used: mend the files it names."""
 
 
+class WeightsError(RequestError):
+    """Weights that cannot be read or written as asked: choose the folder, or the model, that the message says."""
+
+
 class EnvironmentMismatchError(RequestError):
     """Something this machine lacks: install it, or ask for less."""
 

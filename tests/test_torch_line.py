@@ -21,12 +21,14 @@ HEAVY = (
     "llama_core.launch.rank.checks",
 )
 """What computes, and what a rank imports that does: with torch."""
+LIGHT = tuple(f"llama_core.models.{name}" for name in ("hf", "weight_files", "pretrained"))
+"""What of it looks at weights before a job is made."""
 
 
 def light_modules():
     for package in (llama_core, training_infra, training_reports):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.startswith(HEAVY):
+            if module.name in LIGHT or not module.name.startswith(HEAVY):
                 yield module.name
 
 

@@ -1,20 +1,18 @@
-"""Weights by the names of Hugging Face's ``LlamaForCausalLM``, there and back.
+"""Hugging Face's ``LlamaForCausalLM``: its names and shapes of our weights, and its ``config.json``. Without torch.
 
-Both sides keep the same matrices, the rotary embedding's layout included, so this is a renaming and nothing else.
+Both sides keep the same matrices, the rotary embedding's layout included, so that weights are renamed and nothing else.
 """
 
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from dataclasses import asdict
+from typing import Any
 
 from llama_core.config.models import ModelSpec
-from llama_core.errors import CheckpointError
-from llama_core.models.llama import Llama
+from llama_core.errors import WeightsError
 
+HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-_OUTSIDE_LAYERS = {"tok_embeddings.weight": _EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": _HEAD}
+_OUTSIDE_LAYERS = {"tok_embeddings.weight": _EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HEAD}
 _IN_LAYER = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
@@ -26,6 +24,9 @@ _IN_LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""What weights can be written in, and what transformers calls it."""
 
 
 def hugging_face_name(name: str) -> str:
@@ -41,58 +42,93 @@ def matrix_name(path: str) -> str:
     return hugging_face_name(f"{path}.weight").split(".")[-2]
 
 
-def to_hugging_face(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our weights by Hugging Face's names; a tied head is left out, as in Hugging Face's files.
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by our names, adapters left out; a tied head is the embedding."""
+    table, norm = (spec.vocab_size, spec.hidden_size), (spec.hidden_size,)
+    matrices = {name: (rows, columns) for name, (columns, rows) in spec.matrix_shapes.items()}
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": table}
+    for layer in range(spec.num_layers):
+        for part, theirs in _IN_LAYER.items():
+            shapes[f"layers.{layer}.{part}.weight"] = matrices.get(theirs.rpartition(".")[2], norm)
+    return shapes | {"norm.weight": norm} | ({} if spec.tied_embeddings else {"output.weight": table})
 
-    Raises:
-        CheckpointError: if a weight is missing, unknown or of another shape than ``spec`` has.
+
+def config_json(
+    spec: ModelSpec, dtype: str = "fp32", *, bos_id: int | None = None, eos_id: int | None = None
+) -> dict[str, Any]:
+    """Return ``config.json`` as transformers 4 and 5 read it: the rotary embedding and the dtype by both their keys.
+
+    Args:
+        spec: the architecture.
+        dtype: of the weights beside it, one of ``DTYPES``.
+        bos_id: the token that begins a document; None where it is not known.
+        eos_id: the token that ends one.
     """
-    shapes = _parameter_shapes(spec)
-    _check_shapes(spec, shapes, state_dict)
-    return {hugging_face_name(name): state_dict[name] for name in shapes}
-
-
-def from_hugging_face(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a ``LlamaForCausalLM`` by our names.
-
-    A tied head and the rotary frequencies that old files carry are left out: the model has both already.
-
-    Raises:
-        CheckpointError: if a weight is missing, unknown or of another shape than ``spec`` has.
-    """
-    derived = {_HEAD} if spec.tied_embeddings else set()
-    given = {
-        name: weight
-        for name, weight in state_dict.items()
-        if name not in derived and not name.endswith("rotary_emb.inv_freq")
+    scaling = None
+    if spec.rope_scaling is not None:
+        scaling = {_ROPE_KEYS.get(name, name): value for name, value in asdict(spec.rope_scaling).items()}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_context,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": spec.rope_theta} | (scaling or {"rope_type": "default"}),
+        "tie_word_embeddings": spec.tied_embeddings,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "dtype": DTYPES[dtype],
+        "torch_dtype": DTYPES[dtype],
     }
-    shapes = _parameter_shapes(spec)
-    _check_shapes(spec, {hugging_face_name(name): shape for name, shape in shapes.items()}, given)
-    return {name: given[hugging_face_name(name)] for name in shapes}
 
 
-def _parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Llama(spec).named_parameters()}
+def check_weights(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:
+    """Refuse weights of another model.
 
+    A tied head and the rotary frequencies that old files carry may be there: the model has both already.
 
-def _check_shapes(spec: ModelSpec, expected: Mapping[str, torch.Size], state_dict: Mapping[str, Tensor]) -> None:
-    problems = [f"{name} is missing" for name in expected if name not in state_dict]
-    problems += [f"{name} is unknown" for name in state_dict if name not in expected]
+    Args:
+        spec: the model.
+        shapes: of the weights there are, by Hugging Face's names.
+        source: where they are, for the error.
+
+    Raises:
+        WeightsError: if a weight is missing, unknown or of another shape than ``spec`` has.
+    """
+    expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    derived = {HEAD} if spec.tied_embeddings else set()
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
+    problems += [
+        f"{name} is unknown"
+        for name in shapes
+        if name not in expected and name not in derived and not name.endswith("rotary_emb.inv_freq")
+    ]
     for name, shape in expected.items():
-        given = state_dict[name].shape if name in state_dict else shape
+        given = shapes.get(name, shape)
         if given != shape:
-            hint = _kv_heads_hint(spec, name, given)
-            problems.append(f"{name} is {list(given)} instead of {list(shape)}{hint}")
+            problems.append(f"{name} is {list(given)} instead of {list(shape)}{_kv_heads_hint(spec, name, given)}")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(
-            f"these weights are not those of {spec.name}: {', '.join(problems[:3])}{more}; "
+        raise WeightsError(
+            f"the weights in {source} are not those of {spec.name}: {', '.join(problems[:3])}{more}; "
             "choose the model they were made for"
         )
 
 
-def _kv_heads_hint(spec: ModelSpec, name: str, shape: torch.Size) -> str:
-    if not name.endswith(("k_proj.weight", "v_proj.weight", "wk.weight", "wv.weight")):
+def _kv_heads_hint(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> str:
+    if not name.endswith(("k_proj.weight", "v_proj.weight")):
         return ""
     return f" ({shape[0] / spec.head_dim:g} key/value heads instead of {spec.num_kv_heads})"

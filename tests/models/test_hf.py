@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
-from llama_core.errors import CheckpointError
-from llama_core.models.hf import from_hugging_face, hugging_face_name, to_hugging_face
+from llama_core.errors import WeightsError
+from llama_core.models.hf import check_weights, config_json, hugging_face_name, parameter_shapes
 from llama_core.models.layers import rope_frequencies
 from llama_core.models.llama import Llama
 
@@ -69,9 +69,13 @@ def model_with_lively_weights(spec):
     return model
 
 
-def load(theirs, spec, weights):
+def renamed(model):
+    return {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def load(theirs, ours):
     """Give a model of transformers our weights."""
-    theirs.load_state_dict(to_hugging_face(spec, weights), strict=not spec.tied_embeddings)
+    theirs.load_state_dict(renamed(ours), strict=not ours.spec.tied_embeddings)
 
 
 def random_tokens(*shape):
@@ -83,7 +87,7 @@ def random_tokens(*shape):
 def test_logits_equal_those_of_transformers_for_the_same_weights(name, attention):
     spec = shrunk(name)
     ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec, attention)
-    load(theirs, spec, ours.state_dict())
+    load(theirs, ours)
     tokens = random_tokens(2, 48)
     with torch.no_grad():
         logits = ours(tokens)
@@ -125,7 +129,7 @@ def test_the_model_of_a_folder_that_transformers_wrote_has_its_logits(name, scal
     assert read == replace(spec, name=tmp_path.name, family="llama", default_seq_len=256)
     ours = model_with_lively_weights(read).double()
     ours.compute_dtype = ours.tok_embeddings.out_dtype = torch.float64
-    load(theirs, read, ours.state_dict())
+    load(theirs, ours)
     tokens = random_tokens(2, 200)
     with torch.no_grad():
         # angles are in fp32 on both sides, where a frequency of 1e-7 off turns by 2e-5 radians over 200 positions
@@ -162,7 +166,7 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes(tmp_path):
 def test_packed_documents_have_the_logits_transformers_gives_each_alone(name):
     spec = shrunk(name)
     ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec)
-    load(theirs, spec, ours.state_dict())
+    load(theirs, ours)
     tokens = random_tokens(1, 48)
     positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
     with torch.no_grad():
@@ -171,64 +175,86 @@ def test_packed_documents_have_the_logits_transformers_gives_each_alone(name):
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_a_round_trip_through_hugging_faces_names_is_the_identity(name):
-    spec = shrunk(name)
-    weights = Llama(spec).state_dict()
-    back = from_hugging_face(spec, to_hugging_face(spec, weights))
-    assert list(back) == list(weights)
-    assert all(back[name] is weights[name] for name in weights)
+def test_shapes_are_known_without_building_the_model(name):
+    with torch.device("meta"):
+        built = {name: tuple(parameter.shape) for name, parameter in Llama(model_spec(name)).named_parameters()}
+    assert list(parameter_shapes(model_spec(name)).items()) == list(built.items())
+
+
+def shapes_of_transformers(spec):
+    return {name: tuple(weight.shape) for name, weight in hugging_face_model(spec).state_dict().items()}
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_the_names_and_shapes_are_those_of_transformers(name):
+def test_names_and_shapes_are_those_of_transformers(name):
     spec = shrunk(name)
-    theirs = hugging_face_model(spec).state_dict()
-    from_hugging_face(spec, theirs)
-    given = to_hugging_face(spec, Llama(spec).state_dict())
-    assert {name: weight.shape for name, weight in theirs.items()}.items() >= {
-        name: weight.shape for name, weight in given.items()
-    }.items()
-    assert ("lm_head.weight" in given) == (not spec.tied_embeddings)
+    shapes = shapes_of_transformers(spec)
+    check_weights(spec, shapes, source="there")
+    ours = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    assert ours.items() <= shapes.items()
+    assert ("lm_head.weight" in ours) == (not spec.tied_embeddings)
 
 
-def test_rotary_frequencies_in_old_files_are_left_out():
-    spec = shrunk("llama1_7b")
-    weights = to_hugging_face(spec, Llama(spec).state_dict())
-    old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    assert from_hugging_face(spec, old).keys() == from_hugging_face(spec, weights).keys()
+def test_rotary_frequencies_and_a_tied_head_may_be_there():
+    spec = shrunk("tiny_llama3_50m")
+    shapes = shapes_of_transformers(spec)
+    check_weights(spec, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}, source="there")
+    assert "lm_head.weight" in shapes
 
 
-def broken(spec, change):
-    weights = to_hugging_face(spec, Llama(spec).state_dict())
-    change(weights)
-    return weights
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b"])
+def test_our_configuration_says_to_transformers_what_its_own_would(name, scaling):
+    spec = replace(model_spec(name), rope_scaling=scaling)
+    theirs = hugging_face_config(spec).to_dict()
+    read = LlamaConfig(**config_json(spec, "bf16")).to_dict()
+    free = ("architectures", "bos_token_id", "eos_token_id", "dtype")
+    assert {key: read[key] for key in theirs if key not in free} == {
+        key: value for key, value in theirs.items() if key not in free
+    }
+    assert read["dtype"] in ("bfloat16", torch.bfloat16)
+
+
+@pytest.mark.parametrize("left_out", [(), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_our_configuration_is_the_same_model_in_the_spelling_of_either_version(scaling, left_out, tmp_path):
+    spec = replace(model_spec("llama2_7b"), rope_scaling=scaling)
+    config = {key: value for key, value in config_json(spec, "bf16").items() if key not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_folder(str(tmp_path)) == replace(spec, name=tmp_path.name, family="llama")
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda weights: weights.pop("lm_head.weight"), "lm_head.weight is missing"),
-        (lambda weights: weights.update(extra=torch.ones(1)), "extra is unknown"),
+        (lambda shapes: shapes.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda shapes: shapes.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda shapes: shapes.update(extra=(1,)), "extra is unknown"),
         (
-            lambda weights: weights.update({"model.norm.weight": torch.ones(65)}),
-            r"model.norm.weight is \[65\] instead of \[64\]",
+            lambda shapes: shapes.update({"model.norm.weight": (65,)}),
+            "model.norm.weight is [65] instead of [64]",
         ),
-        (lambda weights: weights.clear(), r"and 18 more"),
+        (
+            lambda shapes: shapes.update({"model.layers.0.self_attn.k_proj.weight": (64, 64)}),
+            "model.layers.0.self_attn.k_proj.weight is [64, 64] instead of [32, 64] (4 key/value heads instead of 2)",
+        ),
+        (lambda shapes: shapes.clear(), "and 18 more"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_in_one_line(change, complaint):
+def test_weights_of_another_model_are_refused_in_one_line(change, complaint):
     spec = shrunk("llama3_8b")
-    with pytest.raises(CheckpointError, match=complaint) as refusal:
-        from_hugging_face(spec, broken(spec, change))
-    assert "not those of llama3_8b" in str(refusal.value)
+    shapes = shapes_of_transformers(spec)
+    change(shapes)
+    with pytest.raises(WeightsError) as refusal:
+        check_weights(spec, shapes, source="there")
+    assert complaint in str(refusal.value)
+    assert str(refusal.value).startswith("the weights in there are not those of llama3_8b: ")
     assert "\n" not in str(refusal.value)
 
 
 def test_a_405b_checkpoint_with_16_key_value_heads_is_refused_by_their_number():
     spec = model_spec("llama3_405b")
-    with torch.device("meta"):
-        first_release = Llama(replace(spec, num_kv_heads=16)).state_dict()
-    theirs = {hugging_face_name(name): weight for name, weight in first_release.items()}
-    with pytest.raises(CheckpointError, match="16 key/value heads instead of 8"):
-        from_hugging_face(spec, theirs)
+    first_release = parameter_shapes(replace(spec, num_kv_heads=16))
+    theirs = {hugging_face_name(name): shape for name, shape in first_release.items()}
+    with pytest.raises(WeightsError, match="16 key/value heads instead of 8"):
+        check_weights(spec, theirs, source="there")

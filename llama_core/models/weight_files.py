@@ -1,0 +1,150 @@
+"""Safetensors files, alone or sharded with an index: what their headers say, read and checked without torch.
+
+A file is the length of its header in 8 bytes, little endian; the header, which is JSON; then the bytes of all tensors.
+
+Source: https://github.com/huggingface/safetensors, "Format"; the index is transformers'.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_core.errors import WeightsError
+
+WHOLE = "model.safetensors"
+"""The file of a model that is not sharded."""
+INDEX = "model.safetensors.index.json"
+"""What names the file of each weight of a model that is."""
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per element of the dtypes that weights are read in, by the format's names."""
+_AGAIN = "download it again"
+_PICKLED = ("*.bin", "*.pth", "*.pt")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is."""
+
+    file: Path
+    dtype: str
+    """By the format's name, such as BF16."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the file."""
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of the model in ``folder``; of its files only the headers are read.
+
+    Raises:
+        WeightsError: if there is no such model, or not the whole of it and nothing else.
+    """
+    files = {path.name for path in folder.glob("*.safetensors")}
+    index = folder / INDEX
+    if not index.exists():
+        _check_alone(folder, files)
+        return read_header(folder / WHOLE)
+    placed = _weight_map(index)
+    listed = set(placed.values())
+    for name in sorted(listed):
+        if not (folder / name).exists():  # also where a link leads nowhere
+            raise WeightsError(f"{INDEX} in {folder} names {name}, which is not there; download it")
+    for name in sorted(files - listed):
+        raise WeightsError(f"{folder} holds {name}, which {INDEX} does not name; move it elsewhere")
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(listed):
+        for name, tensor in read_header(folder / file).items():
+            if placed.get(name) != file:
+                raise WeightsError(f"{folder / file} holds {name}, which {INDEX} does not place there; {_AGAIN}")
+            tensors[name] = tensor
+    for name in placed.keys() - tensors.keys():
+        raise WeightsError(f"{folder / placed[name]} does not hold {name}, which {INDEX} places there; {_AGAIN}")
+    return tensors
+
+
+def _check_alone(folder: Path, files: set[str]) -> None:
+    """Refuse a folder without an index, unless it holds the one file of a whole model."""
+    if files == {WHOLE}:
+        return
+    if files:
+        raise WeightsError(
+            f"{folder} holds {', '.join(sorted(files)[:3])} but no {INDEX}; download it, or leave {WHOLE} alone there"
+        )
+    for pattern in _PICKLED:
+        for path in sorted(folder.glob(pattern)):
+            raise WeightsError(
+                f"{folder} holds pickled weights ({path.name}), which can run code when they are read; convert them "
+                "where you trust them, with save_pretrained(safe_serialization=True)"
+            )
+    raise WeightsError(
+        f"{folder} holds no weights: neither {WHOLE}, nor {INDEX} with its files, nor a run of training-infra with a "
+        "checkpoint; name a folder that does"
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        placed = json.loads(index.read_bytes())["weight_map"]
+        if not all(isinstance(text, str) for text in (*placed, *placed.values())):
+            raise TypeError("not names")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"cannot read {index}: {error!r}; {_AGAIN}") from None
+    return dict(placed)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a safetensors file.
+
+    Raises:
+        WeightsError: if it is none, or not whole.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            prefix = opened.read(8)
+            length = int.from_bytes(prefix, "little")
+            text = opened.read(length) if 8 + length <= size else b""
+    except OSError as error:
+        raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
+    if prefix == b"version ":
+        raise WeightsError(f"{file} is a pointer of Git LFS, without the weights; run git lfs pull")
+    if not text:
+        raise WeightsError(f"{file} has {size:,} bytes, fewer than its header; {_AGAIN}")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise WeightsError(f"{file} is not a safetensors file; {_AGAIN}") from None
+    if size != expected:
+        raise WeightsError(f"{file} has {size:,} of {expected:,} bytes; {_AGAIN}")
+    return tensors
+
+
+def _stored(file: Path, first: int, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+    if dtype in FLOAT_BYTES and end - begin != math.prod(shape) * FLOAT_BYTES[dtype]:
+        raise ValueError("bytes and shape disagree")
+    return StoredTensor(file, dtype, shape, first + begin)
+
+
+def new_header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
+    """Return the beginning of a file of tensors of one dtype, and the place of each tensor's first byte in the file.
+
+    Args:
+        shapes: of the tensors, in the order of their bytes.
+        dtype: by the format's name.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses the file
+    begins, end = {}, 0
+    for name, shape in shapes.items():
+        begins[name], end = end, end + math.prod(shape) * FLOAT_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begins[name], end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that every tensor begins at a multiple of its elements
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + begin for name, begin in begins.items()}

@@ -1,0 +1,261 @@
+"""What a run may begin with: refused before a job is made, in one line."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from test_hf import model_with_lively_weights, renamed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_core.config.models import LinearScaling
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError, WeightsError
+from llama_core.models.hf import config_json
+from llama_core.models.pretrained import check_pretrained, resolve_pretrained
+from llama_core.models.weight_files import read_tensors
+from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+CONFIG = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES | {"vocab_size": 64}})
+SPEC = CONFIG.spec
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def written_by_transformers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    model = LlamaForCausalLM(LlamaConfig(**config_json(SPEC)))
+    model.save_pretrained(folder / "whole")
+    model.save_pretrained(folder / "sharded", max_shard_size="16KB")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole model in one file, as this project writes it."""
+    save_file(renamed(model_with_lively_weights(SPEC)), tmp_path / "model.safetensors", {"format": "pt"})
+    describe(tmp_path, SPEC)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(written_by_transformers, tmp_path):
+    """A sharded model; its files are links, as in the cache of huggingface_hub."""
+    for path in (written_by_transformers / "sharded").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def refusal(folder, spec=SPEC):
+    with pytest.raises(WeightsError) as refused:
+        check_pretrained(spec, folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["whole", "sharded"])
+def test_what_transformers_wrote_is_taken_and_found_where_safetensors_finds_it(written_by_transformers, layout):
+    folder = written_by_transformers / layout
+    check_pretrained(SPEC, folder)
+    found = read_tensors(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    assert (len(files) > 1) == (layout == "sharded")
+    for file in files:
+        for name, weight in load_file(file).items():
+            stored = found.pop(name)
+            assert (stored.file, stored.shape) == (file, tuple(weight.shape))
+            raw = file.read_bytes()[stored.start : stored.start + weight.nbytes]
+            assert raw == weight.numpy().tobytes()
+    assert found == {}
+
+
+def test_a_link_into_a_cache_is_followed(sharded):
+    check_pretrained(SPEC, sharded)
+
+
+def shards(folder):
+    return sorted(folder.glob("*.safetensors"))
+
+
+def lead_nowhere(link):
+    link.unlink()
+    link.symlink_to("nowhere")
+
+
+def cut_short(file, num_bytes):
+    content = file.read_bytes()[:num_bytes]
+    file.unlink()
+    file.write_bytes(content)
+
+
+def with_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).unlink()
+    change(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda at: shards(at)[3].unlink(), "names model-00004-of-"),
+        (lambda at: shards(at)[3].rename(at / "elsewhere"), "which is not there; download it"),
+        (lambda at: lead_nowhere(shards(at)[3]), "which is not there; download it"),
+        (lambda at: cut_short(shards(at)[0], 4000), "has 4,000 of "),
+        (lambda at: cut_short(shards(at)[0], 100), "has 100 bytes, fewer than its header; download it again"),
+        (lambda at: cut_short(shards(at)[0], 0), "has 0 bytes, fewer than its header; download it again"),
+        (lambda at: (at / "consolidated.safetensors").write_bytes(b""), "consolidated.safetensors, which model.safet"),
+        (lambda at: (at / INDEX).unlink(), f"but no {INDEX}; download it"),
+        (lambda at: cut_short(at / INDEX, 100), f"{INDEX}: JSONDecodeError"),
+        (lambda at: with_index(at, lambda index: index.pop("weight_map")), f"{INDEX}: KeyError('weight_map'); down"),
+        (
+            lambda at: with_index(at, lambda index: index["weight_map"].pop("model.norm.weight")),
+            f"holds model.norm.weight, which {INDEX} does not place there",
+        ),
+        (
+            lambda at: with_index(at, lambda index: index["weight_map"].update(more=shards(at)[0].name)),
+            f"does not hold more, which {INDEX} places there",
+        ),
+    ],
+)
+def test_a_sharded_model_that_is_not_whole_is_refused(sharded, damage, complaint):
+    damage(sharded)
+    assert complaint in refusal(sharded)
+
+
+def resave(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def describe(folder, spec):
+    (folder / "config.json").write_text(json.dumps(config_json(spec)))
+
+
+def pickle_instead(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda at: resave(at, lambda w: w.pop("model.norm.weight")), "model.norm.weight is missing"),
+        (lambda at: resave(at, lambda w: w.update(bias=torch.ones(1))), "bias is unknown"),
+        (
+            lambda at: resave(at, lambda w: w.update({"model.norm.weight": torch.ones(2)})),
+            "model.norm.weight is [2] instead of [32]",
+        ),
+        (
+            lambda at: resave(at, lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
+            "model.safetensors holds weights in I8; dequantise them to one of F64, F32, F16, BF16",
+        ),
+        (lambda at: pickle_instead(at, "pytorch_model.bin"), "save_pretrained(safe_serialization=True)"),
+        (lambda at: pickle_instead(at, "consolidated.00.pth"), "save_pretrained(safe_serialization=True)"),
+        (lambda at: pickle_instead(at, "weights.safetensors"), f"weights.safetensors but no {INDEX}"),
+        (lambda at: (at / "model.safetensors").unlink(), "holds no weights: neither model.safetensors, nor"),
+        (lambda at: (at / "model.safetensors").write_text("x" * 99), "fewer than its header"),
+        (
+            lambda at: (at / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+            "is a pointer of Git LFS, without the weights; run git lfs pull",
+        ),
+        (lambda at: (at / "model.safetensors").write_bytes(b"\4" + b"\0" * 7 + b"{}}}"), "is not a safetensors file"),
+        (lambda at: describe(at, replace(SPEC, num_heads=2)), "num_heads=2 instead of 4"),
+        (lambda at: describe(at, replace(SPEC, tied_embeddings=True)), "tied_embeddings=True instead of False"),
+    ],
+)
+def test_a_folder_that_this_model_cannot_begin_with_is_refused(folder, change, complaint):
+    change(folder)
+    assert complaint in refusal(folder)
+
+
+def test_a_folder_of_another_architecture_is_refused(folder):
+    (folder / "config.json").write_text(json.dumps(config_json(SPEC) | {"model_type": "mistral"}))
+    with pytest.raises(ConfigError, match=r'model_type="mistral": only llama can be trained'):
+        check_pretrained(SPEC, folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, []),
+        ({"rope_theta": 1e4}, ["architecture.rope_theta is 500000, but {} was made for 10000"]),
+        (
+            {"rope_scaling": LinearScaling(4.0)},
+            ["architecture.rope_scaling is none, but {} was made for kind=linear factor=4.0"],
+        ),
+        ({"norm_eps": 1e-6}, ["architecture.norm_eps is 1e-05, but {} was made for 1e-06"]),
+    ],
+)
+def test_a_function_that_the_weights_were_not_made_for_may_be_meant_and_is_said(folder, changes, note):
+    describe(folder, replace(SPEC, **changes))
+    expected = [f"{sentence.format(folder)}; leave it if that is meant" for sentence in note]
+    assert check_pretrained(SPEC, folder) == expected
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
+    assert "does not exist; name a folder on this disk" in refusal(tmp_path / "meta-llama" / "Meta-Llama-3-8B")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "is a file; name its folder" in refusal(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with two checkpoints, as far as can be seen without reading weights."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.config.write_text(CONFIG.to_yaml())
+    for step in (2, 4):
+        checkpoint = run.checkpoints / checkpoint_name(step)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.yaml").write_text(CONFIG.to_yaml())
+        (checkpoint / "__0_0.distcp").write_bytes(b"weights")
+        write_json(checkpoint / STATE, {"step": step, "files": {"__0_0.distcp": 7}})
+    return run
+
+
+def test_a_run_stands_for_its_newest_complete_checkpoint(run):
+    newest = run.checkpoints / "step-00000004"
+    assert resolve_pretrained(str(run.path)) == str(newest)
+    assert resolve_pretrained(str(newest)) == str(newest)
+    assert check_pretrained(SPEC, newest) == []
+    (newest / "__0_0.distcp").write_bytes(b"weigh")
+    assert resolve_pretrained(str(run.path)) == str(run.checkpoints / "step-00000002")
+
+
+def with_config(run, **changes):
+    mapping = yaml.safe_load(CONFIG.to_yaml()) | changes
+    (run.checkpoints / "step-00000004" / "config.yaml").write_text(yaml.safe_dump(mapping))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda run: (run.checkpoints / "step-00000004" / LAYOUT).write_text("{}"), "was written by DeepSpeed"),
+        (lambda run: with_config(run, strategy="lora"), "was trained with strategy=lora; only full models"),
+        (lambda run: with_config(run, model="tiny_llama3_50m"), "tied_embeddings=True instead of False"),
+        (
+            lambda run: with_config(run, architecture=SIZES | {"vocab_size": 65}),
+            "model.embed_tokens.weight is [65, 32] instead of [64, 32]",
+        ),
+        (
+            lambda run: (run.checkpoints / "step-00000004" / "__0_0.distcp").write_bytes(b""),
+            "is damaged (__0_0.distcp has 0 of 7 bytes); choose another checkpoint of its run",
+        ),
+    ],
+)
+def test_a_checkpoint_that_this_model_cannot_begin_with_is_refused(run, change, complaint):
+    change(run)
+    assert complaint in refusal(run.checkpoints / "step-00000004")
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.config.write_text(CONFIG.to_yaml())
+    assert "has no complete checkpoint yet; let it save one" in refusal(run.path)
