@@ -83,6 +83,13 @@ def native_engine(plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtyp
     return engine
 
 
+@torch.no_grad()
+def undefined(model):
+    """Set the weights of a model, or of a part of one, to what no run can go on from."""
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+
+
 def train(plan, spec, dtype, *, documents, draw=True):
     """Train, and return what was measured and made, as numpy arrays by name."""
     engine = native_engine(plan, spec, dtype, weight_dtype=dtype)

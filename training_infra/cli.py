@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from llama_core.errors import (
     TrainingInfraError,
     did_you_mean,
 )
+from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
 from training_infra.tables import print_choice, print_plan, print_profile, print_ranks
 
@@ -72,6 +74,7 @@ _RUN_FLAGS = (
     Flag("--lr-schedule", "training.lr_schedule", "cosine|wsd|constant"),
     Flag("--warmup-steps", "training.warmup_steps"),
     Flag("--seed", "training.seed"),
+    Flag("--init-from", "training.init_from", "PATH"),
     Flag("--deterministic", "training.deterministic", constant="true"),
     Flag("--eval-every", "training.eval_every"),
     Flag("--checkpoint-every", "training.checkpoint_every"),
@@ -190,6 +193,18 @@ def _parser() -> _Parser:
 
     cancel = command("cancel", _cancel, "end a run's job wherever it runs, after its step and with a checkpoint")
     cancel.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+
+    export = command("export-hf", _export_hf, "write a run's weights, configuration and tokenizer for transformers")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    export.add_argument("--out", type=Path, metavar="DIR", required=True, help="the folder to write; it must be empty")
+    export.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: the newest complete one")
+    export.add_argument(
+        "--dtype",
+        type=lambda name: _LONG_NAMES.get(name, name),
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="of the weights; default: fp32, which is what training keeps",
+    )
 
     models = command("models", _models, "list the model variants")
     models.add_argument("--json", action="store_true", help="print JSON")
@@ -409,6 +424,14 @@ def _cancel(options: argparse.Namespace) -> None:
         print(f"{options.run_dir}: no job is at work")
     else:
         print(f"{options.run_dir}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
+
+
+def _export_hf(options: argparse.Namespace) -> None:
+    from llama_core.chain.console import say
+    from llama_core.chain.export import export_run
+
+    run, tell = RunDirectory(options.run_dir), partial(say, "export")
+    tell(str(export_run(run, options.out, step=options.step, dtype=options.dtype, tell=tell)))
 
 
 def _models(options: argparse.Namespace) -> None:

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from llama_core.chain.prepare import check_initial_weights
 from llama_core.chain.runs import RUNS
 from llama_core.config.run import RunConfig
 from llama_core.data.check import check_data
 from llama_core.errors import RequestError
 from llama_core.launch.jobs.slurm_check import check_slurm
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
+from llama_core.records.directory import RunDirectory
 
 
 def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) -> EnvironmentReport:
@@ -22,6 +24,10 @@ def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) 
     if config is not None:
         try:
             check_data(config.data, config.spec.vocab_size)
+        except RequestError as error:
+            found.errors.append(str(error))
+        try:
+            found.warnings += check_initial_weights(config, RunDirectory(run_dir))
         except RequestError as error:
             found.errors.append(str(error))
         if config.launch.launcher == "slurm":

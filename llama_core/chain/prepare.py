@@ -12,7 +12,9 @@ from llama_core.data.datasets import load_datasets
 from llama_core.data.tokenizer import BYTES
 from llama_core.errors import ConfigError, DoesNotFitError, RunDirectoryError
 from llama_core.machine.detect import detect_machine
+from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, write_json
 
@@ -32,18 +34,19 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
 
     Raises:
         RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
-        ConfigError, DataError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is estimated not
-            to fit the device and ``launch.force`` is not set; nothing is written.
+        ConfigError, DataError, WeightsError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is
+            estimated not to fit the device and ``launch.force`` is not set; nothing is written.
     """
     refuse_untrainable(config)
     planned = plan_run(_seen_from_anywhere(config))
-    _check_data(config)
     try:
         run = existing_run(planned.config, run_dir, resume=resume)
     except OSError as error:
         raise RunDirectoryError(
             f"cannot write run directory {str(run_dir)!r}: {error.strerror}; choose another --run-dir"
         ) from None
+    check_initial_weights(planned.config, run)
+    _check_data(config)
     if run is None:
         run = new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
@@ -111,6 +114,24 @@ def refuse_untrainable(config: RunConfig) -> None:
         )
 
 
+def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) -> list[str]:
+    """Refuse weights that the model of ``config`` cannot begin with.
+
+    A run that has a checkpoint needs them no more, unless it trains adapters: what is frozen is in no checkpoint.
+
+    Returns:
+        What the weights were made for and the model has otherwise, a sentence each.
+
+    Raises:
+        WeightsError: if they are not there, not complete, or another model's.
+    """
+    init_from = config.training.init_from
+    is_saved = run is not None and newest_checkpoint(run) is not None and config.strategy != "lora"
+    if init_from is None or is_saved:
+        return []
+    return check_pretrained(config.spec, Path(resolve_pretrained(init_from)))
+
+
 def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
     """Refuse what does not fit its device, unless that is asked for.
 
@@ -146,7 +167,9 @@ def _seen_from_anywhere(config: RunConfig) -> RunConfig:
         for key, value in config.data.model_dump(include={"source", "validation", "tokenizer", "cache_dir"}).items()
         if value is not None and value not in by_name
     }
-    return with_keys(config.self_contained(), data=paths)
+    init_from = config.training.init_from
+    training = {} if init_from is None else {"init_from": resolve_pretrained(init_from)}
+    return with_keys(config.self_contained(), data=paths, training=training)
 
 
 def _length(loader: Iterable[Any]) -> int:

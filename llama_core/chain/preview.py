@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
-from llama_core.chain.prepare import refuse_untrainable
+from llama_core.chain.prepare import check_initial_weights, refuse_untrainable
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RunConfig
 from llama_core.data.check import check_data
@@ -65,9 +65,10 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
         twin: also train the plan's tiny twin on real processes, against one process.
 
     Raises:
-        ConfigError, DataError, PlanError: if the request cannot be met.
+        ConfigError, DataError, WeightsError, PlanError: if the request cannot be met.
     """
     refuse_untrainable(config)
+    check_initial_weights(config)
     planned = _plan(config, here=here)
     if data:
         check_data(planned.config.data, planned.config.spec.vocab_size)

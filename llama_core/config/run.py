@@ -145,6 +145,8 @@ class TrainingConfig(Section):
     """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
+    init_from: str | None = None
+    """Weights to begin with: a Hugging Face folder of safetensors, or a run's directory; default: random ones."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""
     eval_every: int = Field(0, ge=0)

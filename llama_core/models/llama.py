@@ -143,19 +143,25 @@ def initialize_weights(model: Llama, seed: int) -> None:
     adapters.
     """
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        # drawn whole and wide, one parameter at a time, whatever part of it this rank holds in whatever dtype
-        whole = local
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        if isinstance(parameter, DTensor) or wide != parameter.dtype:
-            whole = torch.empty(parameter.shape, dtype=wide, device=local.device)
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        _draw_(whole, name, model.spec, torch.Generator(local.device).manual_seed(int.from_bytes(digest)))
-        if isinstance(parameter, DTensor):
-            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            local.copy_(part.to_local())
-        elif whole is not local:
-            local.copy_(whole)
+        initialize_parameter(name, parameter, model.spec, seed)
+
+
+@torch.no_grad()
+def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> None:
+    """Draw the initial values of one parameter in place, as ``initialize_weights`` does for all."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    # drawn whole and wide, one parameter at a time, whatever part of it this rank holds in whatever dtype
+    whole = local
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    if isinstance(parameter, DTensor) or wide != parameter.dtype:
+        whole = torch.empty(parameter.shape, dtype=wide, device=local.device)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    _draw_(whole, name, spec, torch.Generator(local.device).manual_seed(int.from_bytes(digest)))
+    if isinstance(parameter, DTensor):
+        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local.copy_(part.to_local())
+    elif whole is not local:
+        local.copy_(whole)
 
 
 def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -143,14 +144,18 @@ class DeepSpeedModel:
             return with_adapters(Llama(spec, compute_dtype=compute_dtype))
 
     def initialize_weights(self, seed: int) -> None:
-        """Draw the initial weights: for one seed the same ones whatever the plan. One layer is held whole at a time."""
+        """Draw the initial weights: for one seed the same ones whatever the plan."""
+        self.set_weights(partial(initialize_weights, seed=seed))
+
+    def set_weights(self, fill: Callable[[Llama], None]) -> None:
+        """Have ``fill`` set the weights, layer by layer: every rank holds one layer whole at a time."""
         for part in self._parts():
-            initialize_weights(part, seed)
-            drawn = {self.model.get_parameter(name): value.detach() for name, value in part.named_parameters()}
-            with torch.no_grad(), self._deepspeed.zero.GatheredParameters(list(drawn), modifier_rank=0):
-                for parameter, value in drawn.items():
+            fill(part)
+            filled = {self.model.get_parameter(name): value.detach() for name, value in part.named_parameters()}
+            with torch.no_grad(), self._deepspeed.zero.GatheredParameters(list(filled), modifier_rank=0):
+                for parameter, value in filled.items():
                     parameter.copy_(value)
-            for parameter, value in drawn.items():
+            for parameter, value in filled.items():
                 self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
     def _parts(self) -> Iterator[Llama]:

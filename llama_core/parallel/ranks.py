@@ -91,6 +91,12 @@ def one_per_machine_first() -> Iterator[None]:
         dist.barrier(everyone)
 
 
+def wait_for_all() -> None:
+    """Wait until all ranks are here, however long what came before takes some of them."""
+    if dist.is_initialized():
+        dist.barrier(dist.new_group(backend="gloo", timeout=PATIENCE))
+
+
 def has_lost_the_others(error: BaseException) -> bool:
     """Return whether ``error`` says that another rank is gone or does not answer: it is not this rank's own fault."""
     if not dist.is_initialized():

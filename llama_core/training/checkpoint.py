@@ -140,7 +140,7 @@ class Checkpointer:
                 try:
                     engine.load(path)
                 except (CheckpointError, dcp.CheckpointException) as error:
-                    problem = _one_line(error)
+                    problem = one_line(error)
                 (any_problem,) = most_over_ranks(int(problem != ""))
                 if not any_problem:
                     return state
@@ -162,7 +162,7 @@ class Checkpointer:
         newest = newest_checkpoint(self.run)
         kept = f"{newest.name} is complete" if newest else "no earlier checkpoint exists"
         full = _is_disk_full(error)
-        cause = f"no space left under {self.run.checkpoints}" if full else _one_line(error)
+        cause = f"no space left under {self.run.checkpoints}" if full else one_line(error)
         return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
 
 
@@ -171,7 +171,7 @@ def _state_or_problem(path: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         return complete_state(path), ""
     except CheckpointError as error:
-        return None, _one_line(error)
+        return None, one_line(error)
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
@@ -184,5 +184,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the last line of an error, which says the cause where torch gathers those of all ranks."""
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -1,6 +1,6 @@
 """What trains: a model and its optimizer behind one interface, whoever divides them over the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -42,6 +42,9 @@ class Engine(Protocol):
 
     def initialize_weights(self, seed: int) -> None:
         """Draw the initial weights: for one seed the same ones whatever the plan."""
+
+    def set_weights(self, fill: Callable[[Llama], None]) -> None:
+        """Have ``fill`` set this rank's parameters: it is given the model, or one part of it after another."""
 
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
         """Compute the gradients of one step, times ``loss_scale``, and return its mean loss over all ranks."""
@@ -131,6 +134,10 @@ class NativeEngine:
         self.initialize_weights = parallel.initialize_weights
         self.forward_backward = parallel.forward_backward
         self.evaluate = parallel.evaluate
+
+    def set_weights(self, fill: Callable[[Llama], None]) -> None:
+        """Have ``fill`` set this rank's parameters."""
+        fill(self.model)
 
     def update(
         self,

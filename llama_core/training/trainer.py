@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.models.batch import Batch
-from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device
+from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device, wait_for_all
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
@@ -27,6 +28,7 @@ from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine,
 from llama_core.training.measure import MemoryMeter, synchronize, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
+from llama_core.training.weights import Pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,6 @@ class Trainer:
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self.engine = build_engine(config, plan, self.device)
-        self.engine.initialize_weights(config.training.seed)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
         self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints)
         self.step = 0
@@ -98,7 +99,12 @@ class Trainer:
         self._resume()
 
     def _resume(self) -> None:
+        is_partly_frozen = self.config.spec.lora is not None  # and what is frozen is in no checkpoint
+        if is_partly_frozen:
+            self._set_initial_weights()
         state = self.checkpointer.load(self.engine)
+        if state is None and not is_partly_frozen:
+            self._set_initial_weights()
         if state is not None:
             self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
             self.batches.load_state_dict(state["data"])
@@ -106,6 +112,16 @@ class Trainer:
             logger.info("resuming after step %d", self.step)
         if is_first_rank():
             drop_metrics_after(self.run, self.step)
+
+    def _set_initial_weights(self) -> None:
+        training = self.config.training
+        if training.init_from is None:
+            self.engine.initialize_weights(training.seed)
+            return
+        pretrained = Pretrained(self.config.spec, Path(training.init_from), seed=training.seed)
+        self.engine.set_weights(pretrained.fill)
+        pretrained.done()
+        wait_for_all()  # before a collective, which gives up on ranks whose disk is slow
 
     def fit(self) -> TrainingSummary:
         """Train until ``total_steps``, with a checkpoint at the end.

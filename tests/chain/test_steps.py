@@ -1,15 +1,18 @@
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from llama_core.chain import steps
+from llama_core.chain.environment import validate_environment
 from llama_core.chain.planned import plan_run
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.run import RunConfig
-from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError
+from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError, WeightsError
+from llama_core.records.checkpoints import STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import Outcome
@@ -123,6 +126,54 @@ def test_a_resumed_run_keeps_its_plan():
     assert read_json(run.plan) == plan
 
 
+def save_checkpoint(run, step):
+    """Leave what is looked at of a checkpoint before a job is made."""
+    checkpoint = run.checkpoints / checkpoint_name(step)
+    checkpoint.mkdir(parents=True)
+    shutil.copyfile(run.config, checkpoint / run.config.name)
+    write_json(checkpoint / STATE, {"step": step, "files": {}})
+
+
+def test_a_run_says_which_checkpoint_of_another_it_begins_with(tmp_path):
+    other = prepare_run(config(), tmp_path / "other")
+    save_checkpoint(other, 3)
+    run = prepare_run(config(init_from="other"), tmp_path / "run")
+    save_checkpoint(other, 4)
+    assert load_config(run).training.init_from == str(other.checkpoints / "step-00000003")
+
+
+def test_a_rotary_embedding_that_the_weights_were_not_made_for_is_a_warning(tmp_path):
+    save_checkpoint(prepare_run(config(), tmp_path / "other"), 3)
+    asked = config(init_from="other").with_overrides("architecture.rope_theta=1000000")
+    (warning,) = [line for line in validate_environment(asked).warnings if "rope_theta" in line]
+    assert warning.startswith("architecture.rope_theta is 1e+06, but ")
+    assert warning.endswith(" was made for 500000; leave it if that is meant")
+
+
+def test_the_weights_a_run_began_with_are_needed_until_it_has_saved(tmp_path):
+    other = prepare_run(config(), tmp_path / "other")
+    save_checkpoint(other, 3)
+    run = prepare_run(config(init_from="other"), tmp_path / "run")
+    shutil.rmtree(other.path)
+    with pytest.raises(WeightsError, match="does not exist"):
+        prepare_run(load_config(run), run.path, resume=True)
+    assert "does not exist" in validate_environment(load_config(run), run.path).errors[0]
+    save_checkpoint(run, 1)
+    prepare_run(load_config(run), run.path, resume=True)
+    assert validate_environment(load_config(run), run.path).errors == ()
+
+
+def test_adapters_need_the_weights_they_began_with_for_good(tmp_path):
+    other = prepare_run(config(), tmp_path / "other")
+    save_checkpoint(other, 3)
+    run = prepare_run(config(init_from="other").with_overrides("strategy=lora"), tmp_path / "run")
+    save_checkpoint(run, 1)
+    prepare_run(load_config(run), run.path, resume=True)
+    shutil.rmtree(other.path)
+    with pytest.raises(WeightsError, match="does not exist"):
+        prepare_run(load_config(run), run.path, resume=True)
+
+
 def test_a_directory_with_this_run_is_only_taken_to_resume(tmp_path):
     prepare_run(config(), tmp_path / "run")
     with pytest.raises(RunDirectoryError, match="already holds this run; add --resume to continue it"):
@@ -142,6 +193,7 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path):
     [
         ({"data": {"source": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
         ({"data": {"validation": "no.jsonl"}}, DataError, "'no.jsonl' does not exist"),
+        ({"training": {"init_from": "nowhere"}, "launch": {"device": "cpu"}}, WeightsError, "does not exist; name a"),
         ({"parallel": {"gpus": 3, "tp": 3}, "launch": {"device": "cpu"}}, PlanError, "tp=3 does not divide the"),
         ({"parallel": {"gpus": 4}}, EnvironmentMismatchError, "gpus=4: this machine has"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distributed import run_ranks
-from parity import TIED, UNTIED, native_engine, own_microbatches
+from parity import TIED, UNTIED, native_engine, own_microbatches, undefined
 from torch.distributed.tensor import DTensor
 
 from llama_core.planning.plan import ParallelPlan
@@ -27,7 +27,9 @@ PLANS = {
 
 def steps(path, plan, spec, first, last):
     """Go on from the newest checkpoint, if any, to step ``last``, save it, and return losses, weights and moments."""
-    engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64, seed=first)  # not the saved weights
+    engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64)
+    if first:
+        engine.set_weights(undefined)
     checkpointer = Checkpointer(RunDirectory(path), keep=2)
     state = checkpointer.load(engine)
     assert (state["step"] if state else 0) == first

@@ -1,11 +1,12 @@
 import math
+import shutil
 
 import pytest
 import torch
 from parity import native_engine
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import NonFiniteError, StoppedError
+from llama_core.errors import NonFiniteError, StoppedError, WeightsError
 from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
@@ -51,11 +52,12 @@ def batch(seed, rows=BATCH_SIZE, packed=True):
     return Batch(tokens_BS[:, :-1], targets_BS, positions_BS)
 
 
-def config(**training):
+def config(strategy="standard", **training):
     settings = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "precision": "fp32", "checkpoint_every": 5} | training
     return RunConfig.from_mapping(
         {
             "architecture": FEW_PARAMETERS,
+            "strategy": strategy,
             "training": settings,
             "launch": {"device": "cpu"},
             "tracking": {"tensorboard": False},
@@ -288,3 +290,40 @@ def test_the_held_out_loss_of_no_tokens_is_not_a_number(run):
     summary = trainer(run, steps=1, validation=lambda: []).fit()
     assert math.isnan(summary.eval_loss)
     assert summary.eval_tokens == 0
+
+
+def test_a_run_begins_with_the_weights_of_another_and_needs_them_no_more_once_it_has_saved(run, tmp_path):
+    other = RunDirectory(tmp_path / "other")
+    other.create()
+    first = trainer(other, steps=3)
+    first.fit()
+    checkpoint = str(other.checkpoints / "step-00000003")
+    begun = trainer(run, steps=2, init_from=checkpoint)
+    assert begun.step == 0
+    assert_equal(weights(begun), weights(first))
+    begun.fit()
+    shutil.rmtree(other.path)
+    resumed = trainer(run, steps=2, init_from=checkpoint)
+    assert resumed.step == 2
+    assert_equal(weights(resumed), weights(begun))
+
+
+@pytest.mark.parametrize("begins_with", ["seed", "checkpoint"])
+def test_adapters_go_on_over_the_frozen_weights_that_they_began_with(run, tmp_path, begins_with):
+    other = RunDirectory(tmp_path / "other")
+    other.create()
+    trainer(other, steps=3, seed=7).fit()
+    frozen = {"seed": {"seed": 7}, "checkpoint": {"init_from": str(other.checkpoints / "step-00000003")}}
+    begun = trainer(run, steps=2, strategy="lora", **frozen[begins_with])
+    before = weights(begun)
+    begun.fit()
+    resumed = trainer(run, steps=2, strategy="lora", **frozen[begins_with])
+    assert resumed.step == 2
+    assert_equal(weights(resumed), weights(begun))
+    changed = {name for name, weight in weights(begun).items() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def test_weights_that_are_gone_when_the_job_starts_are_one_line(run, tmp_path):
+    with pytest.raises(WeightsError, match="does not exist; name a folder on this disk"):
+        trainer(run, init_from=str(tmp_path / "gone"))

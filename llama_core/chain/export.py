@@ -1,0 +1,126 @@
+"""A run's weights as a Hugging Face folder, without the devices that trained them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llama_core.chain.runs import load_config
+from llama_core.config.run import DATALOADER, DataConfig, RunConfig
+from llama_core.data.tokenizer import BYTES, load_tokenizer
+from llama_core.errors import CheckpointError, DataError, RunDirectoryError, WeightsError
+from llama_core.models.hf import config_json
+from llama_core.models.pretrained import full_model
+from llama_core.records.checkpoints import checkpoint_name, is_complete, list_checkpoints
+from llama_core.records.directory import RunDirectory
+
+_BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""What may lie beside a ``tokenizer.json`` and belong to it."""
+
+
+def export_run(
+    run: RunDirectory,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str = "fp32",
+    tell: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write a checkpoint's weights, configuration and tokenizer as transformers reads them; return ``out``.
+
+    The folder appears when it is complete. No more than one weight is held in memory.
+
+    Args:
+        run: a run that trains a full model, under whatever plan.
+        out: a folder that does not exist, or is empty.
+        step: of the checkpoint; by default the newest complete one.
+        dtype: one of ``hf.DTYPES``; fp32 is what training keeps.
+        tell: told, in a line each, what is written and what is not.
+
+    Raises:
+        RunDirectoryError: if there is no such run or checkpoint.
+        WeightsError: if ``out`` holds something, or the checkpoint's weights are not those of a full model.
+        CheckpointError: if the weights cannot be read, or there is no room for them.
+    """
+    load_config(run)
+    checkpoint = _checkpoint(run, step)
+    spec, data = full_model(checkpoint), RunConfig.load(checkpoint / run.config.name).data
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
+    from llama_core.training.weights import write_hugging_face
+
+    tell(f"{checkpoint} in {dtype}")
+    writing = out.absolute().with_name(f".{out.absolute().name}.writing")
+    try:
+        shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
+        writing.mkdir(parents=True)
+        special = _write_tokenizer(data, writing, tell)
+        _write_json(writing / "config.json", config_json(spec, dtype, **special))
+        generation = {_token(name, "_id"): index for name, index in special.items()}
+        _write_json(writing / "generation_config.json", generation)
+        write_hugging_face(checkpoint, spec, writing, dtype=dtype, on_file=lambda name: tell(f"wrote {name}"))
+        writing.replace(out)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}; nothing is left there") from None
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    return out
+
+
+def _checkpoint(run: RunDirectory, step: int | None) -> Path:
+    found = [path for path in list_checkpoints(run) if is_complete(path)]
+    if not found:
+        raise RunDirectoryError(f"{run.path} has no complete checkpoint; train the run until it saves one")
+    if step is None:
+        return found[-1]
+    wanted = run.checkpoints / checkpoint_name(step)
+    if wanted not in found:
+        there = ", ".join(str(int(path.name.rpartition("-")[2])) for path in found)
+        raise RunDirectoryError(f"{run.path} has no complete checkpoint of step {step}; there are {there}")
+    return wanted
+
+
+def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> dict[str, int]:
+    """Copy the run's tokenizer to ``folder``, and return the ids of its special tokens as far as they are known."""
+    if data.source == DATALOADER:
+        tell("no tokenizer: a dataloader fed the run; add the one that made its tokens")
+        return {}
+    try:
+        tokenizer = load_tokenizer(data.tokenizer)
+    except DataError as error:
+        tell(f"no tokenizer: {error}")
+        return {}
+    special = {"eos_id": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_id": tokenizer.bos_id})
+    if data.tokenizer == BYTES:
+        tell("no tokenizer: the run read bytes, and transformers has no tokenizer for them")
+        return special
+    path = Path(data.tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    shutil.copyfile(file, folder / "tokenizer.json")
+    for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER):
+        if beside.exists():
+            shutil.copyfile(beside, folder / beside.name)
+    if not (folder / "tokenizer_config.json").exists():
+        names = {token["id"]: token["content"] for token in json.loads(file.read_bytes())["added_tokens"]}
+        tokens = {_token(name): names[index] for name, index in special.items() if index in names}
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
+    return special
+
+
+def _token(name: str, suffix: str = "") -> str:
+    """Return ``eos_token`` for ``eos_id``, and ``eos_token_id`` with that suffix."""
+    return f"{name.removesuffix('_id')}_token{suffix}"
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,240 @@
+"""Weights in and out: read into any part of a model, every rank its own slices, and written as Hugging Face's files.
+
+Files are mapped and copied from tensor by tensor, so that the host holds one tensor beside the model at most.
+"""
+
+import json
+import logging
+import math
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llama_core.config.models import ModelSpec
+from llama_core.errors import CheckpointError, WeightsError
+from llama_core.models.hf import hugging_face_name, parameter_shapes
+from llama_core.models.llama import Llama, initialize_parameter
+from llama_core.models.pretrained import check_pretrained, hugging_face_weights, is_checkpoint
+from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
+from llama_core.parallel.ranks import is_first_rank
+from llama_core.training.checkpoint import one_line
+from llama_core.units import format_bytes, format_duration
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 5_000_000_000
+"""Size that a written file does not exceed, unless one tensor does."""
+SECONDS_BETWEEN_LINES = 10.0
+"""How often rank 0 logs what it has read."""
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FORMAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_COPIED_AT_ONCE = 1 << 26
+"""Elements that are converted at once, so that a device gets them without a second copy of the tensor."""
+
+
+class Pretrained:
+    """Weights to begin with, for whatever part of a model a rank holds.
+
+    Adapters, which they have none of, are drawn as in a run without them.
+
+    Args:
+        spec: the whole model.
+        source: a Hugging Face folder, or a checkpoint of a run.
+        seed: of the adapters.
+
+    Raises:
+        WeightsError: if the weights are not there, not complete, or another model's.
+        ConfigError: if the folder's ``config.json`` is not that of a Llama.
+    """
+
+    def __init__(self, spec: ModelSpec, source: Path, *, seed: int = 0) -> None:
+        differences = check_pretrained(spec, source)
+        if is_first_rank():
+            for difference in differences:
+                logger.warning("%s", difference)
+        self._spec, self._seed = spec, seed
+        self._names = parameter_shapes(spec).keys()
+        self._source = _Checkpoint(source) if is_checkpoint(source) else _Folder(hugging_face_weights(spec, source))
+        self._progress = _Progress(source)
+
+    @torch.no_grad()
+    def fill(self, model: Llama) -> None:
+        """Read every parameter of ``model``, or this rank's part of it, converted to the parameter's dtype."""
+        for name, parameter in model.named_parameters():
+            if name in self._names:
+                self._source.read(name, parameter.detach())
+                self._progress.add(name, parameter)
+            else:
+                initialize_parameter(name, parameter, self._spec, self._seed)
+
+    def done(self) -> None:
+        """Log how long it took."""
+        self._progress.end()
+
+
+class _Folder:
+    """Reads from the mapped files of a Hugging Face folder."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = stored
+        self._mapped: dict[Path, Tensor] = {}
+
+    def read(self, name: str, into: Tensor) -> None:
+        whole = self._view(self._stored[name])
+        if isinstance(into, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(into.shape, into.device_mesh, into.placements)
+            whole = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
+            into = into.to_local()
+        rows = max(1, _COPIED_AT_ONCE * len(into) // max(1, into.numel()))
+        for ours, theirs in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
+            ours.copy_(theirs)
+
+    def _view(self, stored: StoredTensor) -> Tensor:
+        """Return a tensor as it is in its file; nothing is read yet."""
+        if stored.file not in self._mapped:
+            self._mapped[stored.file] = _map(stored.file)
+        dtype = _DTYPES[stored.dtype]
+        end = stored.start + torch.Size(stored.shape).numel() * dtype.itemsize
+        raw = self._mapped[stored.file][stored.start : end]
+        if stored.start % dtype.itemsize:  # old writers did not align
+            raw = raw.clone()
+        return raw.view(dtype).view(stored.shape)
+
+
+def _map(file: Path) -> Tensor:
+    """Return the bytes of a file, uint8, that are read when they are used."""
+    with file.open("rb") as opened:
+        # Shared and read-only: a private mapping counts as memory that the process might write to.
+        mapping = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the mapping cannot be written
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class _Checkpoint:
+    """Reads weights from a checkpoint that any number of ranks wrote under any plan; no other rank is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._reader = folder, _Remembering(folder)
+
+    def read(self, name: str, into: Tensor) -> None:
+        try:
+            dcp.load({f"model.{name}": into}, storage_reader=self._reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"cannot read {name} from {self._folder}: {one_line(error)}") from None
+
+
+class _Remembering(dcp.FileSystemReader):
+    """A reader that parses the checkpoint's metadata once, rather than for every tensor."""
+
+    _parsed: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._parsed is None:
+            self._parsed = super().read_metadata(*args, **kwargs)
+        return self._parsed
+
+
+class _Progress:
+    """Logs on rank 0 what has been read, every few seconds."""
+
+    def __init__(self, source: Path) -> None:
+        self._source, self._num_bytes = source, 0
+        self._began = self._told = time.monotonic()
+
+    def add(self, name: str, parameter: Tensor) -> None:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        self._num_bytes += local.numel() * local.itemsize
+        if is_first_rank() and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            logger.info("reading weights: %s, at %s", format_bytes(self._num_bytes), name)
+
+    def end(self) -> None:
+        if is_first_rank():
+            took = format_duration(time.monotonic() - self._began)
+            logger.info("weights of %s read: %s on this rank in %s", self._source, format_bytes(self._num_bytes), took)
+
+
+def write_hugging_face(
+    checkpoint: Path,
+    spec: ModelSpec,
+    folder: Path,
+    *,
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+    on_file: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Write the weights of a checkpoint as Hugging Face's safetensors files, with an index where they are several.
+
+    Each weight is read into its place in the mapped file, so that no more is held than one piece of one weight, as
+    large as a rank has saved it.
+
+    Args:
+        checkpoint: written by any number of ranks under any plan.
+        spec: the model.
+        folder: where the files go.
+        dtype: of the files: bf16, fp16 or fp32.
+        shard_bytes: size that a file does not exceed, unless one tensor does.
+        on_file: told the name of each file that is complete.
+
+    Raises:
+        CheckpointError: if a weight cannot be read.
+        WeightsError: if a weight is too large for fp16.
+        OSError: if there is no room.
+    """
+    read, names = _Checkpoint(checkpoint).read, {hugging_face_name(name): name for name in parameter_shapes(spec)}
+    shapes = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
+    shards = list(_shards(shapes, shard_bytes // itemsize))
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for name, view in _new_file(folder / file, shard, _FORMAT_NAMES[dtype]):
+            read(names[name], view)
+            if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
+                raise WeightsError(f"{name} has values above 65504, which fp16 cannot hold; use --dtype bf16")
+            weight_map[name] = file
+        on_file(file)
+    if len(shards) > 1:
+        total = itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield the weights in order, as many at once as have no more than ``most`` elements."""
+    shard: dict[str, tuple[int, ...]] = {}
+    held = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        if shard and held + size > most:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = shape
+        held += size
+    yield shard
+
+
+def _new_file(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Write a safetensors file around tensors that the caller fills as they are yielded."""
+    beginning, places = new_header(shapes, dtype)
+    sizes = {name: torch.Size(shape).numel() * _DTYPES[dtype].itemsize for name, shape in shapes.items()}
+    total = len(beginning) + sum(sizes.values())
+    with file.open("w+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, total)  # a disk that is full says so here; a mapping would be killed
+        opened.write(beginning)
+        opened.flush()
+        everything = torch.frombuffer(mmap.mmap(opened.fileno(), total), dtype=torch.uint8)
+        for name, shape in shapes.items():
+            yield name, everything[places[name] : places[name] + sizes[name]].view(_DTYPES[dtype]).view(shape)
+        os.fsync(opened.fileno())

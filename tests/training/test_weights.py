@@ -1,0 +1,507 @@
+"""Weights in and out: the same on every rank of every plan as in the file, and back again to the bit."""
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from distributed import run_ranks
+from parity import native_engine, own_microbatches
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+from llama_core.chain.export import export_run
+from llama_core.config.run import RunConfig
+from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
+from llama_core.models.hf import config_json, hugging_face_name
+from llama_core.models.llama import Llama, build_llama
+from llama_core.models.lora import with_adapters
+from llama_core.models.pretrained import resolve_pretrained
+from llama_core.parallel.deepspeed import DeepSpeedModel
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.engine import train_step
+from llama_core.training.weights import Pretrained, write_hugging_face
+
+# 46 and 66 do not divide evenly over four ranks
+SIZES = {"hidden_size": 32, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+ODD_SIZES = SIZES | {"ffn_size": 46, "vocab_size": 66}
+UNTIED = RunConfig.from_mapping({"model": "llama3_405b", "architecture": ODD_SIZES})
+TIED = RunConfig.from_mapping({"model": "tiny_llama3_50m", "architecture": ODD_SIZES})
+ADAPTED = RunConfig.from_mapping(UNTIED.model_dump() | {"strategy": "lora"})
+PLANS = {
+    "dp4": (ParallelPlan(dp_replicate=4), UNTIED),
+    "zero3 dp4": (ParallelPlan(dp_shard=4, zero_stage=3), TIED),
+    "hsdp": (ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=2), UNTIED),
+    "tp2 zero1 dp2": (ParallelPlan(tp=2, dp_shard=2, zero_stage=1, num_microbatches=2), UNTIED),
+    "tp2 cp2": (ParallelPlan(tp=2, cp=2, num_microbatches=4), TIED),
+    "tp2 pp2": (ParallelPlan(tp=2, pp=2, num_microbatches=4), TIED),
+    "pp2 zero3 dp2": (ParallelPlan(pp=2, dp_shard=2, zero_stage=3, num_microbatches=2), TIED),
+    "pp4 chimera": (ParallelPlan(pp=4, schedule="chimera", num_microbatches=4), TIED),
+    "pp2 interleaved dp2": (
+        ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, dp_replicate=2, num_microbatches=2),
+        UNTIED,
+    ),
+    "tp2 zero3 dp2, with adapters": (ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2), ADAPTED),
+}
+ALONE = ParallelPlan(num_microbatches=4)
+
+
+def lively(spec, seed=0):
+    """A model whose weights are far from initial ones, so that every one of them matters."""
+    model = Llama(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(mean=float(parameter.ndim == 1), std=0.25, generator=generator)
+    return model
+
+
+def save_folder(folder, model, dtype=torch.float32):
+    """Write two shards and an index, as the hub has them."""
+    folder.mkdir()
+    weights = {hugging_face_name(name): weight.detach().to(dtype) for name, weight in model.named_parameters()}
+    names, weight_map = sorted(weights), {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config_json(model.spec)))
+    return folder
+
+
+def filled(spec, source):
+    """Return a whole model with the weights of ``source``, and adapters if it has any."""
+    model = with_adapters(Llama(spec))
+    Pretrained(spec, Path(source)).fill(model)
+    return model
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def differing(model, expected):
+    """Return the parameters of a rank's part of a model that are not those of the whole model, to the bit."""
+    weights = dict(expected.named_parameters())
+    parts = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    assert parts
+    return [name for name, part in parts.items() if not torch.equal(part, weights[name])]
+
+
+def fill_under_every_plan(folders):
+    """Return, for each plan and source, which parameters of this rank are not those of the source."""
+    wrong = {}
+    for name, (plan, config) in PLANS.items():
+        for kind, source in folders[config.model].items():
+            engine = native_engine(plan, config.spec, seed=3)
+            engine.set_weights(Pretrained(config.spec, source).fill)
+            wrong[f"{kind} under {name}"] = differing(engine.model, filled(config.spec, source))
+    return wrong
+
+
+def save_run(run, engine, config, step):
+    run.config.write_text(config.to_yaml())
+    checkpointer = Checkpointer(run, keep=3)
+    checkpointer.save(step, engine, {})
+    checkpointer.finish()
+
+
+def new_run(path, config):
+    run = RunDirectory(path)
+    run.create()
+    run.config.write_text(config.to_yaml())
+    return run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """For a tied and an untied model, a folder in bf16 and a checkpoint of a run that trained alone."""
+    found = {}
+    for config in (UNTIED, TIED):
+        path = tmp_path_factory.mktemp(config.model)
+        folder = save_folder(path / "folder", lively(config.spec), torch.bfloat16)
+        run = new_run(path / "run", config)
+        engine = native_engine(ALONE, config.spec)
+        engine.set_weights(Pretrained(config.spec, folder).fill)
+        train(engine, steps=1)
+        save_run(run, engine, config, 1)
+        found[config.model] = {"folder": folder, "checkpoint": run.checkpoints / "step-00000001"}
+    return found
+
+
+def train(engine, steps, plan=ALONE):
+    for step in range(steps):
+        train_step(engine, own_microbatches(step, plan), learning_rate=1e-2, max_grad_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A tied and an untied run that have not begun."""
+    return {config.model: new_run(tmp_path_factory.mktemp("trained") / "run", config) for config in (UNTIED, TIED)}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folders, runs):
+    """What each of four ranks found: parameters that are wrong, then weights that tp 2 x pp 2 trained."""
+    return run_ranks(4, on_a_rank, folders, runs)
+
+
+def on_a_rank(folders, runs):
+    logging.disable(logging.WARNING)  # torch's, on how a sharded tensor is gathered for the comparison
+    trained = {
+        config.model: train_under_a_plan(folders[config.model]["folder"], runs[config.model], config)
+        for config in (UNTIED, TIED)
+    }
+    return fill_under_every_plan(folders), trained
+
+
+def train_under_a_plan(folder, run, config):
+    """Begin with the weights of a folder, train under tp 2 x pp 2, save, and return this rank's weights."""
+    plan, _ = PLANS["tp2 pp2"]
+    engine = native_engine(plan, config.spec)
+    engine.set_weights(Pretrained(config.spec, folder).fill)
+    train(engine, 3, plan)
+    save_run(run, engine, config, 3)
+    return {name: whole(parameter).numpy() for name, parameter in engine.model.named_parameters()}
+
+
+def test_every_rank_of_every_plan_has_the_weights_of_one_process_to_the_bit(four_ranks):
+    for rank, (wrong, _) in enumerate(four_ranks):
+        assert len(wrong) == 2 * len(PLANS)
+        assert not any(wrong.values()), f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
+def test_what_tp2_pp2_trained_is_exported_and_taken_in_again_to_the_bit(four_ranks, folders, runs, tmp_path, config):
+    trained = {
+        name: torch.from_numpy(weight) for _, weights in four_ranks for name, weight in weights[config.model].items()
+    }
+    exported = filled(config.spec, export_run(runs[config.model], tmp_path / "out"))
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, trained.pop(name)), name
+    assert trained == {}
+    began_with = filled(config.spec, folders[config.model]["folder"])
+    assert len(differing(began_with, exported)) == len(list(exported.parameters()))
+
+
+@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
+def test_weights_are_those_of_the_file_converted_to_the_parameters_dtype(folders, config):
+    folder = folders[config.model]["folder"]
+    stored = {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model = Llama(config.spec).to(dtype)
+        Pretrained(config.spec, folder).fill(model)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, stored[hugging_face_name(name)].to(dtype)), name
+
+
+def test_files_that_were_replaced_are_read_anew(tmp_path):
+    for seed in (0, 1):
+        model = lively(TIED.spec, seed)
+        folder = save_folder(tmp_path / "folder", model)
+        assert differing(filled(TIED.spec, folder), model) == []
+        shutil.rmtree(folder)
+
+
+def test_reading_is_told_of_as_it_goes_on(folders, caplog, monkeypatch):
+    monkeypatch.setattr("llama_core.training.weights.SECONDS_BETWEEN_LINES", 0.0)
+    source = folders[TIED.model]["folder"]
+    pretrained, model = Pretrained(TIED.spec, source), Llama(TIED.spec)
+    with caplog.at_level(logging.INFO):
+        pretrained.fill(model)
+        pretrained.done()
+    assert re.fullmatch(r"reading weights: [\d.]+ KiB, at tok_embeddings.weight", caplog.messages[0])
+    assert len(caplog.messages) == len(list(model.parameters())) + 1
+    assert caplog.messages[-1].startswith(f"weights of {source} read: ")
+
+
+def test_files_whose_tensors_are_not_aligned_are_read_all_the_same(tmp_path):
+    model = lively(TIED.spec)
+    file = save_folder(tmp_path / "folder", model) / "model-00001-of-00002.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    file.write_bytes((length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :])
+    assert differing(filled(TIED.spec, file.parent), model) == []
+
+
+@pytest.fixture(scope="module")
+def run(folders):
+    """The run of the tied model."""
+    return RunDirectory(folders[TIED.model]["checkpoint"].parents[1])
+
+
+def logits_of_transformers(folder, tokens):
+    model, report = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
+def test_logits_are_those_of_transformers_before_training_and_after_an_export(folders, tmp_path, config):
+    tokens = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
+    source = folders[config.model]
+    exported = export_run(RunDirectory(source["checkpoint"].parents[1]), tmp_path / "out")
+    for folder, ours in ((source["folder"], source["folder"]), (exported, source["checkpoint"])):
+        with torch.no_grad():
+            logits = filled(config.spec, ours)(tokens)
+        assert logits.std() > 1
+        torch.testing.assert_close(logits, logits_of_transformers(folder, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_export_in_16_bits_is_rounded_once(run, tmp_path, dtype):
+    weights = load_file(export_run(run, tmp_path / "out", dtype=dtype) / "model.safetensors")
+    theirs = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    for name, parameter in filled(TIED.spec, resolve_pretrained(str(run.path))).named_parameters():
+        assert torch.equal(weights[hugging_face_name(name)], parameter.to(theirs)), name
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == theirs
+
+
+def test_many_small_files_hold_what_one_file_holds(run, tmp_path):
+    checkpoint, told = Path(resolve_pretrained(str(run.path))), []
+    for name, size in (("one", 10**9), ("many", 20_000)):
+        (tmp_path / name).mkdir()
+        write_hugging_face(checkpoint, TIED.spec, tmp_path / name, dtype="fp32", shard_bytes=size, on_file=told.append)
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert told == ["model.safetensors", *files]
+    assert len(files) > 10
+    assert all((tmp_path / "many" / file).stat().st_size < 20_000 + 2_000 for file in files)
+    expected = filled(TIED.spec, tmp_path / "one")
+    assert differing(filled(TIED.spec, tmp_path / "many"), expected) == []
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in expected.parameters())
+
+
+def test_the_folder_has_what_transformers_looks_for(run, tmp_path):
+    told = []
+    out = export_run(run, tmp_path / "out", tell=told.append)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 257, "bos_token_id": 256}
+    assert "no tokenizer: the run read bytes, and transformers has no tokenizer for them" in told
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def run_with(tmp_path, checkpoint, **data):
+    """A run of other data, with the weights of a checkpoint."""
+    config = RunConfig.from_mapping(TIED.model_dump() | {"data": data})
+    run, engine = new_run(tmp_path / "run", config), native_engine(ALONE, TIED.spec)
+    engine.set_weights(Pretrained(TIED.spec, checkpoint).fill)
+    save_run(run, engine, config, 7)
+    return run
+
+
+@pytest.mark.parametrize("config", [None, {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 99}])
+def test_the_tokenizer_of_the_run_goes_with_its_weights(folders, tmp_path, config):
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    run = run_with(tmp_path, folders[TIED.model]["checkpoint"], tokenizer=str(tmp_path))
+    out = export_run(run, tmp_path / "out")
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded("ab")["input_ids"] == [2, 3]
+    assert (loaded.bos_token, loaded.eos_token) == ("<s>", "</s>")
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 1, "bos_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"tokenizer": "/gone/tokenizer.json"}, "no tokenizer: no tokenizer '/gone/tokenizer.json'"),
+        ({"source": "dataloader"}, "no tokenizer: a dataloader fed the run; add the one that made its tokens"),
+    ],
+)
+def test_where_the_tokenizer_is_not_known_the_weights_are_exported_without(folders, tmp_path, data, said):
+    told = []
+    out = export_run(run_with(tmp_path, folders[TIED.model]["checkpoint"], **data), tmp_path / "out", tell=told.append)
+    assert any(line.startswith(said) for line in told)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] is None
+    assert (out / "model.safetensors").exists()
+
+
+def test_an_earlier_checkpoint_can_be_exported(folders, tmp_path):
+    run, engine = new_run(tmp_path / "run", TIED), native_engine(ALONE, TIED.spec)
+    save_run(run, engine, TIED, 1)
+    train(engine, 1)
+    save_run(run, engine, TIED, 2)
+    first, second = (filled(TIED.spec, export_run(run, tmp_path / str(step), step=step)) for step in (1, 2))
+    assert differing(second, engine.model) == []
+    assert differing(first, engine.model)
+    with pytest.raises(RunDirectoryError, match=r"has no complete checkpoint of step 3; there are 1, 2$"):
+        export_run(run, tmp_path / "3", step=3)
+
+
+def test_a_folder_with_files_is_left_alone_and_an_empty_one_is_taken(run, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("full", "file"):
+        with pytest.raises(WeightsError, match=f"{name} exists and is not an empty folder; choose another --out"):
+            export_run(run, tmp_path / name)
+    assert (export_run(run, tmp_path / "empty") / "model.safetensors").exists()
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
+    with pytest.raises(RunDirectoryError, match="has no complete checkpoint; train the run until it saves one"):
+        export_run(new_run(tmp_path / "run", TIED), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "complaint"),
+    [
+        (lambda checkpoint: (checkpoint / "deepspeed.json").write_text("{}"), WeightsError, "written by DeepSpeed"),
+        (
+            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="lora")),
+            WeightsError,
+            "strategy=lora; only full models",
+        ),
+        (
+            lambda checkpoint: (checkpoint / ".metadata").write_bytes(
+                b"\0" * (checkpoint / ".metadata").stat().st_size
+            ),
+            CheckpointError,
+            "cannot read tok_embeddings.weight from",
+        ),
+        (
+            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(UNTIED)),
+            CheckpointError,
+            "cannot read output.weight from",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_no_full_model_is_refused_and_nothing_is_left(folders, tmp_path, spoil, error, complaint):
+    run = run_with(tmp_path, folders[TIED.model]["checkpoint"])
+    spoil(run.checkpoints / "step-00000007")
+    relist(run.checkpoints / "step-00000007")
+    with pytest.raises(error, match=complaint) as refused:
+        export_run(run, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def replaced(config, **changes):
+    return RunConfig.from_mapping(config.model_dump() | changes).to_yaml()
+
+
+def relist(checkpoint):
+    """Have the checkpoint list its files as they are now."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["files"] = {name: (checkpoint / name).stat().st_size for name in state["files"]}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+def test_a_weight_that_fp16_cannot_hold_is_refused(tmp_path):
+    run, engine = new_run(tmp_path / "run", TIED), native_engine(ALONE, TIED.spec)
+    with torch.no_grad():
+        engine.model.norm.weight[3] = 1e5
+    save_run(run, engine, TIED, 1)
+    with pytest.raises(WeightsError, match=r"model.norm.weight has values above 65504.*use --dtype bf16"):
+        export_run(run, tmp_path / "out", dtype="fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.root
+def test_a_full_disk_is_one_line_and_leaves_nothing(run, disk_of):
+    small = disk_of("64k")
+    with pytest.raises(CheckpointError, match=r"cannot write .*: No space left on device; nothing is left there$"):
+        export_run(run, small / "out")
+    assert list(small.iterdir()) == []
+
+
+UNDER_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from llama_core.config.run import RunConfig
+from llama_core.models.llama import Llama
+from llama_core.training.weights import Pretrained, write_hugging_face
+
+def limit(more):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more if more else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+folder, more = Path(sys.argv[1]), int(sys.argv[2])
+spec = RunConfig.load(folder / "config.yaml").spec
+limit(more)
+write_hugging_face(folder / "checkpoint", spec, folder / "out", dtype="fp32", shard_bytes=20_000_000)
+limit(0)
+model = Llama(spec)
+limit(more)
+Pretrained(spec, folder / "out").fill(model)
+"""
+
+
+def test_neither_way_holds_more_than_a_few_weights_in_memory(tmp_path):
+    """The system refuses the process private memory for more than three of the 58 matrices."""
+    sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
+    config = RunConfig.from_mapping(
+        {"model": "llama3_8b", "architecture": sizes | {"ffn_size": 640, "vocab_size": 640}}
+    )
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    model = build_llama(config.spec, device="cpu", seed=0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    (tmp_path / "out").mkdir()
+    limit = 3 * model.tok_embeddings.weight.nbytes
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 19 * limit
+    command = [sys.executable, "-c", UNDER_A_LIMIT, tmp_path, str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert differing(filled(config.spec, tmp_path / "out"), model) == []
+
+
+def with_deepspeed(sources, spec):
+    logging.disable(logging.WARNING)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(out):
+        plan = ParallelPlan(dp_shard=2, zero_stage=3, zero_backend="deepspeed", num_microbatches=2)
+        model = DeepSpeedModel(
+            spec,
+            plan,
+            device=torch.device("cpu"),
+            compute_dtype=torch.float32,
+            build_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        )
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = {}
+        for kind, source in sources.items():
+            model.set_weights(Pretrained(spec, source).fill)
+            found[kind] = {
+                name: safe_get_full_fp32_param(parameter).clone().numpy()
+                for name, parameter in model.model.named_parameters()
+            }
+        return found
+
+
+def test_deepspeed_begins_with_the_same_weights(folders):
+    sources = folders[TIED.model]
+    for found in run_ranks(2, with_deepspeed, sources, TIED.spec):
+        for kind, source in sources.items():
+            expected = dict(filled(TIED.spec, source).named_parameters())
+            assert found[kind].keys() == expected.keys()
+            for name, weight in found[kind].items():
+                assert torch.equal(torch.from_numpy(weight), expected[name]), (kind, name)
