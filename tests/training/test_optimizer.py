@@ -46,7 +46,7 @@ def test_wsd_is_at_the_peak_until_its_last_fifth():
 
 
 def test_matrices_are_decayed_and_vectors_are_not():
-    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
     groups = build_optimizer(model, training(weight_decay=0.1)).param_groups
     assert {group["weight_decay"]: {p.ndim for p in group["params"]} for group in groups} == {0.1: {2}, 0.0: {1}}
 
