@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_core.chain.console import say
-from llama_core.chain.steps import NOT_REHEARSED, describe, say_plan, stopping_on_interrupt
+from llama_core.chain.steps import NOT_REHEARSED, describe, say_data, say_plan, stopping_on_interrupt
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -50,6 +50,7 @@ def run_chain(steps: Steps) -> RunDirectory:
     run = steps.prepare()
     say("run", describe(run))
     say("validate", steps.validate(run).summary())
+    say_data(run)
     say_plan(run)
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)

@@ -23,7 +23,8 @@ def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) 
     check_machine(found, config, run_dir)
     if config is not None:
         try:
-            check_data(config.data, config.spec.vocab_size)
+            check = check_data(config.data, config.spec)
+            found.facts["data"] = "; ".join((check.summary, *check.notes))
         except RequestError as error:
             found.errors.append(str(error))
         try:

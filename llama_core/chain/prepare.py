@@ -7,8 +7,9 @@ from typing import Any
 from llama_core.chain.planned import plan_run, planned_as, with_keys
 from llama_core.chain.runs import existing_run, load_config, load_plan, new_run
 from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
+from llama_core.data.chat_template import BUILT_IN
 from llama_core.data.check import check_data
-from llama_core.data.datasets import load_datasets
+from llama_core.data.datasets import DataStatistics, load_datasets
 from llama_core.data.tokenizer import BYTES
 from llama_core.errors import ConfigError, DoesNotFitError, RunDirectoryError
 from llama_core.machine.detect import detect_machine
@@ -46,7 +47,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
             f"cannot write run directory {str(run_dir)!r}: {error.strerror}; choose another --run-dir"
         ) from None
     check_initial_weights(planned.config, run)
-    _check_data(config)
+    statistics = _check_data(config)
     if run is None:
         run = new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
@@ -62,6 +63,8 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     write_json(run.estimate, planned.estimate.as_dict())
     if planned.choice is not None:
         write_json(run.choice, planned.choice.as_dict())
+    if statistics is not None:
+        write_json(run.data, statistics.as_dict())
     return run
 
 
@@ -148,23 +151,25 @@ def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
         raise DoesNotFitError(f"{'; '.join(estimate.notes)}{how}; {_ALL_THE_SAME}")
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(config: RunConfig) -> DataStatistics | None:
     """Refuse data that cannot be trained on; for a run on this machine, tokenise them here, where a person sees it."""
     data = config.data
     if data.source == DATALOADER:
-        return
+        return None
     if config.launch.launcher == "local":
-        load_datasets(data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=config.training.seed)
-        return
-    check_data(data, config.spec.vocab_size)
+        datasets = load_datasets(data, config.spec, seq_len=config.seq_len, seed=config.training.seed)
+        return datasets.statistics
+    check_data(data, config.spec)
+    return None
 
 
 def _seen_from_anywhere(config: RunConfig) -> RunConfig:
     """Return ``config`` as it reads from anywhere: a run is resumed, and its worker starts, elsewhere."""
-    by_name = {SAMPLE, DATALOADER, BYTES}
+    by_name = {SAMPLE, DATALOADER, BYTES, *BUILT_IN}
+    keys = {"source", "validation", "tokenizer", "chat_template", "cache_dir"}
     paths = {
         key: str(Path(value).expanduser().absolute())
-        for key, value in config.data.model_dump(include={"source", "validation", "tokenizer", "cache_dir"}).items()
+        for key, value in config.data.model_dump(include=keys).items()
         if value is not None and value not in by_name
     }
     init_from = config.training.init_from

@@ -8,7 +8,7 @@ from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
 from llama_core.chain.prepare import check_initial_weights, refuse_untrainable
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RunConfig
-from llama_core.data.check import check_data
+from llama_core.data.check import DataCheck, check_data
 from llama_core.errors import DoesNotFitError, EnvironmentMismatchError
 from llama_core.planning.memory.peaks import MemoryEstimate
 
@@ -25,6 +25,8 @@ class Preview:
     rehearsed: "DryRunResult | None"
     """What was counted; None under DeepSpeed, which works with real ranks only."""
     twin: "TwinResult | None" = None
+    data: DataCheck | None = None
+    """What the run's data begin with; None where they were not looked at."""
 
     @cached_property
     def verdict(self) -> MemoryEstimate:
@@ -41,7 +43,7 @@ class Preview:
     def notes(self) -> tuple[str, ...]:
         """What there is to know beside the numbers, a sentence each."""
         left_out = () if self.rehearsed else (f"dry run {NOT_REHEARSED}",)
-        return (*left_out, *self.verdict.notes)
+        return (*left_out, *self.verdict.notes, *(self.data.notes if self.data else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the preview as a record."""
@@ -70,14 +72,13 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
     refuse_untrainable(config)
     check_initial_weights(config)
     planned = _plan(config, here=here)
-    if data:
-        check_data(planned.config.data, planned.config.spec.vocab_size)
+    checked = check_data(planned.config.data, planned.config.spec) if data else None
     rehearsed = rehearse_plan(planned.config, planned.plan)
     if not twin:
-        return Preview(planned, rehearsed)
+        return Preview(planned, rehearsed, data=checked)
     from llama_core.rehearsal.twin import twin as train_twin
 
-    return Preview(planned, rehearsed, train_twin(planned.config, planned.plan))
+    return Preview(planned, rehearsed, train_twin(planned.config, planned.plan), checked)
 
 
 def _plan(config: RunConfig, *, here: bool) -> PlannedRun:

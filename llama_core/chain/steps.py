@@ -241,7 +241,8 @@ def training_summary(run: RunDirectory) -> TrainingSummary:
 
 def records(run: RunDirectory) -> dict[str, Any]:
     """Return everything the run's steps have recorded so far, by file."""
-    paths = (run.plan, run.choice, run.environment, run.estimate, run.dry_run, run.training, run.benchmark, run.outcome)
+    before = (run.plan, run.choice, run.data, run.environment, run.estimate, run.dry_run)
+    paths = (*before, run.training, run.benchmark, run.outcome)
     return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
 
 
@@ -294,6 +295,17 @@ def say_plan(run: RunDirectory) -> None:
     say("plan", plan.summary())
     for note in plan.notes:
         say("note", note)
+
+
+def say_data(run: RunDirectory) -> None:
+    """Announce the run's data, as far as they are known here: all of them, or what the first records are."""
+    if run.data.exists():
+        data = read_json(run.data)
+        say("data", data["summary"])
+        for note in data["notes"]:
+            say("note", note)
+    elif "data" in (facts := read_json(run.environment)["facts"]):
+        say("data", facts["data"])
 
 
 def describe(run: RunDirectory) -> str:

@@ -47,6 +47,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
 GradientCompression = Literal["none", "bf16", "powersgd"]
+LossOn = Literal["assistant", "all"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -97,13 +98,17 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.02, ge=0, lt=1)
     """Fraction of the documents held out when no validation source is given."""
     text_field: str = "text"
-    """The field of each record that holds the document."""
+    """The field of each record that holds the document; a record with `messages` is a conversation."""
     tokenizer: str = "bytes"
     """'bytes' (built in), or the path of a Hugging Face tokenizer.json or of a folder that holds one."""
+    chat_template: str | None = None
+    """Template of conversations: 'llama2', 'llama3' or a Jinja file; default: the tokenizer's, else the family's."""
+    loss_on: LossOn = "assistant"
+    """Tokens of a conversation that count in the loss: assistant (its turns only) or all. Texts count whole."""
     document_mask: bool = True
     """Keep attention inside each packed document; without it a sequence is one causal text."""
     max_bad_lines: int = Field(100, ge=0)
-    """Unusable lines (invalid JSON, missing field, empty, wrong type, invalid UTF-8) tolerated before stopping."""
+    """Unusable lines (no JSON, no UTF-8, no text, no assistant turn, a wrong type) tolerated before stopping."""
     cache_dir: str | None = None
     """Where token caches are kept; default: $XDG_CACHE_HOME/llama-training-infra."""
 

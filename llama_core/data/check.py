@@ -1,35 +1,74 @@
 """Whether data can be trained on, found without tokenising all of it."""
 
+from dataclasses import dataclass
 from itertools import islice
 
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import DATALOADER, SAMPLE, DataConfig
+from llama_core.data.chat import ConversationCounts, chat_format, encode, notes
 from llama_core.data.corpus import BadLines, find_files, read_documents
-from llama_core.data.tokenizer import check_fits, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from llama_core.errors import DataError
 
 CHECKED_RECORDS = 1000
 """Records that are read of a source, over all its files."""
 
 
-def check_data(data: DataConfig, vocab_size: int) -> None:
+@dataclass(frozen=True)
+class DataCheck:
+    """What the first records of a run's data are."""
+
+    summary: str
+    """What was read, in one line."""
+    notes: tuple[str, ...] = ()
+    """What of it may not be as meant, a sentence each."""
+
+
+def check_data(data: DataConfig, spec: ModelSpec) -> DataCheck:
     """Open every file of the run's data, read its first records and tokenise them. Nothing is written.
 
     Args:
         data: what is trained on.
-        vocab_size: the model's vocabulary, which the tokenizer must fit.
+        spec: the model, whose vocabulary the tokenizer must fit, and whose family has a format for conversations.
 
     Raises:
         DataError: if a file, its records or the tokenizer cannot be used.
         EnvironmentMismatchError: if the tokenizer needs a package that is missing.
     """
     if data.source == DATALOADER:
-        return
+        return DataCheck("batches of the caller's own dataloader")
     tokenizer = load_tokenizer(data.tokenizer)
-    check_fits(tokenizer, vocab_size)
-    for source in (data.source, data.validation):
-        if source is None or source == SAMPLE:
-            continue
-        files, bad_lines = find_files(source), BadLines()
-        of_each = -(-CHECKED_RECORDS // len(files))
-        for file in files:
-            documents = read_documents([file], data.text_field, bad_lines, max_bad_lines=data.max_bad_lines)
-            tokenizer.encode_documents([document.text for document in islice(documents, of_each)])
+    check_fits(tokenizer, spec.vocab_size)
+    checked = _check_source(data.source, data, spec, tokenizer)
+    if data.validation is not None:
+        _check_source(data.validation, data, spec, tokenizer)
+    return checked
+
+
+def _check_source(source: str, data: DataConfig, spec: ModelSpec, tokenizer: Tokenizer) -> DataCheck:
+    if source == SAMPLE:
+        about = notes(data, spec, None, ConversationCounts(), 0)
+        return DataCheck("the source of Python's standard library", tuple(about))
+    files, bad_lines = find_files(source), BadLines()
+    chat = chat_format(data, tokenizer, spec, files)
+    num_documents, conversations = 0, ConversationCounts()
+    of_each = -(-CHECKED_RECORDS // len(files))
+    for file in files:
+        read = read_documents(
+            [file], data.text_field, bad_lines, render=chat.document, max_bad_lines=data.max_bad_lines
+        )
+        documents = list(islice(read, of_each))
+        encode(tokenizer, documents)
+        num_documents += len(documents)
+        conversations = sum(
+            (ConversationCounts.of(document.turns) for document in documents if document.turns), conversations
+        )
+    if not num_documents:
+        raise DataError(
+            f"data source {source!r} holds no document to train on{f': {bad_lines}' if bad_lines.total else ''}"
+        )
+    texts = f"{num_documents - conversations.num_conversations:,} texts"
+    found = f"{conversations}, template: {chat.template.name}" if conversations.num_conversations else texts
+    return DataCheck(
+        f"the first records of {source!r}: {found}", tuple(notes(data, spec, chat, conversations, num_documents))
+    )

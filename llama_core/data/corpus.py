@@ -1,4 +1,7 @@
-"""Reading documents from .jsonl, .jsonl.gz and Parquet files one by one, counting the lines that cannot be used."""
+"""Reading documents from .jsonl, .jsonl.gz and Parquet files one by one, counting the lines that cannot be used.
+
+A record with ``messages`` is a conversation, whatever else it holds; any other is a text.
+"""
 
 import gzip
 import json
@@ -17,7 +20,10 @@ from llama_core.units import MIB
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 MAX_EXAMPLES = 5
 
-BadLineKind = Literal["invalid JSON", "missing field", "empty", "wrong type", "invalid UTF-8"]
+CONVERSATION_FIELD = "messages"
+"""The field that makes a record a conversation."""
+
+BadLineKind = Literal["invalid JSON", "missing field", "empty", "wrong type", "invalid UTF-8", "no assistant turn"]
 OnProgress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read in all."""
 
@@ -32,12 +38,36 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """What the text of a conversation is made of."""
+
+    counted: tuple[tuple[int, int], ...]
+    """Where the characters begin and end whose tokens count in the loss, in order."""
+    messages: str
+    """The messages as JSON: the conversation itself, whatever the template."""
+    num_assistant_turns: int
+    has_system: bool
+    """Whether it begins with a system prompt."""
+    num_empty_turns: int
+    """Messages without content, which were dropped."""
+
+
+@dataclass(frozen=True)
 class Document:
-    """One text to train on."""
+    """One text, or one conversation rendered as text, to train on."""
 
     text: str
     location: str
     """``file:line`` (a row number in Parquet), from 1."""
+    turns: Turns | None = None
+    """Of a conversation; None for a text, every token of which counts in the loss."""
+
+
+RenderConversation = Callable[[object, str], Document]
+"""Makes a document of a record's messages, given its location.
+
+Raises ``UnusableRecordError`` for a conversation to leave out, ``DataError`` for one that cannot be understood.
+"""
 
 
 class UnusableRecordError(ValueError):
@@ -119,6 +149,7 @@ def read_documents(
     text_field: str,
     bad_lines: BadLines,
     *,
+    render: RenderConversation,
     max_bad_lines: int,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Iterator[Document]:
@@ -126,13 +157,14 @@ def read_documents(
 
     Args:
         files: what ``find_files`` returned.
-        text_field: the field that holds the text.
+        text_field: the field that holds the text, in records that are no conversation.
         bad_lines: counts the lines that are left out.
+        render: makes documents of conversations: ``ChatFormat.document``.
         max_bad_lines: how many may be.
         on_progress: called about once per MiB, and at the end of each file.
 
     Raises:
-        DataError: if a file cannot be read, or too many lines cannot be used.
+        DataError: if a file cannot be read, a conversation cannot be understood, or too many lines cannot be used.
     """
     total = sum(file.num_bytes for file in files)
     before = reported = 0
@@ -140,11 +172,15 @@ def read_documents(
         for number, position, read_record in _records(file.path, text_field):
             location = f"{file.path}:{number}"
             try:
-                text = _document_text(read_record, text_field)
+                record = _parsed(read_record)
+                messages = _messages(record, text_field)
+                document = (
+                    Document(text_of(record, text_field), location) if messages is None else render(messages, location)
+                )
             except UnusableRecordError as problem:
                 bad_lines.add(location, problem, max_bad_lines)
             else:
-                yield Document(text, location)
+                yield document
             if before + position >= reported + MIB:
                 reported = before + position
                 on_progress(reported, total)
@@ -154,21 +190,32 @@ def read_documents(
 
 
 def text_of(record: object, text_field: str) -> str:
-    """Return the text of a record; the one place that knows how a record becomes a document.
+    """Return the text of a record that is no conversation.
 
     Raises:
         UnusableRecordError: if it has none.
     """
     if not isinstance(record, dict):
-        raise UnusableRecordError("wrong type", f"a record is an object, not {_json_type(record)}")
+        raise UnusableRecordError("wrong type", f"a record is an object, not {json_type(record)}")
     if text_field not in record:
         fields = ", ".join(repr(key) for key in list(record)[:MAX_EXAMPLES])
-        raise UnusableRecordError("missing field", f"no {text_field!r} among {fields or 'no fields'}")
+        raise UnusableRecordError(
+            "missing field", f"no {text_field!r} or {CONVERSATION_FIELD!r} among {fields or 'no fields'}"
+        )
     text = record[text_field]
     if not isinstance(text, str):
-        raise UnusableRecordError("wrong type", f"{text_field!r} is {_json_type(text)}, not a string")
+        raise UnusableRecordError("wrong type", f"{text_field!r} is {json_type(text)}, not a string")
     if not text.strip():
         raise UnusableRecordError("empty", f"{text_field!r} is blank")
+    return checked_text(text)
+
+
+def checked_text(text: str) -> str:
+    """Return ``text``.
+
+    Raises:
+        UnusableRecordError: if it cannot be written as UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
@@ -176,9 +223,22 @@ def text_of(record: object, text_field: str) -> str:
     return text
 
 
-def _document_text(read_record: Callable[[], object], text_field: str) -> str:
+def json_type(value: object) -> str:
+    """Return what JSON calls the type of ``value``, with its article."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _messages(record: object, text_field: str) -> object:
+    """Return the messages of a record that is a conversation, else None; they may be of any type."""
+    messages = record.get(CONVERSATION_FIELD) if isinstance(record, dict) else None
+    is_text = text_field == CONVERSATION_FIELD and isinstance(messages, str)
+    return None if is_text else messages
+
+
+def _parsed(read_record: Callable[[], object]) -> object:
     try:
-        return text_of(read_record(), text_field)
+        return read_record()
     except UnusableRecordError:
         raise
     except UnicodeDecodeError as error:
@@ -222,21 +282,23 @@ def _parquet_records(path: Path, text_field: str) -> Iterator[_Record]:
     try:
         with path.open("rb") as handle, pq.ParquetFile(handle) as file:
             columns = file.schema_arrow.names
-            if text_field not in columns:
+            names = [name for name in dict.fromkeys((text_field, CONVERSATION_FIELD)) if name in columns]
+            if not names:
                 raise DataError(
-                    f"{path} has no column {text_field!r}; set data.text_field to one of {', '.join(columns)}"
+                    f"{path} has no column {text_field!r} or {CONVERSATION_FIELD!r}; "
+                    f"set data.text_field to one of {', '.join(columns)}"
                 )
             number, num_rows = 0, file.metadata.num_rows
-            for batch in file.iter_batches(batch_size=256, columns=[text_field]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(batch_size=256, columns=names):
+                for values in zip(*(batch.column(name) for name in names), strict=True):
                     number += 1
-                    yield number, size * number // num_rows, partial(_parquet_record, text_field, value)
+                    yield number, size * number // num_rows, partial(_parquet_record, names, values)
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {' '.join(str(error).split())}") from None
 
 
-def _parquet_record(text_field: str, value: Any) -> dict[str, object]:
-    return {text_field: value.as_py()} if value.is_valid else {}
+def _parquet_record(names: Sequence[str], values: Sequence[Any]) -> dict[str, object]:
+    return {name: value.as_py() for name, value in zip(names, values, strict=True) if value.is_valid}
 
 
 @contextmanager
@@ -265,8 +327,3 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _one_of_suffixes() -> str:
     return f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-
-
-def _json_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -5,17 +5,19 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import SAMPLE, DataConfig
+from llama_core.data.chat import ChatFormat, ConversationCounts, chat_format, notes
 from llama_core.data.corpus import OnProgress, find_files
 from llama_core.data.entropy import Entropies, token_entropies
-from llama_core.data.packing import PackedDataset, row_order
+from llama_core.data.packing import PackedConversations, PackedDataset, pack, row_order
 from llama_core.data.sample import TEXT_FIELD, sample_file
 from llama_core.data.token_cache import TokenCache, cache_directory, cached_tokens
 from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
@@ -138,7 +140,33 @@ class DataStatistics:
     bad_line_examples: tuple[str, ...]
     """The first of them, as ``file:line: kind (reason)``."""
     entropies: Entropies | None
-    """Of the training tokens; only for the byte tokenizer."""
+    """Of the training tokens that count in the loss; only for the byte tokenizer."""
+    num_targets: int
+    """Training tokens that count in the loss."""
+    conversations: ConversationCounts
+    """The conversations among the documents, held-out ones included."""
+    chat_template: str | None
+    """What made texts of the source's conversations; None where it holds none."""
+    num_truncated: int
+    """Conversations of which ``training.seq_len`` cuts off the end, held-out ones included."""
+    num_left_out: int
+    """Those of them that have nothing left that counts, and are not trained on."""
+    notes: tuple[str, ...]
+    """What of the data may not be as meant, a sentence each."""
+
+    def summary(self) -> str:
+        """Return the data in one line."""
+        held_out = f"{self.num_validation_documents:,} held out" if self.num_validation_documents else "none held out"
+        template = f", template: {self.chat_template}" if self.chat_template else ""
+        conversations = f"; {self.conversations}{template}" if self.conversations.num_conversations else ""
+        return (
+            f"{self.num_documents:,} documents to train on, {held_out}{conversations}; "
+            f"loss on {self.num_targets:,} of {self.num_tokens:,} tokens"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the statistics as a record."""
+        return asdict(self) | {"summary": self.summary()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +180,7 @@ class Datasets:
 
 
 def load_datasets(
-    data: DataConfig, *, seq_len: int, vocab_size: int, seed: int, on_progress: OnProgress | None = None
+    data: DataConfig, spec: ModelSpec, *, seq_len: int, seed: int, on_progress: OnProgress | None = None
 ) -> Datasets:
     """Read, tokenise (the first time) and pack the data of a run.
 
@@ -160,8 +188,8 @@ def load_datasets(
 
     Args:
         data: what is trained on.
+        spec: the model, whose vocabulary the tokenizer must fit, and whose family has a format for conversations.
         seq_len: tokens per row.
-        vocab_size: the model's vocabulary, which the tokenizer must fit.
         seed: draws the order of the training documents.
         on_progress: follows the tokenisation; default: a progress bar, on a terminal.
 
@@ -170,25 +198,20 @@ def load_datasets(
         EnvironmentMismatchError: if the tokenizer needs a package that is missing.
     """
     tokenizer = load_tokenizer(data.tokenizer)
-    check_fits(tokenizer, vocab_size)
-    cache = _tokens(data.source, data, tokenizer, on_progress)
+    check_fits(tokenizer, spec.vocab_size)
+    cache, chat = _tokens(data.source, data, tokenizer, spec, on_progress)
     if data.validation is None:
         validation_cache, is_shared = cache, np.zeros(cache.num_documents, np.bool_)
         is_held_out = held_out(cache.text_hashes, data.validation_fraction)
         validation_documents = np.flatnonzero(is_held_out)
     else:
-        validation_cache = _tokens(data.validation, data, tokenizer, on_progress)
+        validation_cache, _ = _tokens(data.validation, data, tokenizer, spec, on_progress)
         validation_documents = np.arange(validation_cache.num_documents)
         is_held_out = is_shared = np.isin(cache.text_hashes, validation_cache.text_hashes)
     is_trained = ~is_held_out
-    train = PackedDataset(cache, np.flatnonzero(is_trained), seq_len, seed=seed, document_mask=data.document_mask)
-    if train.num_tokens <= seq_len:
-        raise DataError(
-            f"data source {data.source!r} leaves {train.num_tokens} tokens in {train.num_documents} documents to train "
-            f"on ({is_held_out.sum()} more are held out), fewer than the {seq_len + 1} that one sequence takes; "
-            "add text, or lower training.seq_len or data.validation_fraction"
-        )
-    validation = PackedDataset(
+    train = pack(cache, np.flatnonzero(is_trained), seq_len, seed=seed, document_mask=data.document_mask)
+    _refuse_too_little(train, data.source, int(is_held_out.sum()))
+    validation = pack(
         validation_cache, validation_documents, seq_len, seed=_SPLIT_SEED, document_mask=data.document_mask
     )
     if is_shared.any():
@@ -196,6 +219,10 @@ def load_datasets(
     if data.validation_fraction > 0 and not validation.num_documents:
         logger.warning("%s holds a single text, so nothing is held out", data.source)
     entropies = _entropies(cache, is_trained, tokenizer) if tokenizer.name == BYTES else None
+    conversations = cache.conversations
+    if validation_cache is not cache:
+        conversations += validation_cache.conversations
+    packed = [rows for rows in (train, validation) if isinstance(rows, PackedConversations)]
     statistics = DataStatistics(
         num_documents=train.num_documents,
         num_tokens=train.num_tokens,
@@ -205,8 +232,18 @@ def load_datasets(
         bad_lines=cache.bad_lines.counts,
         bad_line_examples=tuple(cache.bad_lines.examples),
         entropies=entropies,
+        num_targets=train.num_targets,
+        conversations=conversations,
+        chat_template=chat.template.name if cache.conversations.num_conversations else None,
+        num_truncated=sum(rows.num_truncated for rows in packed),
+        num_left_out=sum(rows.num_left_out for rows in packed),
+        notes=(
+            *notes(data, spec, chat, cache.conversations, cache.num_documents),
+            *_losses(train, "conversations to train on"),
+            *_losses(validation, "held-out conversations"),
+        ),
     )
-    return Datasets(train, validation if validation.num_documents else None, statistics)
+    return Datasets(train, validation if len(validation) else None, statistics)
 
 
 def held_out(text_hashes: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
@@ -221,21 +258,52 @@ def held_out(text_hashes: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.b
     return mask
 
 
-def _tokens(source: str, data: DataConfig, tokenizer: Tokenizer, on_progress: OnProgress | None) -> TokenCache:
-    """Return the token cache of one source, and say which of its lines were left out."""
+def _refuse_too_little(train: PackedDataset, source: str, num_held_out: int) -> None:
+    seq_len = train.seq_len
+    if isinstance(train, PackedConversations):
+        if not len(train):
+            raise DataError(
+                f"data source {source!r} leaves nothing to train on: of {train.num_documents} conversations "
+                f"({num_held_out} more are held out) none has a token that counts in the loss among its first "
+                f"{seq_len + 1}; add conversations, or raise training.seq_len"
+            )
+    elif train.num_tokens <= seq_len:
+        raise DataError(
+            f"data source {source!r} leaves {train.num_tokens} tokens in {train.num_documents} documents to train "
+            f"on ({num_held_out} more are held out), fewer than the {seq_len + 1} that one sequence takes; "
+            "add text, or lower training.seq_len or data.validation_fraction"
+        )
+
+
+def _losses(rows: PackedDataset, which: str) -> Iterator[str]:
+    """Yield what of some conversations does not fit into a row."""
+    if isinstance(rows, PackedConversations) and rows.num_truncated:
+        yield (
+            f"{rows.num_truncated:,} of the {which} are longer than training.seq_len={rows.seq_len} and lose their "
+            f"end; {rows.num_left_out:,} of them have nothing left that counts, and are left out"
+        )
+
+
+def _tokens(
+    source: str, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, on_progress: OnProgress | None
+) -> tuple[TokenCache, ChatFormat]:
+    """Return the token cache of one source and its format of conversations; say which lines were left out."""
     directory = cache_directory(data.cache_dir)
     with _naming(source), _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
+        files = find_files(str(sample_file(directory)) if source == SAMPLE else source)
+        chat = chat_format(data, tokenizer, spec, files)
         cache = cached_tokens(
-            find_files(str(sample_file(directory)) if source == SAMPLE else source),
+            files,
             TEXT_FIELD if source == SAMPLE else data.text_field,
             tokenizer,
             directory,
+            chat=chat,
             max_bad_lines=data.max_bad_lines,
             on_progress=follow,
         )
     if cache.bad_lines.total:
         logger.warning("left out of %s: %s", source, cache.bad_lines)
-    return cache
+    return cache, chat
 
 
 def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> Entropies:
@@ -244,7 +312,7 @@ def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: T
     path = cache.path / f"entropy-{digest}.json"
     with suppress(RunDirectoryError):
         return Entropies(**read_json(path))
-    entropies = token_entropies(cache.tokens, cache.offsets, documents, tokenizer.vocab_size)
+    entropies = token_entropies(cache.tokens, cache.offsets, documents, tokenizer.vocab_size, cache.ignored)
     with suppress(OSError):  # a cache that others own costs the counting again, nothing else
         write_json(path, entropies)
     return entropies

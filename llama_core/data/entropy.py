@@ -20,7 +20,11 @@ class Entropies:
 
 
 def token_entropies(
-    tokens: npt.NDArray[Any], offsets: npt.NDArray[Any], documents: npt.NDArray[Any], vocab_size: int
+    tokens: npt.NDArray[Any],
+    offsets: npt.NDArray[Any],
+    documents: npt.NDArray[Any],
+    vocab_size: int,
+    ignored: npt.NDArray[np.bool_] | None = None,
 ) -> Entropies:
     """Return the entropies of the target tokens of some documents: all but each document's first.
 
@@ -31,6 +35,7 @@ def token_entropies(
         offsets: where each document begins, and the end of the last, [documents + 1].
         documents: which documents to count, a mask [documents].
         vocab_size: one more than the largest id.
+        ignored: tokens that are no targets, a mask [tokens].
 
     Source: Shannon, "Prediction and Entropy of Printed English", 1951, equation 1 (F_1 and F_2).
     """
@@ -39,7 +44,10 @@ def token_entropies(
         stop = min(start + CHUNK_TOKENS, len(tokens) - 1)
         window = np.asarray(tokens[start : stop + 1], np.int64)
         pairs = window[:-1] * vocab_size + window[1:]
-        counts += np.bincount(pairs[_targets(offsets, documents, start, stop)], minlength=counts.size)
+        targets = _targets(offsets, documents, start, stop)
+        if ignored is not None:
+            targets &= ~ignored[start + 1 : stop + 1]
+        counts += np.bincount(pairs[targets], minlength=counts.size)
     table = counts.reshape(vocab_size, vocab_size)
     joint, context = _entropy(counts), _entropy(table.sum(axis=1))
     return Entropies(unigram=_entropy(table.sum(axis=0)), bigram=joint - context)

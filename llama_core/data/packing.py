@@ -1,6 +1,8 @@
 """Packing documents into rows of one length, with targets and positions that keep documents apart."""
 
 import hashlib
+from bisect import bisect_left, insort
+from collections import defaultdict
 from functools import cached_property
 from typing import Any
 
@@ -50,10 +52,15 @@ class PackedDataset:
         """Tokens of all documents, BOS and EOS counted."""
         return int(self._starts[-1])
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens that count in the loss: all but the first of each document."""
+        return self.num_tokens - self.num_documents
+
     @cached_property
     def digest(self) -> str:
         """16 hex digits that two datasets share exactly when they hold the same rows in the same order."""
-        digest = hashlib.sha256(f"{self.cache.tokenizer_fingerprint} {self.seq_len} ".encode())
+        digest = hashlib.sha256(f"{self.cache.fingerprint} {self.seq_len} ".encode())
         digest.update(self.cache.text_hashes[self.documents].tobytes())
         return digest.hexdigest()[:16]
 
@@ -87,6 +94,138 @@ class PackedDataset:
         inside = firsts[firsts < self.seq_len]
         segment_starts[inside] = inside
         return tokens, targets, np.arange(self.seq_len) - np.maximum.accumulate(segment_starts)
+
+
+class PackedConversations(PackedDataset):
+    """Rows of ``seq_len`` tokens that hold whole conversations, so that no answer stands in a row without its prompt.
+
+    What is left of a row is padding without targets. The end of a conversation that is longer than a row is cut off;
+    one that has no token that counts before that is left out. A text among the conversations is cut into pieces, each
+    of which begins with the last target of the one before.
+
+    Takes 40 bytes of memory per document; tokens stay on disk.
+
+    Args:
+        cache: the tokenised corpus, which holds conversations.
+        documents: indices of the documents to pack.
+        seq_len: tokens per row.
+        seed: draws the order of documents of one length.
+        document_mask: whether a row may hold several, between which attention is masked; otherwise each has a row of
+            its own, and batches carry no positions.
+    """
+
+    def __init__(
+        self, cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
+    ) -> None:
+        if cache.ignored is None or cache.is_conversation is None:
+            raise ValueError("these documents are texts; PackedDataset packs them")
+        super().__init__(cache, documents, seq_len, seed=seed, document_mask=document_mask)
+        self._ignored = cache.ignored
+        is_conversation = cache.is_conversation[self.documents]
+        # a document's last token is a target and no input
+        num_inputs = np.diff(self._starts) - 1
+        self.num_truncated = int((is_conversation & (num_inputs > seq_len)).sum())
+        """Conversations whose end is cut off."""
+        num_pieces = np.where(is_conversation, 1, -(-num_inputs // seq_len))
+        document = np.repeat(np.arange(len(num_pieces)), num_pieces)
+        before = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * seq_len
+        begins = cache.offsets[self.documents[document]] + before
+        lengths = np.minimum(num_inputs[document] - before, seq_len)
+        num_targets = lengths - _count(self._ignored, begins + 1, begins + 1 + lengths)
+        kept = num_targets > 0
+        self.num_left_out = int((~kept).sum())
+        """Conversations without a token that counts before the end of a row."""
+        self._num_targets = int(num_targets.sum())
+        begins, lengths = begins[kept], lengths[kept]
+        rows = best_fit(lengths, seq_len) if document_mask else np.arange(len(lengths))
+        order = np.argsort(rows, kind="stable")
+        self._begins, self._lengths = begins[order], lengths[order]
+        self._first_of_row = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that count in the loss."""
+        return self._num_targets
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits that two datasets share exactly when they hold the same rows in the same order."""
+        return hashlib.sha256(f"{super().digest} {self.document_mask}".encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._first_of_row) - 1
+
+    def row(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return tokens, targets and positions of a row, each [seq_len].
+
+        A target is the next token where that counts in the loss, else -100. Positions count from 0 at the first token
+        of each document, and of the padding.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of a dataset of {len(self)} rows")
+        tokens = np.full(self.seq_len, self.cache.eos_id, np.int64)
+        targets, positions = np.full_like(tokens, IGNORE_INDEX), np.arange(self.seq_len)
+        place = 0
+        for piece in range(self._first_of_row[index], self._first_of_row[index + 1]):
+            begin, length = self._begins[piece], self._lengths[piece]
+            window = self.cache.tokens[begin : begin + length + 1].astype(np.int64)
+            here = slice(place, place + length)
+            tokens[here] = window[:-1]
+            targets[here] = np.where(self._ignored[begin + 1 : begin + length + 1], IGNORE_INDEX, window[1:])
+            place += length
+            positions[place:] = np.arange(self.seq_len - place)
+        return tokens, targets, positions
+
+
+def pack(
+    cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
+) -> PackedDataset:
+    """Return some documents of a corpus as rows: whole conversations where there are any, else texts end to end."""
+    kind = PackedDataset if cache.ignored is None else PackedConversations
+    return kind(cache, documents, seq_len, seed=seed, document_mask=document_mask)
+
+
+def best_fit(lengths: npt.NDArray[Any], capacity: int) -> npt.NDArray[np.int64]:
+    """Return the row of each piece: from the longest piece to the shortest, the fullest row that still takes it.
+
+    Args:
+        lengths: the pieces, [pieces], none above ``capacity``.
+        capacity: what a row takes.
+
+    Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830, section 3.
+    """
+    rows = np.empty(len(lengths), np.int64)
+    by_space: defaultdict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []  # those that some row has left, ascending
+    num_rows = 0
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            row, space = num_rows, capacity
+            num_rows += 1
+        else:
+            space = spaces[place]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[place]
+        rows[piece] = row
+        if space > length:
+            if not by_space[space - length]:
+                insort(spaces, space - length)
+            by_space[space - length].append(row)
+    return rows
+
+
+def _count(mask: npt.NDArray[np.bool_], begins: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return how many are set between each begin and end; no two of these spans overlap, and none is empty."""
+    counts = np.zeros(len(begins), np.int64)
+    if len(begins):
+        order = np.argsort(begins)
+        bounds = np.stack([begins[order], ends[order]], axis=1).ravel()
+        counts[order] = np.add.reduceat(mask[: bounds[-1]], bounds[:-1], dtype=np.int64)[::2]
+    return counts
 
 
 def permutation(length: int, seed: int, *stream: int) -> npt.NDArray[np.int64]:

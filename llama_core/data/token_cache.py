@@ -1,7 +1,8 @@
 """The token cache: a corpus is tokenised once, into memory-mapped files that later runs open at once.
 
-A cache is a directory, named after a digest of the source files, the field, the tokenizer and the format. It is
-written under a temporary name and renamed when complete: a directory with the final name is a whole cache.
+A cache is a directory, named after a digest of the source files, the field, the tokenizer, the format and, where the
+source holds conversations, how they become text. It is written under a temporary name and renamed when complete: a
+directory with the final name is a whole cache.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import uuid
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from errno import EEXIST, ENOTEMPTY
 from io import BufferedWriter
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llama_core.data.chat import ChatFormat, ConversationCounts, encode
 from llama_core.data.corpus import BadLines, Document, OnProgress, SourceFile, UnusableRecordError, read_documents
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError, RunDirectoryError
@@ -31,7 +33,7 @@ from llama_core.units import MIB
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ABANDONED_AFTER_SECONDS = 24 * 3600
 _OFFSET_DTYPE, _HASH_DTYPE = "<i8", "<u8"
 
@@ -41,19 +43,26 @@ class TokenCache:
     """A tokenised corpus."""
 
     tokens: npt.NDArray[Any]
-    """Ids of all documents, one document after another, each between BOS and EOS; uint16 or uint32 [tokens]."""
+    """Ids of all documents, one document after another, uint16 or uint32 [tokens]: texts between BOS and EOS,
+    conversations as their template renders them."""
     offsets: npt.NDArray[Any]
     """Where each document begins, and the end of the last, int64 [documents + 1]."""
     text_hashes: npt.NDArray[Any]
-    """A hash of each document's text, uint64 [documents]; it decides what is held out."""
-    tokenizer_fingerprint: str
-    """The tokenizer that made the ids."""
+    """A hash of each document's text or messages, uint64 [documents]; it decides what is held out."""
+    fingerprint: str
+    """What made the ids: the tokenizer, and how conversations become text where there are any."""
     eos_id: int
     """Its end-of-text id."""
     bad_lines: BadLines
     """What was left out."""
     path: Path
     """The cache's directory."""
+    ignored: npt.NDArray[np.bool_] | None = None
+    """Tokens that do not count in the loss, a mask [tokens]; None where all documents are texts, which count whole."""
+    is_conversation: npt.NDArray[np.bool_] | None = None
+    """Which documents are conversations, a mask [documents]; None where none is."""
+    conversations: ConversationCounts = field(default_factory=ConversationCounts)
+    """What they are."""
 
     @property
     def num_documents(self) -> int:
@@ -75,6 +84,7 @@ def cached_tokens(
     tokenizer: Tokenizer,
     directory: Path,
     *,
+    chat: ChatFormat,
     max_bad_lines: int,
     on_progress: OnProgress = lambda done, total: None,
 ) -> TokenCache:
@@ -86,26 +96,48 @@ def cached_tokens(
         DataError: if the corpus cannot be read, is empty, or has more than ``max_bad_lines`` unusable lines.
         OSError: if the cache cannot be written; nothing of it is left then.
     """
-    entry = directory / f"tokens-{_key(files, text_field, tokenizer)}"
-    cache = _open(entry, tokenizer)
+    # whether a source holds conversations, and their format matters, is known once it has been read
+    made_by = {False: tokenizer.fingerprint, True: f"{tokenizer.fingerprint} {chat.fingerprint}"}
+    entries = {key: directory / f"tokens-{_key(files, text_field, made_by[key])}" for key in made_by}
+
+    def opened() -> TokenCache | None:
+        caches = (_open(entries[key], tokenizer, made_by[key]) for key in entries)
+        return next((cache for cache in caches if cache is not None), None)
+
+    cache = opened()
     if cache is None:
-        shutil.rmtree(entry, ignore_errors=True)
-        with _building(entry) as building:
+        for entry in entries.values():
+            shutil.rmtree(entry, ignore_errors=True)
+        has_conversations = False
+
+        def render(messages: object, location: str) -> Document:
+            nonlocal has_conversations
+            has_conversations = True
+            return chat.document(messages, location)
+
+        with _building(directory) as building:
             bad_lines = BadLines()
             documents = read_documents(
-                files, text_field, bad_lines, max_bad_lines=max_bad_lines, on_progress=on_progress
+                files,
+                text_field,
+                bad_lines,
+                render=render,
+                max_bad_lines=max_bad_lines,
+                on_progress=on_progress,
             )
             _write(building, documents, tokenizer, bad_lines, max_bad_lines)
-        cache = _open(entry, tokenizer)
+            entry = entries[has_conversations]
+            _publish(building, entry)
+        cache = opened()
         if cache is None:
             raise DataError(f"token cache {str(entry)!r} was damaged while it was opened; start again")
     cache.bad_lines.check(max_bad_lines)
     return cache
 
 
-def _key(files: Sequence[SourceFile], text_field: str, tokenizer: Tokenizer) -> str:
+def _key(files: Sequence[SourceFile], text_field: str, made_by: str) -> str:
     sources = [(str(file.path.resolve()), file.num_bytes, file.mtime_ns) for file in files]
-    identity = json.dumps([FORMAT_VERSION, text_field, tokenizer.fingerprint, sources])
+    identity = json.dumps([FORMAT_VERSION, text_field, made_by, sources])
     return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
@@ -113,23 +145,31 @@ def _token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
-def _open(entry: Path, tokenizer: Tokenizer) -> TokenCache | None:
+def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
     """Return the cache in ``entry``; None if there is none, or files of it are missing or cut short."""
     if not entry.exists():
         return None
     try:
         record = read_json(entry / "cache.json")
-        num_documents = record["num_documents"]
+        num_documents, conversations = record["num_documents"], record["conversations"]
+        masks: dict[str, Any] = {}
+        if conversations is not None:
+            masks = {
+                "ignored": _map(entry / "ignored.bin", np.dtype(np.bool_), record["num_tokens"]),
+                "is_conversation": _map(entry / "is_conversation.bin", np.dtype(np.bool_), num_documents),
+                "conversations": ConversationCounts(**conversations),
+            }
         return TokenCache(
             tokens=_map(entry / "tokens.bin", _token_dtype(tokenizer), record["num_tokens"]),
             offsets=_map(entry / "offsets.bin", np.dtype(_OFFSET_DTYPE), num_documents + 1),
             text_hashes=_map(entry / "text_hashes.bin", np.dtype(_HASH_DTYPE), num_documents),
-            tokenizer_fingerprint=tokenizer.fingerprint,
+            fingerprint=made_by,
             eos_id=tokenizer.eos_id,
             bad_lines=BadLines(record["bad_lines"], record["bad_line_examples"]),
             path=entry,
+            **masks,
         )
-    except (RunDirectoryError, FileNotFoundError, KeyError, ValueError) as error:
+    except (RunDirectoryError, FileNotFoundError, KeyError, TypeError, ValueError) as error:
         logger.warning("token cache %s is damaged (%s) and is made again", entry, error)
         return None
 
@@ -147,25 +187,33 @@ def _write(
     """Tokenise ``documents`` into ``folder``."""
     dtype = _token_dtype(tokenizer)
     num_special = 1 if tokenizer.bos_id is None else 2
-    offsets, hashes = array("q", [0]), array("Q")
-    with (folder / "tokens.bin").open("wb") as tokens_file:
+    offsets, hashes, is_conversation = array("q", [0]), array("Q"), array("B")
+    conversations = ConversationCounts()
+    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "ignored.bin").open("wb") as ignored_file:
         for batch in _batches(documents):
-            encoded = tokenizer.encode_documents([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                if len(ids) == num_special:
+            for document, (ids, ignored) in zip(batch, encode(tokenizer, batch), strict=True):
+                if len(ids) == num_special if ignored is None else ignored[1:].all():
                     problem = UnusableRecordError("empty", "the tokenizer gives it no token")
                     bad_lines.add(document.location, problem, max_bad_lines)
                     continue
+                if document.turns is not None and ignored is not None:
+                    ignored_file.seek(offsets[-1])  # over the texts before it, which leaves zeros
+                    ignored_file.write(ignored.tobytes())
+                    conversations += ConversationCounts.of(document.turns)
                 tokens_file.write(ids.astype(dtype, copy=False).tobytes())
                 offsets.append(offsets[-1] + len(ids))
-                hashes.append(_text_hash(document.text))
+                hashes.append(_text_hash(document.text if document.turns is None else document.turns.messages))
+                is_conversation.append(document.turns is not None)
+        ignored_file.truncate(offsets[-1] if conversations.num_conversations else 0)
         _sync(tokens_file)
+        _sync(ignored_file)
     if not hashes:
         left_out = f": {bad_lines}" if bad_lines.total else ""
         raise DataError(f"no document to train on{left_out}")
     for name, values, stored_as in (
         ("offsets.bin", offsets, _OFFSET_DTYPE),
         ("text_hashes.bin", hashes, _HASH_DTYPE),
+        ("is_conversation.bin", is_conversation, "u1"),
     ):
         with (folder / name).open("wb") as file:
             file.write(np.asarray(values, stored_as).tobytes())
@@ -176,6 +224,7 @@ def _write(
         "tokenizer": tokenizer.name,
         "bad_lines": bad_lines.counts,
         "bad_line_examples": bad_lines.examples,
+        "conversations": asdict(conversations) if conversations.num_conversations else None,
     }
     write_json(folder / "cache.json", record)
 
@@ -205,15 +254,14 @@ def _sync(file: BufferedWriter) -> None:
 
 
 @contextmanager
-def _building(entry: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes ``entry`` when the block ends without an error."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(entry.parent)
-    temporary = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}.tmp")
+def _building(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory inside ``directory``, which is removed unless the block publishes it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(directory)
+    temporary = directory / f".tokens-{uuid.uuid4().hex}.tmp"
     temporary.mkdir()
     try:
         yield temporary
-        _publish(temporary, entry)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,28 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that a chat template knows by name, as in transformers' ``special_tokens_map``."""
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text, and where they stand in it."""
+
+    ids: npt.NDArray[Any]
+    """uint16 or uint32 [tokens]."""
+    begins: npt.NDArray[np.int64]
+    """The character at which each token begins, [tokens], ascending."""
+    ends: npt.NDArray[np.int64]
+    """The character after each token, [tokens], ascending; tokens that share a character all span it."""
+
+
+class TemplateSource(NamedTuple):
+    """A chat template that comes with a tokenizer."""
+
+    template: str
+    """The Jinja text."""
+    name: str
+    """The file it is in."""
 
 
 class Tokenizer(Protocol):
@@ -45,18 +67,31 @@ class Tokenizer(Protocol):
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """Return the ids of each text, between BOS (where there is one) and EOS."""
 
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The special tokens as text, by the names that chat templates know."""
+
+    @property
+    def chat_template(self) -> TemplateSource | None:
+        """The chat template that comes with it; None where there is none."""
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the tokens of each rendered conversation: special tokens are those it spells, and none are added."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special tokens give none."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then BOS and EOS."""
+    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are bytes like any others."""
 
     name = BYTES
     vocab_size = 258
     bos_id = 256
     eos_id = 257
     fingerprint = "bytes-256-257"
+    named_tokens: Mapping[str, str] = {"bos_token": LLAMA_BOS_TOKENS[0], "eos_token": LLAMA_EOS_TOKENS[0]}
+    chat_template = None
 
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """Return uint16 ids of each text, between BOS and EOS."""
@@ -67,6 +102,16 @@ class ByteTokenizer:
         ids[0], ids[-1] = self.bos_id, self.eos_id
         ids[1:-1] = np.frombuffer(data, np.uint8)
         return ids
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return uint16 ids of each text: its bytes."""
+        return [self._encode_rendered(text) for text in texts]
+
+    def _encode_rendered(self, text: str) -> Encoded:
+        code_points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        num_bytes = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
+        begins = np.repeat(np.arange(len(text)), num_bytes)
+        return Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.uint16), begins, begins + 1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; ids that are no byte are left out, invalid UTF-8 is replaced."""
@@ -108,6 +153,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         config = _tokenizer_config(file.with_name("tokenizer_config.json"))
+        self.chat_template = _chat_template(file.parent, config.get("chat_template"))
         self.bos_id = _special_id(self._tokenizer, file, config.get("bos_token"), LLAMA_BOS_TOKENS)
         eos_id = _special_id(self._tokenizer, file, config.get("eos_token"), LLAMA_EOS_TOKENS)
         if eos_id is None:
@@ -116,6 +162,10 @@ class HuggingFaceTokenizer:
                 f"name it as 'eos_token' in {str(file.with_name('tokenizer_config.json'))!r}"
             )
         self.eos_id = eos_id
+        found = {"bos_token": self._tokenizer.id_to_token(self.bos_id) if self.bos_id is not None else None}
+        found["eos_token"] = self._tokenizer.id_to_token(eos_id)
+        found |= {name: _token_name(config.get(name)) for name in NAMED_TOKENS if config.get(name) is not None}
+        self.named_tokens = {name: token for name, token in found.items() if token is not None}
         digest = hashlib.sha256(content)
         digest.update(f"{self.bos_id} {self.eos_id}".encode())
         self.fingerprint = digest.hexdigest()
@@ -125,6 +175,16 @@ class HuggingFaceTokenizer:
         before = [] if self.bos_id is None else [self.bos_id]
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return uint32 ids of each text, in which special tokens are what it spells; runs on all cores."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        tokens = ((encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings)
+        return [Encoded(np.array(ids, np.uint32), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special and unknown ids are left out."""
@@ -178,14 +238,57 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 def _special_id(tokenizer: "tokenizers.Tokenizer", file: Path, configured: object, usual: Sequence[str]) -> int | None:
     """Return the id of the configured token, else of the first usual one that exists, else None."""
-    name = configured.get("content") if isinstance(configured, dict) else configured
+    name = _token_name(configured)
     if name is None:
         ids = (tokenizer.token_to_id(token) for token in usual)
         return next((index for index in ids if index is not None), None)
-    index = tokenizer.token_to_id(str(name))
+    index = tokenizer.token_to_id(name)
     if index is None:
         raise DataError(
             f"{str(file.with_name('tokenizer_config.json'))!r} names the token {name!r}, "
             f"which {str(file)!r} does not hold; the two files belong to different tokenizers"
         )
     return index
+
+
+def _token_name(configured: object) -> str | None:
+    """Return how a special token of ``tokenizer_config.json`` is spelt, or None where there is none."""
+    name = configured.get("content") if isinstance(configured, dict) else configured
+    return None if name is None else str(name)
+
+
+def _chat_template(folder: Path, configured: object) -> TemplateSource | None:
+    """Return a tokenizer's chat template, from where transformers takes it: a file of its own, else the configuration.
+
+    Raises:
+        DataError: if the file cannot be read, or there are several templates and none is the default one.
+    """
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return TemplateSource(read_template(file), str(file))
+    name = str(folder / "tokenizer_config.json")
+    if isinstance(configured, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+        configured = by_name.get("default")
+        if configured is None:
+            raise DataError(
+                f"{name!r} has the chat templates {', '.join(map(str, by_name))}, and none is the default; "
+                "name the file of one as data.chat_template"
+            )
+    return None if configured is None else TemplateSource(str(configured), name)
+
+
+def read_template(file: Path) -> str:
+    """Return the text of a chat template's file.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(
+            f"cannot read chat template {str(file)!r}: {reason}; "
+            "name a Jinja file, 'llama2' or 'llama3' as data.chat_template"
+        ) from None

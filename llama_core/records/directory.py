@@ -49,6 +49,11 @@ class RunDirectory:
         return self.path / "dry_run.json"
 
     @property
+    def data(self) -> Path:
+        """What the tokenised data are: documents, conversations, tokens that count, what was left out."""
+        return self.path / "data.json"
+
+    @property
     def job(self) -> Path:
         """The ``JobRecord`` of the job now or last at work; written before anyone waits for it."""
         return self.path / "job.json"

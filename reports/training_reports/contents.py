@@ -31,6 +31,8 @@ class RunContents:
     environment: Record | None
     estimate: Record | None
     dry_run: Record | None
+    data: list[str] | None
+    """What the data are, a sentence each."""
     job: JobRecord | None
     heartbeat: StepRecord | None
     training: TrainingSummary | None
@@ -66,6 +68,7 @@ class RunContents:
             environment=load("environment", "check of the environment", run.environment, read_json),
             estimate=load("estimate", "memory estimate", run.estimate, _read_profile),
             dry_run=load("dry_run", "dry run", run.dry_run, _read_profile),
+            data=load("data", "statistics of the data", run.data, _read_data),
             job=load("job", "job", run.job, lambda path: JobRecord(**read_json(path))),
             heartbeat=load("heartbeat", "heartbeat", run.heartbeat, lambda path: StepRecord(**read_json(path))),
             training=load(
@@ -101,6 +104,11 @@ _DAMAGE = (RunDirectoryError, ConfigError, OSError, ValueError, LookupError, Typ
 
 def _read_yaml(path: Path) -> Record:
     return dict(parse_yaml(path.read_text(encoding="utf-8"), path.name))
+
+
+def _read_data(path: Path) -> list[str]:
+    record = read_json(path)
+    return [f"{sentence}." for sentence in (record["summary"], *record["notes"])]
 
 
 def _read_profile(path: Path) -> Record:

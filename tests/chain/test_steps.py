@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from llama_core.chain import steps
+from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.planned import plan_run
 from llama_core.chain.prepare import prepare_run
+from llama_core.chain.preview import preview
 from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError, WeightsError
@@ -282,7 +284,72 @@ def test_a_run_that_only_timed_steps_is_not_finished():
 
 def test_the_records_of_a_run_are_json():
     run = prepare_run(config())
-    assert set(json.loads(json.dumps(steps.records(run)))) == {"run_dir", "plan", "estimate"}
+    assert set(json.loads(json.dumps(steps.records(run)))) == {"run_dir", "plan", "data", "estimate"}
+
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def chats(path, *conversations, **data):
+    lines = (json.dumps({"messages": messages}) for messages in conversations)
+    (path / "chats.jsonl").write_text("\n".join(lines))
+    return {"data": {"source": "chats.jsonl", **data}, "launch": {"device": "cpu"}, "training": {"seq_len": 256}}
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        (CHAT[:1], r"no document to train on: .*1 no assistant turn\); the first: .*chats\.jsonl:1: "),
+        ("hello", r"chats\.jsonl:1: 'messages' is a string"),
+        ([{"role": "bot", "content": "hello"}], r"chats\.jsonl:1: message 1 has the unknown role 'bot'"),
+        ([*CHAT, CHAT[1]], r"chats\.jsonl:1: chat template .* refuses it: after an optional system prompt, user and"),
+    ],
+)
+def test_conversations_that_cannot_be_trained_on_write_nothing(tmp_path, launcher, conversation, message):
+    mapping = chats(tmp_path, conversation, chat_template="llama2")
+    mapping["launch"]["launcher"] = launcher
+    with pytest.raises(DataError, match=message):
+        prepare_run(RunConfig.from_mapping(mapping), tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
+
+
+def test_what_the_data_are_is_said_before_anything_runs(tmp_path):
+    run = prepare_run(RunConfig.from_mapping(chats(tmp_path, CHAT, [*CHAT, *CHAT])))
+    with say.console.capture() as told:
+        steps.say_data(run)
+    data, note = " ".join(told.get().split()).split(" note ")
+    numbers = read_json(run.data)
+    assert data == (
+        "data 1 documents to train on, 1 held out; 2 conversations (1 multi-turn, 0 with a system prompt, "
+        f"3 assistant turns), template: Llama 3's format; loss on {numbers['num_targets']} of "
+        f"{numbers['num_tokens']} tokens"
+    )
+    assert note.startswith("tokenizer 'bytes' takes <|begin_of_text|>")
+
+
+def test_of_data_that_are_tokenised_in_the_job_the_first_records_are_said(tmp_path):
+    mapping = chats(tmp_path, CHAT)
+    run = prepare_run(RunConfig.from_mapping(mapping | {"launch": {"device": "cpu", "launcher": "slurm"}}))
+    write_json(run.environment, {"facts": {"data": "the first records"}})
+    with say.console.capture() as told:
+        steps.say_data(run)
+    assert told.get().split() == ["data", "the", "first", "records"]
+
+
+def test_a_chat_template_is_found_from_any_directory(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}")
+    run = prepare_run(RunConfig.from_mapping(chats(tmp_path, CHAT, chat_template="mine.jinja")))
+    assert load_config(run).data.chat_template == str(tmp_path / "mine.jinja")
+    run = prepare_run(RunConfig.from_mapping(chats(tmp_path, CHAT, chat_template="llama2")))
+    assert load_config(run).data.chat_template == "llama2"
+
+
+def test_a_preview_has_the_notes_on_the_data():
+    few = ("hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16", "ffn_size=128")
+    overrides = ["model=llama3_8b_instruct", *(f"architecture.{size}" for size in few), "architecture.vocab_size=512"]
+    previewed = preview(RunConfig.from_mapping(config(seq_len=32).model_dump(), overrides), here=True)
+    assert any(note.endswith("every token counts in the loss") for note in previewed.notes)
 
 
 def test_a_run_finds_its_data_from_any_directory(tmp_path):

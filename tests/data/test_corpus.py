@@ -12,7 +12,7 @@ from corpora import write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.data.corpus import BadLines, find_files, read_documents
+from llama_core.data.corpus import BadLines, Document, find_files, read_documents
 from llama_core.errors import DataError
 
 NOBODY = 65534
@@ -20,7 +20,9 @@ NOBODY = 65534
 
 def read(source, *, text_field="text", max_bad_lines=100):
     bad_lines = BadLines()
-    documents = list(read_documents(find_files(str(source)), text_field, bad_lines, max_bad_lines=max_bad_lines))
+    documents = list(
+        read_documents(find_files(str(source)), text_field, bad_lines, render=Document, max_bad_lines=max_bad_lines)
+    )
     return [document.text for document in documents], bad_lines
 
 
@@ -76,8 +78,8 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
     [
         (b"{oops", "invalid JSON (Expecting property name enclosed in double quotes at column 2)"),
         (b"[" * 100_000, "invalid JSON (maximum recursion depth exceeded"),
-        (b'{"body": "x", "id": 1}', "missing field (no 'text' among 'body', 'id')"),
-        (b"{}", "missing field (no 'text' among no fields)"),
+        (b'{"body": "x", "id": 1}', "missing field (no 'text' or 'messages' among 'body', 'id')"),
+        (b"{}", "missing field (no 'text' or 'messages' among no fields)"),
         (b'{"text": ""}', "empty ('text' is blank)"),
         (b'{"text": " \\n\\t"}', "empty ('text' is blank)"),
         (b"", "empty (the line is blank)"),
@@ -109,6 +111,31 @@ def test_bad_parquet_rows_are_left_out_by_row(tmp_path):
     assert bad_lines.examples[1].startswith(f"{tmp_path}/b.parquet:1: missing field")
 
 
+MESSAGES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+def test_a_record_with_messages_is_a_conversation_whatever_else_it_holds(tmp_path):
+    records = [
+        {"text": "a"},
+        {"messages": MESSAGES},
+        {"text": "b", "messages": MESSAGES},
+        {"text": "c", "messages": None},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pq.write_table(
+        pa.table({name: [record.get(name) for record in records] for name in ("text", "messages")}),
+        tmp_path / "b.parquet",
+    )
+    pq.write_table(pa.table({"messages": [MESSAGES]}), tmp_path / "c.parquet")
+    assert read(tmp_path / "a.jsonl")[0] == read(tmp_path / "b.parquet")[0] == ["a", MESSAGES, MESSAGES, "c"]
+    assert read(tmp_path / "c.parquet")[0] == [MESSAGES]
+
+
+def test_a_text_may_be_in_a_field_called_messages(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": "x"}\n')
+    assert read(tmp_path, text_field="messages")[0] == ["x"]
+
+
 def test_the_limit_of_bad_lines_is_what_is_tolerated(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "x"}\n' + "oops\n" * 8)
@@ -124,7 +151,12 @@ def test_progress_ends_at_the_bytes_of_all_files(tmp_path):
     calls = []
     files = find_files(str(tmp_path))
     documents = read_documents(
-        files, "text", BadLines(), max_bad_lines=0, on_progress=lambda done, total: calls.append((done, total))
+        files,
+        "text",
+        BadLines(),
+        render=Document,
+        max_bad_lines=0,
+        on_progress=lambda done, total: calls.append((done, total)),
     )
     assert len(list(documents)) == 20
     total = sum(file.num_bytes for file in files)
@@ -173,7 +205,7 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path):
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"has no column 'text'; set data\.text_field to one of body, id"):
+    with pytest.raises(DataError, match=r"has no column 'text' or 'messages'; set data\.text_field to one of body, id"):
         read(tmp_path)
 
 

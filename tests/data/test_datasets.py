@@ -4,6 +4,7 @@ import pty
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from corpora import byte_cache, texts, write_jsonl
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
+from llama_core.data.chat import ConversationCounts
 from llama_core.data.datasets import BatchStream, held_out, load_datasets, validation_batches
 from llama_core.data.packing import PackedDataset
 from llama_core.errors import ConfigError, DataError
@@ -31,7 +34,8 @@ def dataset_of(documents, seq_len=6, *, seed=0, document_mask=True):
 
 def load(source, tmp_path, *, seq_len=16, vocab_size=300, seed=0, on_progress=None, **settings):
     data = DataConfig(source=str(source), cache_dir=str(tmp_path / "cache"), **settings)
-    return load_datasets(data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, on_progress=on_progress)
+    spec = replace(model_spec("tiny_llama3_50m"), vocab_size=vocab_size)
+    return load_datasets(data, spec, seq_len=seq_len, seed=seed, on_progress=on_progress)
 
 
 def documents_in(dataset):
@@ -245,6 +249,78 @@ def test_the_sample_is_data_like_any_other(tmp_path):
     assert 2 < datasets.statistics.entropies.bigram < datasets.statistics.entropies.unigram < 4
 
 
+CHATS = [
+    [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!" * (1 + n % 3)}] for n in range(40)
+]
+
+
+def test_conversations_are_counted_and_only_what_the_assistant_says_is_trained_on(tmp_path):
+    system = {"role": "system", "content": "count"}
+    chats = [[system, *chat, *chat, {"role": "user", "content": ""}] for chat in CHATS]
+    datasets = load(write_jsonl(tmp_path / "a.jsonl", chats), tmp_path, seq_len=1024, validation_fraction=0.3)
+    statistics = datasets.statistics
+    assert statistics.conversations == ConversationCounts(40, 40, 40, 80, 40)
+    assert (statistics.num_truncated, statistics.num_left_out, statistics.notes[1:]) == (0, 0, ())
+    batch = BatchStream(datasets.train, len(datasets.train), 0).next_batch()
+    targets = batch.targets_BS[batch.targets_BS != IGNORE_INDEX]
+    assert statistics.num_targets == len(targets)
+    said = bytes(targets.tolist()).decode().split("<|eot_id|>")[:-1]
+    assert len(said) == 2 * statistics.num_documents
+    assert set(said) <= {chat[1]["content"] for chat in CHATS}
+
+
+def test_held_out_conversations_stay_held_out_under_another_template(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", CHATS)
+    one, other = (
+        load(source, tmp_path, seq_len=512, validation_fraction=0.3, chat_template=template)
+        for template in ("llama2", "llama3")
+    )
+    assert sorted(one.validation.documents) == sorted(other.validation.documents)
+    assert one.validation.digest != other.validation.digest
+
+
+def test_conversations_that_lose_their_end_are_said(tmp_path):
+    long = [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "!"}]
+    source = write_jsonl(tmp_path / "a.jsonl", [*CHATS, long, [*CHATS[0], *long]])
+    statistics = load(source, tmp_path, seq_len=256, validation_fraction=0.0).statistics
+    assert (statistics.num_truncated, statistics.num_left_out) == (2, 1)
+    assert statistics.notes[-1] == (
+        "2 of the conversations to train on are longer than training.seq_len=256 and lose their end; "
+        "1 of them have nothing left that counts, and are left out"
+    )
+    with pytest.raises(DataError, match=r"of 42 conversations .* none has a token that counts .* first 65; .*seq_len"):
+        load(source, tmp_path, seq_len=64, validation_fraction=0.0)
+
+
+def test_conversations_may_be_held_out_from_texts_and_texts_from_conversations(tmp_path):
+    chats, texts = (write_jsonl(tmp_path / f"{len(kind[0])}.jsonl", kind) for kind in (CHATS, DOCUMENTS))
+    on_texts = load(texts, tmp_path, seq_len=256, validation=str(chats))
+    on_chats = load(chats, tmp_path, seq_len=256, validation=str(texts))
+    assert on_texts.statistics.conversations == on_chats.statistics.conversations
+    assert on_texts.validation.num_targets == on_chats.train.num_targets
+    assert on_chats.validation.num_targets == on_texts.train.num_targets
+
+
+def test_entropies_are_those_of_the_tokens_that_count(tmp_path):
+    chats = [[{"role": "user", "content": "abcdefgh"}, {"role": "assistant", "content": "aaaa"}]]
+    settings = {"seq_len": 256, "validation_fraction": 0.0, "chat_template": str(tmp_path / "plain.jinja")}
+    Path(settings["chat_template"]).write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    source = write_jsonl(tmp_path / "a.jsonl", chats)
+    assert load(source, tmp_path, **settings).statistics.entropies.unigram == 0
+    assert load(source, tmp_path, loss_on="all", **settings).statistics.entropies.unigram > 1
+
+
+def test_texts_among_conversations_count_whole(tmp_path):
+    statistics = load(
+        write_jsonl(tmp_path / "a.jsonl", [CHATS[0], DOCUMENTS[0]]), tmp_path, seq_len=256, validation_fraction=0.0
+    ).statistics
+    assert statistics.num_targets == len(f"{CHATS[0][1]['content']}<|eot_id|>") + len(DOCUMENTS[0]) + 1
+    assert "1 of the documents are texts, every token of which counts in the loss" in statistics.notes
+
+
 def test_less_text_than_one_sequence_is_refused(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["abc"])
     assert len(load(source, tmp_path, seq_len=4).train) == 1
@@ -274,9 +350,9 @@ def test_a_terminal_shows_a_progress_bar(source, tmp_path):
 def load_in_a_process_without_torch(source, tmp_path, stderr):
     command = (
         "import sys; sys.modules['torch'] = None;"
-        "from llama_core.config.run import DataConfig; from llama_core.data.datasets import load_datasets;"
-        f"load_datasets(DataConfig(source={source.name!r}, cache_dir={str(tmp_path / 'cache')!r}),"
-        " seq_len=8, vocab_size=300, seed=0)"
+        "from llama_core.config.run import RunConfig; from llama_core.data.datasets import load_datasets;"
+        f"config = RunConfig(data=dict(source={source.name!r}, cache_dir={str(tmp_path / 'cache')!r}));"
+        "load_datasets(config.data, config.spec, seq_len=8, seed=0)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
     command_line = [sys.executable, "-c", command]

@@ -1,12 +1,16 @@
+from datetime import date
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from corpora import byte_cache, texts
+from corpora import byte_cache, conversations, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.data.packing import PackedDataset, permutation
+from llama_core.data.chat import ChatFormat
+from llama_core.data.chat_template import ChatTemplate
+from llama_core.data.packing import PackedConversations, PackedDataset, best_fit, permutation
+from llama_core.data.tokenizer import TemplateSource
 from llama_core.models import loss
 from llama_core.models.batch import IGNORE_INDEX
 
@@ -107,3 +111,108 @@ def test_a_permutation_is_the_same_for_ever():
 
 def test_padding_is_ignored_by_the_models_loss():
     assert loss.IGNORE_INDEX == IGNORE_INDEX
+
+
+SHORT = ChatFormat(
+    ChatTemplate(
+        TemplateSource(
+            "{% for m in messages %}{% if m.role == 'assistant' %}"
+            "{% generation %}{{ m.content.strip() }}|{% endgeneration %}"
+            "{% else %}{{ m.content.strip() }}>{% endif %}{% endfor %}",
+            "a short one",
+        ),
+        {},
+        date(2026, 1, 31),
+    ),
+    "assistant",
+)
+chats = st.lists(conversations(), min_size=1, max_size=8)
+mixed = st.tuples(chats, texts).map(lambda both: [*both[0], *both[1]]).flatmap(st.permutations)
+
+
+def pack_chats(documents, seq_len, seed=0, *, document_mask=True):
+    cache = byte_cache(documents, SHORT)
+    return PackedConversations(cache, np.arange(len(documents)), seq_len, seed=seed, document_mask=document_mask)
+
+
+def pieces(dataset):
+    """The inputs and targets of every document or piece of one, padding left out, as the positions set them apart."""
+    for row in map(dataset.row, range(len(dataset))):
+        bounds = [*np.flatnonzero(row[2] == 0), len(row[2])]
+        for begin, end in pairwise(bounds):
+            inputs, targets = row[0][begin:end].tolist(), row[1][begin:end].tolist()
+            if set(inputs) != {EOS}:
+                yield inputs, targets
+
+
+def rendered(messages):
+    """The bytes of a conversation, and which of them count."""
+    text = SHORT.document(messages, "")
+    counts = [any(a <= place < b for a, b in text.turns.counted) for place in range(len(text.text))]
+    return [(byte, count) for char, count in zip(text.text, counts, strict=True) for byte in char.encode()]
+
+
+def expected(item, seq_len):
+    """The pieces of a document: a conversation is cut to one row, a text into rows; without a target there is none."""
+    tokens = [(BOS, True), *((byte, True) for byte in item.encode()), (EOS, True)] if isinstance(item, str) else None
+    tokens = tokens or rendered(item)
+    starts = range(0, len(tokens) - 1, seq_len) if isinstance(item, str) else [0]
+    for start in starts:
+        window = tokens[start : start + seq_len + 1]
+        targets = [byte if counts else IGNORE_INDEX for byte, counts in window[1:]]
+        if set(targets) != {IGNORE_INDEX}:
+            yield [byte for byte, _ in window[:-1]], targets
+
+
+@given(documents=mixed, seq_len=seq_lens, seed=seeds)
+def test_each_conversation_stands_in_one_row_from_its_beginning_with_its_own_targets(documents, seq_len, seed):
+    found = sorted(pieces(pack_chats(documents, seq_len, seed)))
+    assert found == sorted(piece for item in documents for piece in expected(item, seq_len))
+
+
+@given(documents=mixed, seq_len=seq_lens)
+def test_no_conversation_sees_another_even_without_the_document_mask(documents, seq_len):
+    masked, alone = (pack_chats(documents, seq_len, document_mask=mask) for mask in (True, False))
+    assert sorted(pieces(alone)) == sorted(pieces(masked))
+    assert all((alone.row(row)[1] != IGNORE_INDEX).any() for row in range(len(alone)))
+    assert len(alone) == len(list(pieces(masked)))
+
+
+@given(documents=mixed, seq_len=seq_lens)
+def test_conversations_that_lose_something_are_counted(documents, seq_len):
+    dataset = pack_chats(documents, seq_len)
+    long = [len(rendered(item)) > seq_len + 1 for item in documents if not isinstance(item, str)]
+    lost = [not list(expected(item, seq_len)) for item in documents if not isinstance(item, str)]
+    assert (dataset.num_truncated, dataset.num_left_out) == (sum(long), sum(lost))
+    targets = np.concatenate([dataset.row(row)[1] for row in range(len(dataset))]) if len(dataset) else np.empty(0)
+    assert dataset.num_targets == (targets != IGNORE_INDEX).sum()
+
+
+def test_the_rest_of_a_row_is_padding_that_stands_apart():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tokens, targets, positions = pack_chats([messages, messages], 8).row(0)
+    assert bytes(tokens[:6].tolist()) == b"a>ba>b"
+    assert tokens[6:].tolist() == [EOS, EOS]
+    b, end = b"b|"
+    assert targets.tolist() == [IGNORE_INDEX, b, end, IGNORE_INDEX, b, end, IGNORE_INDEX, IGNORE_INDEX]
+    assert positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=60), capacity=st.integers(20, 40))
+def test_rows_are_never_overfull_and_no_two_would_go_into_one(lengths, capacity):
+    rows = best_fit(np.array(lengths, np.int64), capacity)
+    fill = np.bincount(rows, weights=lengths)
+    assert (fill <= capacity).all()
+    assert (fill > 0).all()
+    assert all(one + other > capacity for one, other in pairwise(sorted(fill)))
+
+
+def test_conversations_packed_otherwise_have_another_digest():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    digests = {pack_chats([messages] * 2, 8, document_mask=mask).digest for mask in (True, False)}
+    assert len(digests) == 2
+
+
+def test_texts_alone_are_packed_end_to_end():
+    with pytest.raises(ValueError, match="these documents are texts"):
+        pack_chats(["a", "b"], 8)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.data.corpus import BadLines, find_files, read_documents
+from llama_core.data.corpus import BadLines, Document, find_files, read_documents
 from llama_core.data.sample import sample_file
 from llama_core.errors import DataError
 
@@ -12,7 +12,8 @@ from llama_core.errors import DataError
 def test_the_sample_is_the_source_of_the_standard_library(tmp_path):
     sample = sample_file(tmp_path)
     bad_lines = BadLines()
-    documents = [d.text for d in read_documents(find_files(str(sample)), "text", bad_lines, max_bad_lines=0)]
+    read = read_documents(find_files(str(sample)), "text", bad_lines, render=Document, max_bad_lines=0)
+    documents = [document.text for document in read]
     assert bad_lines.total == 0
     assert Path(sysconfig.get_path("stdlib"), "argparse.py").read_text() in documents
     assert sum(map(len, documents)) > 5e6

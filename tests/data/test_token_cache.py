@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import write_jsonl
+from corpora import chat_of, write_jsonl
 
 from llama_core.data.corpus import find_files
 from llama_core.data.token_cache import ABANDONED_AFTER_SECONDS, cache_directory, cached_tokens
@@ -15,6 +15,11 @@ from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 
 DOCUMENTS = ["one", "two\n", "drei, vier"]
+CONVERSATIONS = [
+    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+    [{"role": "user", "content": "ja?"}, {"role": "assistant", "content": "nein"}],
+]
+RENDERED = [chat_of().document(messages, "").text for messages in CONVERSATIONS]
 
 
 class WideTokenizer(ByteTokenizer):
@@ -42,12 +47,13 @@ def source(tmp_path):
     return write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
 
 
-def build(source, directory, *, tokenizer=None, max_bad_lines=100, on_progress=lambda done, total: None):
+def build(source, directory, *, tokenizer=None, chat=None, max_bad_lines=100, on_progress=lambda done, total: None):
     return cached_tokens(
         find_files(str(source)),
         "text",
         tokenizer or ByteTokenizer(),
         Path(directory),
+        chat=chat or chat_of(),
         max_bad_lines=max_bad_lines,
         on_progress=on_progress,
     )
@@ -177,11 +183,48 @@ def test_only_what_nobody_writes_any_more_is_cleared_away(source, tmp_path):
     assert (abandoned.exists(), alive.exists()) == (False, True)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "text_hashes.bin", "cache.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokens.bin", "offsets.bin", "text_hashes.bin", "cache.json", "ignored.bin", "is_conversation.bin"],
+)
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 2), lambda path: os.truncate(path, 0)])
-def test_a_damaged_cache_is_made_again(source, tmp_path, name, damage):
+def test_a_damaged_cache_is_made_again(tmp_path, name, damage):
+    source = write_jsonl(tmp_path / "data.jsonl", [*DOCUMENTS, *CONVERSATIONS])
     damage(build(source, tmp_path / "cache").path / name)
-    assert texts_of(build(source, tmp_path / "cache")) == DOCUMENTS
+    assert texts_of(build(source, tmp_path / "cache")) == [*DOCUMENTS, *RENDERED]
+
+
+def test_conversations_and_texts_share_a_cache_that_knows_which_is_which(tmp_path):
+    source = write_jsonl(tmp_path / "data.jsonl", ["before", CONVERSATIONS[0], "between", CONVERSATIONS[1], "after"])
+    for cache in (build(source, tmp_path / "cache"), build(source, tmp_path / "cache")):
+        assert texts_of(cache) == ["before", RENDERED[0], "between", RENDERED[1], "after"]
+        assert cache.is_conversation.tolist() == [False, True, False, True, False]
+        bounds = zip(cache.offsets[:-1], cache.offsets[1:], strict=True)
+        counted = [bytes(cache.tokens[a:b][~cache.ignored[a:b]].tolist()).decode() for a, b in list(bounds)[1::2]]
+        assert counted == ["4<|eot_id|>", "nein<|eot_id|>"]
+        assert not cache.ignored[: cache.offsets[1]].any()
+        assert not cache.ignored[cache.offsets[2] : cache.offsets[3]].any()
+        assert not cache.ignored[cache.offsets[4] :].any()
+
+
+def test_texts_are_tokenised_once_whatever_conversations_would_become(source, tmp_path):
+    first = build(source, tmp_path / "cache")
+    assert build(source, tmp_path / "cache", chat=chat_of("llama2", "all")).path == first.path
+
+
+@pytest.mark.parametrize("other", [chat_of("llama2"), chat_of(loss_on="all")])
+def test_conversations_are_tokenised_again_for_another_template_or_loss(tmp_path, other):
+    source = write_jsonl(tmp_path / "data.jsonl", CONVERSATIONS)
+    first, second = build(source, tmp_path / "cache"), build(source, tmp_path / "cache", chat=other)
+    assert first.path != second.path
+    assert first.fingerprint != second.fingerprint
+    assert first.text_hashes.tolist() == second.text_hashes.tolist(), "the same conversations are held out"
+
+
+def test_conversations_left_out_under_one_loss_are_there_under_another(tmp_path):
+    source = write_jsonl(tmp_path / "data.jsonl", ["text", [{"role": "user", "content": "hello?"}]])
+    assert build(source, tmp_path / "cache").bad_lines.counts == {"no assistant turn": 1}
+    assert build(source, tmp_path / "cache", chat=chat_of(loss_on="all")).num_documents == 2
 
 
 def test_caches_are_kept_where_the_platform_keeps_them(monkeypatch, tmp_path):

@@ -87,6 +87,7 @@ def test_the_terminal_shows_a_line_for_each_step_and_nothing_of_prefect(flow_run
     assert steps_said(flow_run) == [
         "run",
         "validate",
+        "data",
         "plan",
         "estimate",
         "dry-run",

@@ -132,6 +132,9 @@ def write_run(path, *, outcome=FINISHED, records=None):
     )
     write_json(run.estimate, ESTIMATE)
     write_json(run.dry_run, DRY_RUN)
+    write_json(
+        run.data, {"summary": "120 conversations; loss on 40 of 90 tokens", "notes": ["3 of them lose their end"]}
+    )
     write_json(run.job, JobRecord("local", "1234", "login1", "2026-11-21T09:50:00+00:00"))
     write_json(run.training, SUMMARY)
     write_json(run.benchmark, BENCHMARK)

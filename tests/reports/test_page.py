@@ -145,12 +145,23 @@ def test_settings_that_differ_from_their_defaults_stand_out(run):
     assert "training.seed 12345" in page.text
 
 
+def test_what_was_trained_on_is_said_with_what_may_not_be_as_meant(run):
+    assert "Data 120 conversations; loss on 40 of 90 tokens. 3 of them lose their end." in report(run).text
+
+
+def test_a_run_on_the_callers_dataloader_misses_no_statistics_of_the_data(run):
+    run.data.unlink()
+    run.config.write_text(RunConfig().with_overrides("data.source=dataloader").to_yaml())
+    assert "statistics of the data" not in report(run).text
+
+
 MISSING = {
     "config": "No configuration yet: config.yaml has not been written.",
     "plan": "No plan yet: plan.json has not been written.",
     "environment": "No check of the environment yet: environment.json has not been written.",
     "estimate": "No memory estimate yet: estimate.json has not been written.",
     "dry_run": "No dry run yet: dry_run.json has not been written.",
+    "data": "No statistics of the data yet: data.json has not been written.",
     "training": "No training summary yet: training.json has not been written.",
     "benchmark": "No benchmark yet: benchmark.json has not been written.",
     "outcome": "No outcome yet: outcome.json has not been written.",
@@ -219,6 +230,7 @@ def written_by(path, text):
     write_json(run.environment, {"errors": [text], "warnings": [text], "facts": {text: text}})
     write_json(run.estimate, ESTIMATE | {"device": text, "notes": [text]})
     write_json(run.benchmark, replace(BENCHMARK, device=text))
+    write_json(run.data, {"summary": text, "notes": [text]})
     return run
 
 

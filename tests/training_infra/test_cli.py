@@ -191,7 +191,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
-    assert " ".join(dict.fromkeys(names)) == "run validate plan estimate dry-run submit train benchmark report"
+    assert " ".join(dict.fromkeys(names)) == "run validate data plan estimate dry-run submit train benchmark report"
     run = only_run(shell.path)
     assert ended.stdout.splitlines()[-1].split()[1] == f"runs/{run.name}/report.html"
     assert "held-out loss" in ended.stdout
@@ -218,7 +218,8 @@ def test_train_json_prints_one_record_of_everything(shell):
     record = json.loads(ended.stdout)
     assert record["outcome"]["status"] == "finished"
     assert record["training"]["steps"] == 2
-    assert set(record) == {"run_dir", "plan", "environment", "estimate", "dry_run", "training", "benchmark", "outcome"}
+    steps = ("plan", "data", "environment", "estimate", "dry_run", "training", "benchmark", "outcome")
+    assert set(record) == {"run_dir", *steps}
 
 
 def test_train_dry_run_says_what_the_dry_run_says_and_leaves_nothing(shell):
@@ -252,6 +253,30 @@ def test_lines_that_cannot_be_used_are_said_and_the_rest_is_trained_on(shell):
     assert ended.returncode == 0, ended.stderr
     assert "unusable lines (1 invalid JSON, 1 missing field)" in ended.stderr
     assert "texts.jsonl:61: invalid JSON" in ended.stderr
+
+
+def test_conversations_are_trained_and_evaluated_on_what_the_assistant_says(shell):
+    said = [f"that is {2 * number}" for number in range(12)]
+    chats = [
+        {"messages": [{"role": "user", "content": f"twice {n}?"}, {"role": "assistant", "content": text}]}
+        for n, text in enumerate(said)
+    ]
+    held_out = chats[:3]
+    for name, records in (("chats", chats), ("held-out", held_out)):
+        (shell.path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    flags = (
+        "--seq-len=256",
+        "--set=training.eval_sequences=3",
+        "--data=chats.jsonl",
+        "--validation-data=held-out.jsonl",
+    )
+    ended = shell("train", *SMALL, "--steps=2", *flags, "--json")
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(ended.stdout)
+    of_each = [len(f"{text}<|eot_id|>") for text in said]
+    assert record["training"]["eval_tokens"] == sum(of_each[:3])
+    assert record["data"]["num_targets"] == sum(of_each[3:])
+    assert record["data"]["conversations"]["num_conversations"] == 15
 
 
 def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_go_on(shell):

@@ -123,9 +123,10 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
     check_ranks_agree(run, config)
     with one_per_machine_first():
-        datasets = load_datasets(
-            config.data, seq_len=config.seq_len, vocab_size=config.spec.vocab_size, seed=training.seed
-        )
+        datasets = load_datasets(config.data, config.spec, seq_len=config.seq_len, seed=training.seed)
+    if is_first_rank():
+        write_json(run.data, datasets.statistics.as_dict())
+        logger.info("data: %s", "; ".join((datasets.statistics.summary(), *datasets.statistics.notes)))
     held_out = datasets.validation
     rank = dist.get_rank() if dist.is_initialized() else 0
     share: dict[str, int] = {"rank": plan.dp_rank(rank), "world_size": plan.dp}

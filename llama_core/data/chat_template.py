@@ -1,0 +1,218 @@
+"""Chat templates: Jinja in a sandbox, as Hugging Face tokenizers carry it, and what of its text the assistant wrote.
+
+A template may mark the assistant's text with ``{% generation %} ... {% endgeneration %}``. What any
+other renders is divided by rendering the conversation turn by turn.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llama_core.config.models import Family
+from llama_core.data.tokenizer import TemplateSource
+from llama_core.errors import DataError
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, and whatever else the template may know."""
+Spans = tuple[tuple[int, int], ...]
+"""Where some characters begin and end, in order."""
+
+LLAMA2 = """
+{%- set system, turns = '', messages -%}
+{%- if messages[0].role == 'system' -%}
+    {%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' -%}
+    {%- set turns = messages[1:] -%}
+{%- endif -%}
+{%- for message in turns -%}
+    {%- if message.role != ('user', 'assistant')[loop.index0 % 2] -%}
+        {{- raise_exception("after an optional system prompt, user and assistant take turns") -}}
+    {%- elif message.role == 'user' -%}
+        {%- set content = (system if loop.first else '') ~ message.content -%}
+        {{- bos_token ~ '[INST] ' ~ content.strip() ~ ' [/INST]' -}}
+    {%- else -%}
+        {%- generation -%}{{- ' ' ~ message.content.strip() ~ ' ' ~ eos_token -}}{%- endgeneration -%}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""Meta's format of Llama 2 Chat; Code Llama Instruct has the same.
+
+Source: ``chat_completion`` in llama/generation.py of github.com/meta-llama/llama and of meta-llama/codellama.
+"""
+
+LLAMA3 = """
+{%- for message in messages -%}
+    {%- if message.role not in ('system', 'user', 'assistant') -%}
+        {{- raise_exception("the roles are system, user and assistant, not " ~ message.role) -}}
+    {%- endif -%}
+    {{- '<|begin_of_text|>' if loop.first -}}
+    {{- '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\\n\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}{{- message.content.strip() ~ '<|eot_id|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message.content.strip() ~ '<|eot_id|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt -}}
+"""
+"""Meta's format of Llama 3 Instruct, without tools.
+
+Source: ``ChatFormat`` in llama/tokenizer.py of github.com/meta-llama/llama3; models/llama3_3/prompt_format.md of
+github.com/meta-llama/llama-models.
+"""
+
+BUILT_IN = {
+    "llama2": TemplateSource(LLAMA2, "Llama 2's format"),
+    "llama3": TemplateSource(LLAMA3, "Llama 3's format"),
+}
+"""The published formats, as ``data.chat_template`` names them."""
+OF_FAMILY: Mapping[Family, str] = {
+    "llama1": "llama2",  # it had no chat model of its own
+    "llama2": "llama2",
+    "code_llama": "llama2",
+    "llama3": "llama3",
+}
+"""The published format of each family that is known."""
+LLAMA3_MARKERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+"""The special tokens that Llama 3's format spells out."""
+
+_BEGIN, _END = (f"\0{secrets.token_hex(8)}\0" for _ in range(2))  # no conversation holds these
+_HAS_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class TemplateRefusalError(ValueError):
+    """What a template says of a conversation that it does not render."""
+
+
+class ChatTemplate:
+    """One chat template.
+
+    The sandbox, its functions and its settings are those of transformers' ``apply_chat_template``, but for the date:
+    ``strftime_now`` gives that of the data, so that the same data become the same tokens on any day.
+
+    Args:
+        source: the template and its name.
+        named_tokens: the tokenizer's special tokens, by the names that templates know.
+        today: what the template takes for it.
+    """
+
+    def __init__(self, source: TemplateSource, named_tokens: Mapping[str, str], today: date) -> None:
+        self.source, self.name = source.template, source.name
+        self.marks_the_assistant = _HAS_GENERATION_TAG.search(self.source) is not None
+        self._variables = {"tools": None, "documents": None, **named_tokens}
+        self._today = today
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest that two templates share only if they render the same text."""
+        today = self._today.isoformat() if "strftime_now" in self.source else None
+        return hashlib.sha256(json.dumps([self.source, self._variables, today]).encode()).hexdigest()
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return a conversation as text.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end with what the assistant's next turn begins with.
+
+        Raises:
+            DataError: if the template is no Jinja.
+            TemplateRefusalError: if the template raises.
+        """
+        return self._render(messages, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+
+    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """Return a conversation as text, and the spans that the assistant wrote: content and end of turn, no header.
+
+        Raises:
+            DataError: as ``render``.
+            TemplateRefusalError: if the template raises, or the spans cannot be told.
+        """
+        if self.marks_the_assistant:
+            return _split_at_marks(self._render(messages, False))
+        whole = self.render(messages)
+        return whole, tuple(self._turns(messages, whole))
+
+    def _turns(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
+        """Yield each assistant turn's span: from the prompt for it to where the conversation up to it ends."""
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self.render(messages[:index], add_generation_prompt=True)
+                turn = self.render(messages[: index + 1])
+                if not (turn.startswith(prompt) and whole.startswith(turn)):
+                    raise TemplateRefusalError(
+                        f"it renders message {index + 1} otherwise inside the conversation than at its end, so the "
+                        "assistant's text cannot be told; mark it in the template with {% generation %} and "
+                        "{% endgeneration %}, or set data.loss_on=all"
+                    )
+                yield len(prompt), len(turn)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        template = self._template
+        try:
+            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._variables)
+        except Exception as error:  # templates are programs: they raise whatever programs raise
+            reason = " ".join(str(error).split())
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise TemplateRefusalError(
+                f"{kind}{reason}; change the conversation, or name another data.chat_template"
+            ) from None
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = self._today.strftime
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"chat template {self.name!r} is no Jinja: line {error.lineno}: {error.message}; mend it, or name "
+                "another as data.chat_template"
+            ) from None
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``: sets off what the assistant wrote with two marks."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _split_at_marks(rendered: str) -> tuple[str, Spans]:
+    text, *marked = rendered.split(_BEGIN)
+    spans = []
+    for part in marked:
+        inside, _, after = part.partition(_END)
+        spans.append((len(text), len(text) + len(inside)))
+        text += inside + after
+    return text, tuple(spans)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Do as Jinja's own filter, without its escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

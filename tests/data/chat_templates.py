@@ -1,0 +1,54 @@
+"""Chat templates as people publish them, written anew as far as a test needs them.
+
+Sources: the tokenizer_config.json of meta-llama/Meta-Llama-3-8B-Instruct, meta-llama/Llama-2-7b-chat-hf and
+meta-llama/Llama-3.1-8B-Instruct on huggingface.co; for ChatML, huggingface.co/docs/transformers/chat_templating.
+"""
+
+PUBLIC_LLAMA3 = (
+    "{% for message in messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
+    "+ message['content'] | trim + '<|eot_id|>' %}"
+    "{{ (bos_token if loop.index0 == 0 else '') + content }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+PUBLIC_LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set turns, system = messages[1:], messages[0]['content'] %}"
+    "{% else %}{% set turns, system = messages, false %}{% endif %}"
+    "{% for message in turns %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if loop.index0 == 0 and system != false %}"
+    "{% set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+DATED = (
+    "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' }}"
+    "{{ strftime_now('%d %b %Y') }}{{ '<|eot_id|>' }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content|trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+CHATML = """{% for message in messages %}
+<|im_start|>{{ message.role }}
+    {%- if message.role == 'assistant' %}
+
+{% generation %}{{ message.content | trim }}<|im_end|>{% endgeneration %}
+
+    {%- else %}
+
+{{ message.content }}<|im_end|>
+    {%- endif %}
+
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""With the assistant's text marked. It is trimmed, since transformers marks no token of a text that begins with a space
+which a byte-level tokenizer leaves out of its offsets."""
+FORGETFUL = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ (' (end)' if loop.last else '\n') }}{% endfor %}"
+"""Renders a message otherwise at the end than inside."""
