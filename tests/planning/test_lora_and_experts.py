@@ -1,6 +1,5 @@
 """What adapters and experts do to the estimate, and whether layers keep for their backward what it says they do."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
 from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, LoRA, MoE
-from llama_core.models.layers import Attention, Block, FeedForward, Linear, rotation
+from llama_core.models.layers import Block, Linear, rotation
 from llama_core.models.llama import Llama
+from llama_core.models.lora import with_adapters
 from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
@@ -41,7 +41,6 @@ MEDIUM = replace(
     vocab_size=32_000,
 )
 SEQ_LEN = 32
-NAMES = dict(zip(("wq", "wk", "wv", "wo", "w1", "w3", "w2"), MATRICES, strict=True))
 
 targets = st.lists(st.sampled_from(MATRICES), min_size=1, unique=True).map(tuple)
 adapters = st.builds(LoRA, lora_rank=st.sampled_from([1, 8, 64]), target_modules=targets)
@@ -69,20 +68,6 @@ def ranks_of(spec, plan):
     return estimate_ranks(spec, plan, seq_len=2048, precision="bf16", documents="none")
 
 
-class AdaptedLinear(nn.Module):
-    """A frozen matrix with an adapter beside it, as the estimate has them: cast to the dtype of the input at use."""
-
-    def __init__(self, frozen, rank):
-        super().__init__()
-        self.frozen, self.scale = frozen, 2.0
-        self.a = nn.Parameter(torch.randn(rank, frozen.in_features) * 0.1)
-        self.b = nn.Parameter(torch.randn(frozen.out_features, rank) * 0.1)
-
-    def forward(self, x):
-        added = F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
-        return self.frozen(x) + added * self.scale
-
-
 class Experts(nn.Module):
     """Experts in place of a feed-forward, as the estimate has them: one tensor of all w1, one of w2, one of w3."""
 
@@ -107,16 +92,6 @@ class Experts(nn.Module):
         return (returned_TKD * gates[:, :, None].to(x_BSD.dtype)).sum(1).view_as(x_BSD)
 
 
-def adapt(model, spec):
-    """Freeze a model or a layer, and put adapters beside its matrices."""
-    model.requires_grad_(False)
-    parts = [module for module in model.modules() if isinstance(module, Attention | FeedForward)]
-    for part in parts:
-        for name in [name for name, _ in part.named_children() if NAMES[name] in spec.lora.target_modules]:
-            setattr(part, name, AdaptedLinear(getattr(part, name), spec.lora.lora_rank))
-    return model
-
-
 def make_sparse(model, spec):
     """Put experts in place of every feed-forward of a model or a layer."""
     for module in list(model.modules()):
@@ -125,26 +100,18 @@ def make_sparse(model, spec):
     return model
 
 
-@contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
 def adapted_block(spec):
-    with default_dtype(torch.bfloat16):
-        block = Block(spec)
-    return adapt(block, spec)
+    return with_adapters(Llama(spec, compute_dtype=torch.bfloat16)).layers["0"]
 
 
 def peaks_counted(spec, seq_len):
     """Return the peak bytes of the forward and the backward of a whole model, of one row, on fake tensors."""
-    with FakeTensorMode(), default_dtype(torch.bfloat16 if spec.lora else torch.float32):
-        model = Llama(spec, compute_dtype=torch.bfloat16)
-        with default_dtype(torch.float32):
-            (adapt if spec.lora else make_sparse)(model, spec)
+    with torch.device("meta"):
+        model = with_adapters(Llama(spec, compute_dtype=torch.bfloat16))
+        if spec.moe:
+            make_sparse(model, spec)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         with ByteCounter(block_bytes=1) as counter:
             counter.relabel(model.parameters(), "weights")
             tokens = torch.zeros(1, seq_len, dtype=torch.long)
@@ -181,7 +148,7 @@ def bytes_estimated(spec):
     return tensors.layer()
 
 
-def with_adapters(name, rank=64, names=ATTENTION_MATRICES):
+def adapted_spec(name, rank=64, names=ATTENTION_MATRICES):
     return replace(model_spec(name), lora=LoRA(lora_rank=rank, target_modules=names))
 
 
@@ -222,7 +189,7 @@ def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq
 
 @pytest.mark.parametrize("num_shards", [1, 8])
 def test_frozen_weights_are_held_in_the_activations_dtype_and_adapters_with_gradients_and_moments(num_shards):
-    spec = with_adapters("llama3_8b")
+    spec = adapted_spec("llama3_8b")
     frozen = spec.num_parameters - spec.num_trainable_parameters
     plan = ParallelPlan(dp_shard=num_shards, zero_stage=3)
     states = (2 * frozen + 16 * spec.num_trainable_parameters) / num_shards
@@ -248,7 +215,7 @@ def test_a_higher_rank_never_holds_less(plan, lora):
 
 def test_nothing_outside_the_layers_has_gradients_under_adapters():
     plan = ParallelPlan(pp=2, num_microbatches=2)
-    spec = with_adapters("llama3_8b")
+    spec = adapted_spec("llama3_8b")
     gradients = [rank.phases["optimizer"]["gradients"] for rank in ranks_of(spec, plan)]
     layers = [len(layers) for layers in plan.stage_layers(spec)]
     assert gradients == [4 * count * spec.layer_adapter_parameters for count in layers]
@@ -256,7 +223,7 @@ def test_nothing_outside_the_layers_has_gradients_under_adapters():
 
 def test_adapters_of_70b_fit_eight_devices_of_80_gb_where_full_training_does_not():
     plan, usable = ParallelPlan(dp_shard=8, zero_stage=3, recompute="full"), gpu_spec("h100").usable_bytes
-    adapted = estimate(with_adapters("llama3_70b"), plan, seq_len=8192)
+    adapted = estimate(adapted_spec("llama3_70b"), plan, seq_len=8192)
     assert adapted.state_bytes / 1e9 == pytest.approx(18.2, abs=0.05)  # 17.6 of them frozen weights
     assert adapted.peak_bytes < usable / 2 < usable < estimate(model_spec("llama3_70b"), plan).state_bytes
 
