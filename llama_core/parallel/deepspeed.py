@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from llama_core.config.models import ModelSpec
 from llama_core.errors import EnvironmentMismatchError, PlanError
 from llama_core.models.batch import Batch
+from llama_core.models.layers import Block
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.parallel.gradients import Update
@@ -129,6 +130,13 @@ class DeepSpeedModel:
         config = deepspeed_config(plan, spec, device_type=device.type, compute_dtype=compute_dtype)
         self.model = self._build(spec, config, compute_dtype)
         recompute_and_compile(self.model, plan, device)
+        if plan.zero_stage == 3:
+            # A block is gathered whole, before it is computed again: selective recomputation counts every operator in
+            # its midst. DeepSpeed lets its weights go with the gradient of its input, which under adapters the first
+            # one has only if asked to.
+            self._deepspeed.utils.set_z3_leaf_modules(self.model, [Block])
+            embedding = self.model.get_submodule("tok_embeddings")
+            embedding.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
         with redirect_stdout(StringIO()):  # stage 1 prints its memory use in bf16
             self.engine, *_ = self._deepspeed.initialize(
                 model=self.model, optimizer=build_optimizer(self.model), config=config

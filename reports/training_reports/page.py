@@ -31,7 +31,7 @@ def write_report(run: RunDirectory) -> Path:
     if not run.path.is_dir():
         raise RunDirectoryError(f"{str(run.path)!r} is not a directory; name one that a run has written")
     contents = RunContents.read(run)
-    outcome, settings, defaults = contents.outcome, _flat(contents.config), _flat(RunConfig().model_dump())
+    outcome, settings, defaults = contents.outcome, _flat(contents.config), _flat(RunConfig().model_dump(mode="json"))
     return write_page(
         run.report,
         "run.html",

@@ -101,7 +101,7 @@ def assert_equal_but_for_rounding(ranks, expected):
         (UNTIED, {"zero_stage": 1, "compile": True}),
         (UNTIED, {"zero_stage": 2, "recompute": "selective"}),
         (TIED, {"zero_stage": 2, "offload": "optimizer"}),
-        (UNTIED, {"zero_stage": 3}),
+        (UNTIED, {"zero_stage": 3, "recompute": "selective"}),
         (TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (5,)}),
         (ADAPTED, {"zero_stage": 1}),
         (ADAPTED, {"zero_stage": 3, "offload": "optimizer", "recompute": "selective"}),

@@ -5,6 +5,7 @@ import pytest
 from launch_harness import eventually, is_alive
 
 from llama_core.chain import steps
+from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
@@ -38,7 +39,7 @@ def train(tmp_path_factory):
     )
 
     def start(name):
-        run = steps.prepare_run(config, tmp_path_factory.mktemp("runs") / name)
+        run = prepare_run(config, tmp_path_factory.mktemp("runs") / name)
         handles.append(steps.submit(run))
         return handles[-1]
 

@@ -33,7 +33,8 @@ def test_experts_are_part_of_an_orchestrators_model():
         (
             "lora",
             {"lora_rnk": 8},
-            "strategy 'lora' takes lora_rank, lora_alpha, target_modules, not lora_rnk; did you mean 'lora_rank'?",
+            "strategy 'lora' takes lora_rank, lora_alpha, lora_dropout, target_modules, not lora_rnk; "
+            "did you mean 'lora_rank'?",
         ),
         ("standard", {"lora_rank": 8}, "strategy 'standard' takes no parameters, not lora_rank"),
     ],
