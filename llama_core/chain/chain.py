@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_core.chain.console import say
-from llama_core.chain.steps import NOT_REHEARSED, describe, say_data, say_plan, stopping_on_interrupt
+from llama_core.chain.steps import NOT_REHEARSED, describe, say_data, say_plan, say_weights, stopping_on_interrupt
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -48,6 +48,7 @@ def run_chain(steps: Steps) -> RunDirectory:
         TrainingInfraError: as the steps do.
     """
     run = steps.prepare()
+    say_weights(run)
     say("run", describe(run))
     say("validate", steps.validate(run).summary())
     say_data(run)

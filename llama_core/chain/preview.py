@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
 from llama_core.chain.prepare import check_initial_weights, refuse_untrainable
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
-from llama_core.config.run import RunConfig
+from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
 from llama_core.errors import DoesNotFitError, EnvironmentMismatchError
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -43,7 +43,8 @@ class Preview:
     def notes(self) -> tuple[str, ...]:
         """What there is to know beside the numbers, a sentence each."""
         left_out = () if self.rehearsed else (f"dry run {NOT_REHEARSED}",)
-        return (*left_out, *self.verdict.notes, *(self.data.notes if self.data else ()))
+        random_base = (RANDOM_BASE,) if self.planned.config.has_random_base else ()
+        return (*random_base, *left_out, *self.verdict.notes, *(self.data.notes if self.data else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the preview as a record."""

@@ -13,7 +13,7 @@ from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import refuse_unfit
 from llama_core.chain.runs import is_finished, load_config, load_plan
-from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.config.run import DATALOADER, RANDOM_BASE, RunConfig
 from llama_core.errors import (
     CancelledError,
     ConfigError,
@@ -295,6 +295,17 @@ def say_plan(run: RunDirectory) -> None:
     say("plan", plan.summary())
     for note in plan.notes:
         say("note", note)
+
+
+def say_weights(run: RunDirectory) -> None:
+    """Announce the weights that the run begins with, where they are to be trained ones, and how they are tuned."""
+    config = load_config(run)
+    if config.has_random_base:
+        say("weights", RANDOM_BASE)
+    elif config.training.init_from is not None:
+        say("weights", f"of {config.training.init_from}")
+    for key, value in config.fine_tuning_defaults.items():
+        say("default", f"training.{key}={value:g} (fine-tuning)")
 
 
 def say_data(run: RunDirectory) -> None:

@@ -34,7 +34,7 @@ from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import ModelSpec
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
-from llama_core.config.strategy import LoRA, MoE
+from llama_core.config.strategy import LoRA, MoE, fine_tuning_defaults
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.schedules.registry import schedule_names
 
@@ -42,6 +42,8 @@ SAMPLE = "sample"
 """The data source that every machine has: the sources of Python's own standard library."""
 DATALOADER = "dataloader"
 """The data source of a run whose batches the caller's own code makes."""
+RANDOM_BASE = "base weights are random, and so is what comes of them; --init-from PATH begins with trained ones"
+"""What is said of a run for which ``RunConfig.has_random_base`` holds."""
 
 Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
@@ -123,11 +125,11 @@ class TrainingConfig(Section):
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; default: as many as the epochs take."""
     epochs: float = Field(1.0, gt=0)
-    """Passes over the training documents, when no number of steps is given."""
+    """Passes over the training documents, when no number of steps is given; default: 1, in fine-tuning 2."""
     precision: Precision = "auto"
     """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling) or fp32; auto: bf16 where the device has it."""
     learning_rate: float = Field(3e-4, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate; default: 3e-4, of adapters 2e-4, of a whole model with init_from 2e-5."""
     lr_schedule: LrSchedule = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant; each after a linear warm-up."""
     warmup_steps: int | None = Field(None, ge=0)
@@ -137,7 +139,7 @@ class TrainingConfig(Section):
     decay_fraction: float = Field(0.2, gt=0, le=1)
     """Fraction of the steps that the wsd schedule spends decaying."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay of the matrices; norm vectors are not decayed."""
+    """Decoupled weight decay of the matrices; norm vectors are not decayed. Default: 0.1, of adapters 0."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -151,7 +153,7 @@ class TrainingConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None
-    """Weights to begin with: a Hugging Face folder of safetensors, or a run's directory; default: random ones."""
+    """Weights to begin with, of a Hugging Face folder or a run: its model and tokenizer too, where none are named."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""
     eval_every: int = Field(0, ge=0)
@@ -290,6 +292,20 @@ class RunConfig(Section):
     benchmark: BenchmarkConfig = BenchmarkConfig()
     """How the speed of a step is measured."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_dependent_defaults(cls, given: Any) -> Any:
+        """Fill in the defaults that depend on other settings."""
+        training = given.get("training", {}) if isinstance(given, dict) else None
+        if not isinstance(training, dict):
+            return given  # what is wrong is found after this
+        init_from = training.get("init_from")
+        if isinstance(init_from, str):
+            given = _with_model_of(init_from, given)
+        adapters = given.get("strategy") == "lora"
+        defaults = fine_tuning_defaults(adapters=adapters, trained_before=init_from is not None)
+        return given | {"training": defaults | training} if defaults else given
+
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
         problems = list(self._contradictions())
@@ -360,6 +376,8 @@ class RunConfig(Section):
                 f"its positions with architecture.rope_scaling.factor={factor:g}, or keep them as they are with "
                 f"architecture.max_context={seq_len}"
             )
+        if spec.lora is not None:
+            yield from spec.lora.misfits(spec.matrix_shapes)
         if spec.num_heads % spec.num_kv_heads:
             divisors = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
             yield (
@@ -375,6 +393,19 @@ class RunConfig(Section):
             lora=self.lora if self.strategy == "lora" else None,
             moe=self.moe if self.strategy == "moe" else None,
         )
+
+    @property
+    def has_random_base(self) -> bool:
+        """Whether the run fine-tunes, adapters or an instruct model, what nobody has trained."""
+        return self.training.init_from is None and (self.strategy == "lora" or self.spec.instruct)
+
+    @property
+    def fine_tuning_defaults(self) -> dict[str, float]:
+        """The settings of ``training`` that are as fine-tuning has them by default, unlike other training."""
+        defaults = fine_tuning_defaults(
+            adapters=self.strategy == "lora", trained_before=self.training.init_from is not None
+        )
+        return {key: value for key, value in defaults.items() if getattr(self.training, key) == value}
 
     def self_contained(self) -> Self:
         """Return the same run in need of no model folder: its path from anywhere, and all that its files say.
@@ -468,14 +499,40 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
     def with_overrides(self, *overrides: str) -> Self:
-        """Return a copy with ``section.key=value`` overrides applied.
+        """Return a copy with ``section.key=value`` overrides applied; defaults follow the strategy.
 
         Raises:
             ConfigError: as ``from_mapping``.
         """
-        return self.from_mapping(self.model_dump(), overrides)
+        mapping = self.model_dump()
+        for key in _TUNED:
+            default = self.fine_tuning_defaults.get(key, TrainingConfig.model_fields[key].default)
+            if mapping["training"][key] == default:
+                del mapping["training"][key]
+        return self.from_mapping(mapping, overrides)
 
 
+def _with_model_of(weights: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Add the model and the tokenizer of the weights that a run begins with, where ``given`` names none."""
+    folder, model, tokenizer = Path(weights).expanduser(), {}, None
+    if (folder / "config.yaml").is_file():  # of a run, or a copy in its checkpoint
+        try:
+            theirs = RunConfig.load(folder / "config.yaml")
+        except ConfigError:  # which is said where the weights are looked at
+            return given
+        model = theirs.model_dump(include={"model", "architecture"})
+        tokenizer = theirs.data.tokenizer
+    elif (folder / "config.json").is_file():
+        model = {"model": str(folder.absolute())}
+        tokenizer = str(folder.absolute()) if (folder / "tokenizer.json").is_file() else None
+    data = given.get("data", {})
+    if tokenizer is not None and isinstance(data, dict):
+        given = given | {"data": {"tokenizer": tokenizer} | data}
+    return given if "model" in given or "architecture" in given else model | given
+
+
+_TUNED = ("learning_rate", "weight_decay", "epochs")
+"""What fine-tuning has other defaults of."""
 _CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps")
 
 

@@ -1,9 +1,9 @@
 """What a training strategy does to a model: low-rank adapters beside its matrices, or experts in its layers."""
 
-from collections.abc import Iterator
-from typing import Annotated, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from llama_core.config.section import Section
 from llama_core.errors import ConfigError, did_you_mean
@@ -12,6 +12,9 @@ ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")
 MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
 """The matrices of a layer, as Hugging Face calls them."""
+
+ALL_LINEAR = "all-linear"
+"""What PEFT calls all matrices but the head, and so all of ``MATRICES``."""
 
 _Listed = Field(strict=False)
 """Marks a tuple that YAML and JSON write as a list."""
@@ -48,7 +51,12 @@ class LoRA(_Strategy):
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are left out of a step, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
-    """The matrices that are adapted, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+    """Matrices with adapters, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; or all-linear."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _all_linear(cls, value: Any) -> Any:
+        return MATRICES if value in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) else value
 
     @property
     def scale(self) -> float:
@@ -59,9 +67,16 @@ class LoRA(_Strategy):
         unknown = [target for target in self.target_modules if target not in MATRICES]
         if unknown or not self.target_modules:
             hint = did_you_mean(unknown[0], MATRICES) if unknown else ""
-            yield f"target_modules={list(self.target_modules)} has to name some of {', '.join(MATRICES)}{hint}"
+            some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}"
+            yield f"target_modules={list(self.target_modules)} has to name {some}{hint}"
         elif len(set(self.target_modules)) < len(self.target_modules):
             yield f"target_modules={list(self.target_modules)} names a matrix twice"
+
+    def misfits(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        """Yield a sentence if the adapters have a higher rank than a matrix they are beside, by ``shapes``."""
+        lowest, matrix = min((min(shapes[name]), name) for name in self.target_modules)
+        if self.lora_rank > lowest:
+            yield f"lora.lora_rank={self.lora_rank} is above the rank that {matrix} can have; use at most {lowest}"
 
 
 class MoE(_Strategy):
@@ -89,3 +104,22 @@ class MoE(_Strategy):
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.moe_layers is None or layer in self.moe_layers
+
+
+_ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}
+_WHOLE_MODEL = {"learning_rate": 2e-5, "epochs": 2.0}
+
+
+def fine_tuning_defaults(*, adapters: bool, trained_before: bool) -> dict[str, float]:
+    """Return the settings of ``training`` whose defaults are others than those of training from the beginning.
+
+    Args:
+        adapters: whether adapters are trained.
+        trained_before: whether the run begins with trained weights.
+
+    Source: adapters, Dettmers et al. 2023, arXiv:2305.14314, table 9 (7B and 13B); whole models, Touvron et al. 2023,
+    arXiv:2307.09288, section 3.1, whose two epochs adapters get too.
+    """
+    if adapters:
+        return _ADAPTERS
+    return _WHOLE_MODEL if trained_before else {}

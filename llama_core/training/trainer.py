@@ -1,5 +1,6 @@
 """The training loop: optimizer steps with evaluations, checkpoints and metrics between them."""
 
+import hashlib
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
@@ -85,6 +87,7 @@ class Trainer:
         if self.device.type == "cuda" and config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)
+        self._drops_out = config.spec.lora is not None and config.spec.lora.lora_dropout > 0
         self._takes_documents = document_attention(config, plan) == "varlen"
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
@@ -228,6 +231,8 @@ class Trainer:
 
     def _optimize(self, batch: Batch, on_phase: Callable[[Phase], None]) -> StepResult:
         training = self.config.training
+        if self._drops_out:
+            self._seed_dropout()
         return train_step(
             self.engine,
             self._microbatches(batch),
@@ -236,6 +241,12 @@ class Trainer:
             loss_scale=self.loss_scale.value,
             on_phase=on_phase,
         )
+
+    def _seed_dropout(self) -> None:
+        """Let a step drop the same when it is taken again, and the tensor-parallel ranks of the same tokens."""
+        replica = dist.get_rank() // self.plan.tp if dist.is_initialized() else 0
+        digest = hashlib.sha256(f"dropout {self.config.training.seed} {self.step} {replica}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8]))
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         """Return what each forward takes of a batch, on the device."""
@@ -249,7 +260,10 @@ class Trainer:
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
         microbatches = [micro for batch in self.validation() for micro in self._microbatches(batch)]
+        # only where it makes a difference: compiled code is compiled again
+        self.engine.model.train(not self._drops_out)
         total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
+        self.engine.model.train()
         return total / num_targets if num_targets else math.nan, num_targets
 
     def _checkpoint_if_due(self, sinks: MetricsSinks | None, *, stop: bool) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from llama_core.config.run import RunConfig
-from llama_core.errors import RunDirectoryError
+from llama_core.config.run import RANDOM_BASE, RunConfig
+from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
@@ -39,6 +39,7 @@ def write_report(run: RunDirectory) -> Path:
         source=run.path,
         status=outcome.status if outcome else "no outcome yet",
         style=STATUS_STYLE.get(outcome.status, "bad") if outcome else "idle",
+        warning=_warning(contents),
         facts=_facts(contents),
         contents=contents,
         last_signs=_last_signs(contents),
@@ -50,6 +51,15 @@ def write_report(run: RunDirectory) -> Path:
         changed=[key for key, value in settings.items() if value != defaults.get(key, value)],
         plan=_flat(contents.plan),
     )
+
+
+def _warning(contents: RunContents) -> str | None:
+    """Return what stands above everything else, if anything does."""
+    try:
+        config = RunConfig.from_mapping(contents.config or {})
+    except ConfigError:  # one of another version
+        return None
+    return f"{RANDOM_BASE[0].upper()}{RANDOM_BASE[1:]}." if config.has_random_base else None
 
 
 def _facts(contents: RunContents) -> dict[str, object]:

@@ -55,6 +55,22 @@ def test_a_folder_of_a_long_context_is_trained_at_8192_tokens_unless_more_is_ask
     assert RunConfig.from_mapping({"model": path, "training": {"seq_len": context}}).seq_len == context
 
 
+def test_weights_to_begin_with_bring_their_model_and_tokenizer_unless_others_are_named(folder):
+    path = str(folder())
+    (Path(path) / "tokenizer.json").touch()
+    config = RunConfig.from_mapping({"training": {"init_from": path}})
+    assert (config.model, config.data.tokenizer) == (path, path)
+    named = {"model": "llama3_8b", "data": {"tokenizer": "bytes"}, "training": {"init_from": path}}
+    assert RunConfig.from_mapping(named).model_dump(include={"model", "data"})["model"] == "llama3_8b"
+    assert RunConfig.from_mapping(named).data.tokenizer == "bytes"
+
+
+def test_the_weights_of_a_run_bring_its_architecture(tmp_path):
+    trained = RunConfig.from_mapping({"architecture": {"num_layers": 2}})
+    (tmp_path / "config.yaml").write_text(trained.to_yaml())
+    assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).spec == trained.spec
+
+
 def test_settings_go_over_those_of_the_folder(folder):
     path = folder(rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 512})
     config = config_of(path, num_layers=1, rope_scaling={"factor": 16})

@@ -44,6 +44,47 @@ def test_a_strategy_is_spelled_with_its_own_section():
     assert (moe.spec.lora, moe.spec.moe) == (None, MoE(num_experts=16, moe_layers=(4, 8)))
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
+def test_all_linear_is_every_matrix_of_a_layer(targets):
+    config = RunConfig.from_mapping({"strategy": "lora", "lora": {"target_modules": targets}})
+    assert config.lora.target_modules == MATRICES
+
+
+@pytest.mark.parametrize(
+    ("mapping", "learning_rate", "weight_decay", "epochs"),
+    [
+        ({}, 3e-4, 0.1, 1),
+        ({"strategy": "lora"}, 2e-4, 0, 2),
+        ({"training": {"init_from": "weights"}}, 2e-5, 0.1, 2),
+        ({"strategy": "lora", "training": {"init_from": "weights", "learning_rate": 1e-3}}, 1e-3, 0, 2),
+    ],
+)
+def test_fine_tuning_has_defaults_of_its_own(mapping, learning_rate, weight_decay, epochs):
+    training = RunConfig.from_mapping(mapping).training
+    assert (training.learning_rate, training.weight_decay, training.epochs) == (learning_rate, weight_decay, epochs)
+
+
+def test_defaults_follow_a_strategy_that_is_overridden_and_what_was_asked_for_does_not():
+    asked = RunConfig.from_mapping({"training": {"epochs": 5}})
+    adapters = asked.with_overrides("strategy=lora")
+    assert adapters.fine_tuning_defaults == {"learning_rate": 2e-4, "weight_decay": 0}
+    assert adapters.training.epochs == 5
+    assert adapters.with_overrides("strategy=standard") == asked
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ({"model": "llama3_70b_instruct"}, True),
+        ({"strategy": "lora"}, True),
+        ({"strategy": "lora", "training": {"init_from": "weights"}}, False),
+        ({}, False),
+    ],
+)
+def test_fine_tuning_random_weights_is_known(mapping, expected):
+    assert RunConfig.from_mapping(mapping).has_random_base == expected
+
+
 def test_runs_with_other_adapters_are_other_runs():
     ranks = [RunConfig.from_mapping({"strategy": "lora", "lora": {"lora_rank": rank}}) for rank in (8, 16)]
     assert len({config.fingerprint() for config in (*ranks, RunConfig())}) == 3
@@ -56,7 +97,16 @@ def test_runs_with_other_adapters_are_other_runs():
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_proj", "wq"]}},
             "target_modules=['q_proj', 'wq'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj",
+            "down_proj, or all-linear",
+        ),
+        (
+            {"strategy": "lora", "lora": {"target_modules": ["q_porj"]}},
+            "target_modules=['q_porj'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+            "down_proj, or all-linear; did you mean 'q_proj'?",
+        ),
+        (
+            {"strategy": "lora", "lora": {"lora_rank": 129, "target_modules": ["q_proj", "v_proj"]}},
+            "lora.lora_rank=129 is above the rank that v_proj can have; use at most 128",
         ),
         (
             {"strategy": "moe", "moe": {"num_experts": 4, "experts_per_token": 5}},

@@ -4,10 +4,15 @@ In float64 two orders of the same sums differ by some 1e-16; AdamW's division by
 that in the weights after five steps. 1e-8 leaves room for larger models and refuses anything that is wrong.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
-from parity import TIED, UNTIED, largest_differences, weights_by_rank
+from distributed import run_ranks
+from parity import ADAPTED, TIED, UNTIED, largest_differences, train, weights_by_rank
 
+from llama_core.config.strategy import LoRA
 from llama_core.parallel import apply, gradients, ring, tensor
 from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
@@ -67,6 +72,22 @@ PLANS = {
     ),
 }
 TIED_PLANS = ("zero3 dp4", "tp2 sp", "pp2 1f1b", "pp4 chimera, N=8", "pp2 zbv", "tp2 pp2 zero2 dp2")
+ADAPTED_PLANS = {
+    name: PLANS[name]
+    for name in (
+        "hsdp2x2",
+        "tp2 cp2",
+        "tp2 zero3 dp2",
+        "tp2 pp2 zero2 dp2",
+        "pp2 interleaved",
+        "pp4 chimera, N=8",
+        "pp2 chimera hsdp2x2",
+        "pp4 zb_h1",
+        "pp2 zbv",
+        "zero3 dp2, full recompute",
+        "tp2 sp, selective recompute",
+    )
+} | {"zero3 dp2, compiled": ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2, compile=True)}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
@@ -79,6 +100,27 @@ def test_a_plan_trains_as_one_process_does(plan):
 def test_a_tied_embedding_is_one_parameter_wherever_it_is_held(plan):
     differences = largest_differences(plan, spec=TIED)
     assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", ADAPTED_PLANS.values(), ids=ADAPTED_PLANS.keys())
+def test_adapters_train_as_on_one_process_and_nothing_else_does(plan):
+    differences = largest_differences(plan, spec=ADAPTED)
+    assert max(differences.values()) < 1e-8, differences
+
+
+def _losses_with_dropout(plan):
+    torch.manual_seed(0)
+    lora = LoRA(
+        lora_rank=4, lora_dropout=0.5, target_modules=("q_proj", "up_proj")
+    )  # whose inputs no rank has a part of
+    return train(plan, replace(UNTIED, lora=lora), torch.float64, documents=False)["losses"][""]
+
+
+@pytest.mark.parametrize("choices", [{"tp": 2}, {"tp": 2, "recompute": "full"}, {"tp": 2, "recompute": "selective"}])
+def test_tensor_parallel_ranks_drop_the_same_also_where_they_compute_again(choices):
+    (expected,) = run_ranks(1, _losses_with_dropout, ParallelPlan(num_microbatches=4))
+    for losses in run_ranks(2, _losses_with_dropout, ParallelPlan(num_microbatches=4, **choices)):
+        np.testing.assert_allclose(losses, expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["tp2 pp2 zero2 dp2", "cp2", "pp4 chimera, N=8"])

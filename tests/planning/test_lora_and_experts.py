@@ -157,9 +157,10 @@ def with_experts(name, num_experts=8, experts_per_token=2, layers=None):
     return replace(model_spec(name), moe=moe)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("names", [("q_proj", "v_proj"), ATTENTION_MATRICES, ("down_proj",), ("up_proj",), MATRICES])
-def test_a_frozen_layer_keeps_for_its_backward_what_autograd_saves_of_it(names):
-    spec = replace(TINY, lora=LoRA(lora_rank=8, target_modules=names))
+def test_a_frozen_layer_keeps_for_its_backward_what_autograd_saves_of_it(names, dropout):
+    spec = replace(TINY, lora=LoRA(lora_rank=8, lora_dropout=dropout, target_modules=names))
     assert bytes_kept(adapted_block(spec), spec) == bytes_estimated(spec)
 
 
@@ -178,11 +179,17 @@ def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts,
 
 
 @pytest.mark.parametrize(
-    ("names", "seq_len"),
-    [(("q_proj", "v_proj"), 4096), (("k_proj", "up_proj"), 4096), (MATRICES, 4096), (MATRICES, 256)],
+    ("names", "seq_len", "dropout"),
+    [
+        (("q_proj", "v_proj"), 4096, 0.0),
+        (("k_proj", "up_proj"), 4096, 0.1),
+        (MATRICES, 4096, 0.0),
+        (MATRICES, 4096, 0.1),
+        (MATRICES, 256, 0.0),
+    ],
 )
-def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq_len):
-    spec = replace(MEDIUM, lora=LoRA(target_modules=names))
+def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq_len, dropout):
+    spec = replace(MEDIUM, lora=LoRA(target_modules=names, lora_dropout=dropout))
     # of eight layers the first has an input without gradients: a norm, and its share of attention, less than estimated
     assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=0.02)
 

@@ -52,12 +52,13 @@ def batch(seed, rows=BATCH_SIZE, packed=True):
     return Batch(tokens_BS[:, :-1], targets_BS, positions_BS)
 
 
-def config(strategy="standard", **training):
+def config(strategy="standard", lora=None, **training):
     settings = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "precision": "fp32", "checkpoint_every": 5} | training
     return RunConfig.from_mapping(
         {
             "architecture": FEW_PARAMETERS,
             "strategy": strategy,
+            "lora": lora or {},
             "training": settings,
             "launch": {"device": "cpu"},
             "tracking": {"tensorboard": False},
@@ -124,17 +125,18 @@ def test_training_lowers_the_loss_of_a_batch_it_sees_again_and_again(run):
     assert losses(run)[-1] < 0.5 * losses(run)[0]
 
 
-def test_a_stopped_run_goes_on_to_the_bit(run, tmp_path):
+@pytest.mark.parametrize("trained", [{}, {"strategy": "lora", "lora": {"lora_dropout": 0.2}}])
+def test_a_stopped_run_goes_on_to_the_bit(run, tmp_path, trained):
     whole = RunDirectory(tmp_path / "whole")
     whole.create()
-    undisturbed = trainer(whole)
+    undisturbed = trainer(whole, **trained)
     undisturbed.fit()
 
-    first = trainer(run)
+    first = trainer(run, **trained)
     first.should_stop = lambda: first.step == 4
     with pytest.raises(StoppedError, match="stopped after step 4 of 10"):
         first.fit()
-    second = trainer(run)
+    second = trainer(run, **trained)
     assert (second.step, second.tokens) == (4, 4 * BATCH_SIZE * SEQ_LEN)
     second.fit()
     assert losses(run) == losses(whole)
@@ -205,6 +207,23 @@ def test_evaluation_happens_when_due_and_after_the_last_step(run):
     assert [row["step"] for row in evaluated if row["eval_loss"] is not None] == [3, 6, 7]
     assert summary.eval_loss == evaluated[-1]["eval_loss"]
     assert summary.eval_tokens == int(batch(99).num_targets())
+
+
+def test_nothing_is_dropped_out_of_an_evaluation(run, tmp_path):
+    evaluated = []
+    for dropout in (0.0, 0.9):
+        run = RunDirectory(tmp_path / str(dropout))
+        run.create()
+        # steps of a size that no weight can be seen to take
+        settings = {"strategy": "lora", "lora": {"lora_dropout": dropout}, "learning_rate": 1e-30, "weight_decay": 0.0}
+        one = trainer(run, steps=1, validation=lambda: [batch(99)], **settings)
+        for name, parameter in one.engine.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.ones_(parameter)
+        evaluated.append((one.fit().eval_loss, losses(run)))
+    (plain, trained_plain), (dropping, trained_dropping) = evaluated
+    assert plain == dropping
+    assert trained_plain != trained_dropping
 
 
 def test_the_parts_of_a_step_make_up_its_time(run):

@@ -58,6 +58,7 @@ class AdaptedTensors(Tensors):
         self.layer_parameters += self.layer_trained
         self.layer_divided = self.layer_parameters
         self.ffn_parameters = self._parameters(FEED_FORWARD_MATRICES) // 3
+        self.dropped = lora.lora_dropout > 0
         if self.put_off:  # inputs and gradients of every A and B
             inputs = self._inputs()
             returned = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys, "o_proj": self.stream}
@@ -68,11 +69,15 @@ class AdaptedTensors(Tensors):
         """Return the parameters of the adapters beside some matrices."""
         return sum(sum(self._adapters[matrix]) for matrix in self.targets.intersection(matrices))
 
-    def _inputs(self) -> int:
-        """Return the inputs of adapted matrices, of which some have the same."""
-        shared = (("q_proj", "k_proj", "v_proj"), self.whole), (("gate_proj", "up_proj"), self.whole)
-        own = (("o_proj",), self.queries), (("down_proj",), self.ffn)
-        return sum(size for matrices, size in (*shared, *own) if self.targets.intersection(matrices))
+    def _inputs(self, matrices: Iterable[str] = MATRICES) -> int:
+        """Return what is kept of the inputs of adapted matrices: some have the same, unless each drops its own."""
+        sizes = {"o_proj": self.queries, "down_proj": self.ffn}
+        adapted = self.targets.intersection(matrices)
+        if self.dropped:  # what is left of an input, and which part that is
+            return sum(size + size // self.itemsize for size in (sizes.get(name, self.whole) for name in adapted))
+        shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+        own = sum(size for name, size in sizes.items() if name in adapted)
+        return own + sum(self.whole for names in shared if adapted.intersection(names))
 
     def _beside(self, matrices: Iterable[str]) -> int:
         """Return what the adapters beside some matrices keep between A and B, and the copies that both are cast to."""
@@ -85,7 +90,7 @@ class AdaptedTensors(Tensors):
             return super().layer(mode)
         # rotated queries, rotated keys and values; gate, silu(gate) and up
         needed = 2 * self.norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
-        if "o_proj" not in self.targets:  # else what attention returns is among the inputs
+        if "o_proj" not in self.targets or self.dropped:  # else what attention returns is among the inputs
             needed += self.queries
         return needed + self._inputs() + self._beside(MATRICES)
 
@@ -101,9 +106,9 @@ class AdaptedTensors(Tensors):
     @property
     def layer_before_w2(self) -> int:
         """What is left of a layer after the backward of its last matrix."""
-        return self.layer() - self.ffn * ("down_proj" in self.targets) - self._beside(("down_proj",))
+        return self.layer() - self._inputs(("down_proj",)) - self._beside(("down_proj",))
 
     @property
     def layer_before_norm(self) -> int:
         """What is left of a layer after the backward of all three matrices of its feed-forward."""
-        return self.layer() - self.ffn * (3 + ("down_proj" in self.targets)) - self._beside(FEED_FORWARD_MATRICES)
+        return self.layer_before_w2 - 3 * self.ffn - self._beside(("gate_proj", "up_proj"))
