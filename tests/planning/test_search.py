@@ -218,6 +218,17 @@ def test_what_is_offered_where_nothing_fits_does_fit():
     assert searched(offloaded).plan.offload == "parameters"
 
 
+def test_adapters_are_offered_to_those_who_fine_tune_what_does_not_fit_and_fit():
+    instruct, adapted = request("llama3_70b_instruct", 8), request("llama3_70b_instruct", 8, strategy="lora")
+    with pytest.raises(NothingFitsError, match="would fit: strategy=lora; "):
+        searched(instruct)
+    with pytest.raises(NothingFitsError, match=r"would fit: parallel\.gpus="):  # it is trained from the beginning
+        searched(request("llama3_70b", 8))
+    assert searched(adapted).plan.world_size == 8
+    with pytest.raises(NothingFitsError, match=r"parameters \+ 811\.7 GB of frozen ones\) / 8 = 101\.\d GB per device"):
+        searched(request("llama3_405b", 8, strategy="lora"))
+
+
 def test_offload_is_chosen_only_where_less_does_not_fit():
     plans = [searched(request("llama3_8b", gpus, parallel__zero_backend="deepspeed")).plan for gpus in (8, 2)]
     assert [plan.offload for plan in plans] == ["none", "optimizer"]

@@ -90,24 +90,39 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
     config, gpus = candidates.config, candidates.asked.gpus
     leanest = leanest_plan(candidates, fitting)
     usable = round((fitting.limit or 0) / FILL_LIMIT)
-    label, parameters = device.label if device else "devices", config.spec.num_parameters
+    label, trained = device.label if device else "devices", config.spec.num_trainable_parameters
+    frozen, terms = _frozen_bytes(config), f"{STATE_BYTES} bytes x {trained / GB:.2f}e9 parameters"
+    if frozen:
+        terms = f"({terms} + {frozen / GB:.1f} GB of frozen ones)"
     message = (
-        f"{config.spec.name} does not fit parallel.gpus={gpus} x {label}: its states take {STATE_BYTES} bytes x "
-        f"{parameters / GB:.2f}e9 parameters / {gpus} = {STATE_BYTES * parameters / gpus / GB:.1f} GB per device "
-        f"before activations, of {usable / GB:.1f} GB usable; the leanest plan ({leanest.summary()}) misses "
-        f"{FILL_LIMIT:.0%} of that by {format_bytes(fitting.peak_bytes(leanest) - (fitting.limit or 0))}"
+        f"{config.spec.name} does not fit parallel.gpus={gpus} x {label}: its states take {terms} / {gpus} = "
+        f"{(STATE_BYTES * trained + frozen) / gpus / GB:.1f} GB per device before activations, of {usable / GB:.1f} GB "
+        f"usable; the leanest plan ({leanest.summary()}) misses {FILL_LIMIT:.0%} of that by "
+        f"{format_bytes(fitting.peak_bytes(leanest) - (fitting.limit or 0))}"
     )
     remedies = list(_remedies(config, device, usable))
     found = f"these would fit: {'; '.join(remedies)}" if remedies else "nothing near it would fit"
     return NothingFitsError(f"{message}; {found}", leanest)
 
 
+def _frozen_bytes(config: RunConfig) -> int:
+    itemsize = FP32_BYTES if config.training.precision == "fp32" else FP32_BYTES // 2
+    return itemsize * (config.spec.num_parameters - config.spec.num_trainable_parameters)
+
+
 def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
+    yield from _adapters(config, device, usable)
     yield from _more_devices(config, device, usable)
     if device:
         yield from _larger_device(config, device)
     yield from _offload(config, device, usable)
     yield from _shorter_sequences(config, device, usable)
+
+
+def _adapters(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
+    fine_tunes_all = config.strategy == "standard" and (config.training.init_from or config.spec.instruct)
+    if fine_tunes_all and _fits(config.with_overrides("strategy=lora"), device, usable):
+        yield "strategy=lora"
 
 
 def _more_devices(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
@@ -133,9 +148,9 @@ def _larger_device(config: RunConfig, device: DeviceSpec) -> Iterator[str]:
 def _offload(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
     if config.parallel.inner.get("tp", 1) * config.parallel.inner.get("pp", 1) * config.parallel.inner.get("cp", 1) > 1:
         return
-    host = 3 * FP32_BYTES * config.spec.num_parameters / config.parallel.gpus
-    for offload, more in (("optimizer", 0), ("parameters", FP32_BYTES)):
-        there = host + more * config.spec.num_parameters / config.parallel.gpus
+    trained, weights = config.spec.num_trainable_parameters, _frozen_bytes(config)
+    for offload, held in (("optimizer", 3 * FP32_BYTES * trained), ("parameters", STATE_BYTES * trained + weights)):
+        there = held / config.parallel.gpus
         changes = {"zero_backend": "deepspeed", "offload": offload, "zero_stage": 3, "dp_replicate": 1}
         if _fits(_changed(config, parallel=changes), device, usable):
             yield (
