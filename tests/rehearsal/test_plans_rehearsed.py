@@ -20,6 +20,13 @@ from llama_core.units import MIB
 
 MODEL = ModelSpec("rehearsed", "llama3", 1024, 8, 16, 8, 64, 2816, 16384, 1e4, 1e-5, 4096, 512)
 PARAMETER_BYTES = 16 * MODEL.num_parameters
+ADAPTERS = st.fixed_dictionaries(
+    {
+        "lora_rank": st.sampled_from([8, 64]),
+        "lora_dropout": st.sampled_from([0.0, 0.1]),
+        "target_modules": st.sampled_from([["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["all-linear"]]),
+    }
+)
 SLOW = settings(
     max_examples=12,
     deadline=None,
@@ -43,6 +50,7 @@ def request(**sections):
 def legal_plans(draw):
     """Any plan that can be trained, with a configuration that has its sizes."""
     config = request(
+        **draw(st.sampled_from([{}, {"strategy": "lora", "lora": draw(ADAPTERS)}])),
         training={
             "precision": draw(st.sampled_from(["bf16", "fp32"])),
             "seq_len": draw(st.sampled_from([512, 1024])),
