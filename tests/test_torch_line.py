@@ -21,7 +21,7 @@ HEAVY = (
     "llama_core.launch.rank.checks",
 )
 """What computes, and what a rank imports that does: with torch."""
-LIGHT = tuple(f"llama_core.models.{name}" for name in ("hf", "weight_files", "pretrained"))
+LIGHT = tuple(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "pretrained"))
 """What of it looks at weights before a job is made."""
 
 

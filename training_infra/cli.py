@@ -194,7 +194,7 @@ def _parser() -> _Parser:
     cancel = command("cancel", _cancel, "end a run's job wherever it runs, after its step and with a checkpoint")
     cancel.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    export = command("export-hf", _export_hf, "write a run's weights, configuration and tokenizer for transformers")
+    export = command("export-hf", _export_hf, "write a run's weights and tokenizer for transformers or PEFT")
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     export.add_argument("--out", type=Path, metavar="DIR", required=True, help="the folder to write; it must be empty")
     export.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: the newest complete one")
@@ -204,6 +204,9 @@ def _parser() -> _Parser:
         choices=tuple(DTYPES),
         default="fp32",
         help="of the weights; default: fp32, which is what training keeps",
+    )
+    export.add_argument(
+        "--merged", action="store_true", help="of a run with strategy=lora: the full model, rather than a PEFT folder"
     )
 
     models = command("models", _models, "list the model variants")
@@ -431,7 +434,8 @@ def _export_hf(options: argparse.Namespace) -> None:
     from llama_core.chain.export import export_run
 
     run, tell = RunDirectory(options.run_dir), partial(say, "export")
-    tell(str(export_run(run, options.out, step=options.step, dtype=options.dtype, tell=tell)))
+    exported = export_run(run, options.out, step=options.step, dtype=options.dtype, merged=options.merged, tell=tell)
+    tell(str(exported))
 
 
 def _models(options: argparse.Namespace) -> None:

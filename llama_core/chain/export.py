@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder, without the devices that trained them."""
+"""A run's weights as a Hugging Face folder, or its adapters as PEFT's, without the devices that trained them."""
 
 import json
 import shutil
@@ -11,7 +11,8 @@ from llama_core.config.run import DATALOADER, DataConfig, RunConfig
 from llama_core.data.tokenizer import BYTES, load_tokenizer
 from llama_core.errors import CheckpointError, DataError, RunDirectoryError, WeightsError
 from llama_core.models.hf import config_json
-from llama_core.models.pretrained import full_model
+from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
+from llama_core.models.pretrained import check_pretrained, origin_of, saved_run
 from llama_core.records.checkpoints import checkpoint_name, is_complete, list_checkpoints
 from llama_core.records.directory import RunDirectory
 
@@ -34,47 +35,98 @@ def export_run(
     *,
     step: int | None = None,
     dtype: str = "fp32",
+    merged: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write a checkpoint's weights, configuration and tokenizer as transformers reads them; return ``out``.
+    """Write a checkpoint's weights and tokenizer as transformers reads them, or PEFT; return ``out``.
 
-    The folder appears when it is complete. No more than one weight is held in memory.
+    A run that trains adapters becomes a PEFT folder, unless they are to be merged. The folder appears when it is
+    complete. No more than one weight is held in memory.
 
     Args:
-        run: a run that trains a full model, under whatever plan.
+        run: a run that trains a full model or adapters, under whatever plan.
         out: a folder that does not exist, or is empty.
         step: of the checkpoint; by default the newest complete one.
         dtype: one of ``hf.DTYPES``; fp32 is what training keeps.
+        merged: add the adapters to the weights that the run began with, and write a full model.
         tell: told, in a line each, what is written and what is not.
 
     Raises:
         RunDirectoryError: if there is no such run or checkpoint.
-        WeightsError: if ``out`` holds something, or the checkpoint's weights are not those of a full model.
+        WeightsError: if ``out`` holds something, the checkpoint's weights are neither a full model's nor adapters, or
+            there is nothing to be merged with.
         CheckpointError: if the weights cannot be read, or there is no room for them.
     """
     load_config(run)
     checkpoint = _checkpoint(run, step)
-    spec, data = full_model(checkpoint), RunConfig.load(checkpoint / run.config.name).data
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
-    from llama_core.training.weights import write_hugging_face
-
+    config = saved_run(checkpoint)
+    _refuse(config, checkpoint, out, merged=merged)
     tell(f"{checkpoint} in {dtype}")
     writing = out.absolute().with_name(f".{out.absolute().name}.writing")
     try:
         shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
         writing.mkdir(parents=True)
-        special = _write_tokenizer(data, writing, tell)
-        _write_json(writing / "config.json", config_json(spec, dtype, **special))
-        generation = {_token(name, "_id"): index for name, index in special.items()}
-        _write_json(writing / "generation_config.json", generation)
-        write_hugging_face(checkpoint, spec, writing, dtype=dtype, on_file=lambda name: tell(f"wrote {name}"))
+        special = _write_tokenizer(config.data, writing, tell)
+        if config.strategy == "lora" and not merged:
+            _write_adapters(checkpoint, config, writing, dtype=dtype, tell=tell)
+        else:
+            _write_model(checkpoint, config, writing, dtype=dtype, special=special, tell=tell)
         writing.replace(out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; nothing is left there") from None
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return out
+
+
+def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> None:
+    if merged and config.strategy != "lora":
+        raise WeightsError(
+            f"{checkpoint} holds a full model (strategy={config.strategy}), and no adapters to merge; "
+            "leave out --merged"
+        )
+    if merged:
+        check_pretrained(config.spec, checkpoint)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
+
+
+def _write_model(
+    checkpoint: Path,
+    config: RunConfig,
+    folder: Path,
+    *,
+    dtype: str,
+    special: dict[str, int],
+    tell: Callable[[str], None],
+) -> None:
+    from llama_core.training.weights import write_hugging_face
+
+    if config.strategy == "lora":
+        tell(f"adapters added to {_base(checkpoint, config)}")
+    _write_json(folder / "config.json", config_json(config.spec, dtype, **special))
+    _write_json(folder / "generation_config.json", {_token(name, "_id"): index for name, index in special.items()})
+    write_hugging_face(checkpoint, config.spec, folder, dtype=dtype, on_file=lambda name: tell(f"wrote {name}"))
+
+
+def _write_adapters(
+    checkpoint: Path, config: RunConfig, folder: Path, *, dtype: str, tell: Callable[[str], None]
+) -> None:
+    from llama_core.training.weights import write_adapters
+
+    base = origin_of(checkpoint).base
+    tell(f"adapters over {_base(checkpoint, config)}")
+    _write_json(folder / ADAPTER_CONFIG, adapter_json(config.lora, str(base or config.model)))
+    write_adapters(checkpoint, config.spec, folder, dtype=dtype)
+    tell(f"wrote {ADAPTERS}")
+
+
+def _base(checkpoint: Path, config: RunConfig) -> str:
+    """Return how the weights are called that the adapters of a checkpoint belong to."""
+    origin = origin_of(checkpoint)
+    if origin.drawn_by is not None:
+        return f"{config.model} as seed {origin.drawn_by.training.seed} draws it, which is in no file"
+    return str(origin.base)
 
 
 def _checkpoint(run: RunDirectory, step: int | None) -> Path:

@@ -153,7 +153,7 @@ class TrainingConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None
-    """Weights to begin with, of a Hugging Face folder or a run: its model and tokenizer too, where none are named."""
+    """Weights to begin with, of a Hugging Face or PEFT folder or a run; model and tokenizer too, where none is named."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""
     eval_every: int = Field(0, ge=0)

@@ -3,7 +3,7 @@
 Both sides keep the same matrices, the rotary embedding's layout included, so that weights are renamed and nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -110,22 +110,48 @@ def check_weights(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, sou
     """
     expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
     derived = {HEAD} if spec.tied_embeddings else set()
+    check_shapes(
+        expected,
+        {
+            name: shape
+            for name, shape in shapes.items()
+            if name in expected or not (name in derived or name.endswith("rotary_emb.inv_freq"))
+        },
+        wrong=f"the weights in {source} are not those of {spec.name}",
+        remedy="choose the model they were made for",
+        hint=lambda name, shape: _kv_heads_hint(spec, name, shape),
+    )
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    wrong: str,
+    remedy: str,
+    hint: Callable[[str, tuple[int, ...]], str] = lambda name, shape: "",
+) -> None:
+    """Refuse weights unless they are those that are expected, and no others.
+
+    Args:
+        expected: shapes by name.
+        shapes: of the weights there are.
+        wrong: how the error begins.
+        remedy: how it ends.
+        hint: what it adds to a name with a shape that is not the expected one.
+
+    Raises:
+        WeightsError: naming up to three weights that are missing, unknown or of another shape.
+    """
     problems = [f"{name} is missing" for name in expected if name not in shapes]
-    problems += [
-        f"{name} is unknown"
-        for name in shapes
-        if name not in expected and name not in derived and not name.endswith("rotary_emb.inv_freq")
-    ]
+    problems += [f"{name} is unknown" for name in shapes if name not in expected]
     for name, shape in expected.items():
         given = shapes.get(name, shape)
         if given != shape:
-            problems.append(f"{name} is {list(given)} instead of {list(shape)}{_kv_heads_hint(spec, name, given)}")
+            problems.append(f"{name} is {list(given)} instead of {list(shape)}{hint(name, given)}")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise WeightsError(
-            f"the weights in {source} are not those of {spec.name}: {', '.join(problems[:3])}{more}; "
-            "choose the model they were made for"
-        )
+        raise WeightsError(f"{wrong}: {', '.join(problems[:3])}{more}; {remedy}")
 
 
 def _kv_heads_hint(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> str:

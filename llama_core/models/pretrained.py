@@ -1,6 +1,6 @@
-"""Weights to begin with, looked at without torch: a Hugging Face folder, or a checkpoint of a run."""
+"""Weights to begin with, looked at without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llama_core.config.hugging_face import read_folder
@@ -8,6 +8,7 @@ from llama_core.config.models import ModelSpec, RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import check_weights, hugging_face_name, parameter_shapes
+from llama_core.models.peft import adapter_weights, base_of, check_same_adapters, is_adapter_folder
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, complete_state, newest_checkpoint
 from llama_core.records.directory import RunDirectory
@@ -19,6 +20,18 @@ _MOVABLE = ("rope_theta", "rope_scaling", "norm_eps")
 """What shapes do not show either, but may be meant to differ, as for longer sequences."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights come from that a run begins with."""
+
+    base: Path | None
+    """A Hugging Face folder or a checkpoint with a full model; None where a run drew it from its seed."""
+    adapters: Path | None = None
+    """A PEFT folder, or a checkpoint of a run that trains adapters; None if there are none yet."""
+    drawn_by: RunConfig | None = None
+    """The run that drew the base."""
+
+
 def resolve_pretrained(path: str) -> str:
     """Return ``path`` as seen from anywhere; of a run's directory, its newest complete checkpoint.
 
@@ -28,8 +41,31 @@ def resolve_pretrained(path: str) -> str:
     return str(newest_checkpoint(RunDirectory(absolute)) or absolute)
 
 
+def origin_of(source: Path) -> Origin:
+    """Return where the weights are that ``source`` stands for: those of adapters lie apart from their base.
+
+    Raises:
+        WeightsError: if ``source`` is a PEFT folder whose base is not on this disk, or a damaged checkpoint.
+    """
+    if is_adapter_folder(source):
+        base = base_of(source)
+        if newest_checkpoint(RunDirectory(base)):  # another one each time it is asked for
+            raise WeightsError(f"the base of the adapters in {source} is the run {base}; name one of its checkpoints")
+        return Origin(base, source)
+    if not is_checkpoint(source):
+        return Origin(source)
+    config = saved_run(source)
+    if config.strategy != "lora":
+        return Origin(source)
+    init_from = config.training.init_from
+    if init_from is None:
+        return Origin(None, source, config)
+    before = origin_of(Path(init_from))
+    return Origin(before.base, source, before.drawn_by)
+
+
 def check_pretrained(spec: ModelSpec, source: Path) -> list[str]:
-    """Refuse weights that ``spec`` cannot begin with; of a Hugging Face folder only the files' headers are read.
+    """Refuse weights that ``spec`` cannot begin with; of files only the headers are read.
 
     Args:
         spec: the model.
@@ -39,17 +75,58 @@ def check_pretrained(spec: ModelSpec, source: Path) -> list[str]:
         What the weights were made for and ``spec`` has otherwise, a sentence each: another rotary embedding, say.
 
     Raises:
-        WeightsError: if they are not there, not complete, or another model's.
+        WeightsError: if they are not there, not complete, or another model's, or adapters that ``spec`` has not.
         ConfigError: if the folder's ``config.json`` is not that of a Llama.
     """
+    if is_checkpoint(source):
+        _check_complete(source)
+    if is_adapter_folder(source):
+        adapter_weights(spec, source)
+    origin = origin_of(source)
+    if origin.adapters is None:
+        return _check_full_model(spec, source)
+    differences = _check_adapters(spec, origin.adapters) if is_checkpoint(origin.adapters) else []
+    if origin.base is None:
+        _check_drawn(origin)
+        return differences
+    try:
+        return differences + _check_full_model(spec, origin.base)
+    except WeightsError as error:
+        raise WeightsError(f"the base of the adapters in {origin.adapters}: {error}") from None
+
+
+def _check_full_model(spec: ModelSpec, source: Path) -> list[str]:
     if not is_checkpoint(source):
         hugging_face_weights(spec, source)
         return _moved(spec, _model_of(source), source)
+    _check_complete(source)
+    return _check_architecture(spec, full_model(source), source)
+
+
+def _check_adapters(spec: ModelSpec, checkpoint: Path) -> list[str]:
+    theirs = saved_run(checkpoint).spec
+    if theirs.lora is not None:
+        check_same_adapters(spec, theirs.lora, checkpoint)
+    return _check_architecture(spec, theirs, checkpoint)
+
+
+def _check_drawn(origin: Origin) -> None:
+    if origin.drawn_by is not None and origin.drawn_by.launch.device == "cuda":
+        raise WeightsError(
+            f"the base of the adapters in {origin.adapters} was drawn from a seed on a GPU, and is in no file; train "
+            "adapters over weights that are (training.init_from)"
+        )
+
+
+def _check_complete(checkpoint: Path) -> None:
     try:
-        complete_state(source)
+        complete_state(checkpoint)
     except CheckpointError as error:
-        raise WeightsError(f"{source} is damaged ({error}); choose another checkpoint of its run") from None
-    theirs = full_model(source)
+        raise WeightsError(f"{checkpoint} is damaged ({error}); choose another checkpoint of its run") from None
+
+
+def _check_architecture(spec: ModelSpec, theirs: ModelSpec, source: Path) -> list[str]:
+    """Refuse a run's model unless it has the shapes of ``spec``; return what else differs."""
     _check_fixed(spec, theirs, source)
     shapes = {hugging_face_name(name): shape for name, shape in parameter_shapes(theirs).items()}
     check_weights(spec, shapes, source=str(source))
@@ -84,11 +161,11 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTenso
     return stored
 
 
-def full_model(checkpoint: Path) -> ModelSpec:
-    """Return the model whose weights a checkpoint holds, every one of them.
+def saved_run(checkpoint: Path) -> RunConfig:
+    """Return the configuration of the run that wrote a checkpoint.
 
     Raises:
-        WeightsError: if it holds adapters or experts, or DeepSpeed wrote it.
+        WeightsError: if it trained experts, or DeepSpeed wrote it.
     """
     if (checkpoint / LAYOUT).exists():
         raise WeightsError(
@@ -96,9 +173,24 @@ def full_model(checkpoint: Path) -> ModelSpec:
             "parallel.zero_backend=native to take the weights elsewhere"
         )
     config = RunConfig.load(checkpoint / _CONFIG)
+    if config.strategy not in {"standard", "lora"}:
+        raise WeightsError(
+            f"{checkpoint} was trained with strategy={config.strategy}; only full models (strategy=standard) and "
+            "adapters (strategy=lora) are read"
+        )
+    return config
+
+
+def full_model(checkpoint: Path) -> ModelSpec:
+    """Return the model whose weights a checkpoint holds, every one of them.
+
+    Raises:
+        WeightsError: if it holds adapters or experts, or DeepSpeed wrote it.
+    """
+    config = saved_run(checkpoint)
     if config.strategy != "standard":
         raise WeightsError(
-            f"{checkpoint} was trained with strategy={config.strategy}; only full models (strategy=standard) are read"
+            f"{checkpoint} was trained with strategy={config.strategy}, and holds no full model; name one"
         )
     return config.spec
 

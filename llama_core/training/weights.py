@@ -1,4 +1,4 @@
-"""Weights in and out: read into any part of a model, every rank its own slices, and written as Hugging Face's files.
+"""Weights in and out: read into any part of a model, every rank its slices, and written as Hugging Face or PEFT does.
 
 Files are mapped and copied from tensor by tensor, so that the host holds one tensor beside the model at most.
 """
@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.strategy import LoRA
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import hugging_face_name, parameter_shapes
 from llama_core.models.llama import Llama, initialize_parameter
-from llama_core.models.pretrained import check_pretrained, hugging_face_weights, is_checkpoint
+from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, peft_name
+from llama_core.models.pretrained import Origin, check_pretrained, hugging_face_weights, is_checkpoint, origin_of
 from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.training.checkpoint import one_line
@@ -46,12 +48,12 @@ _COPIED_AT_ONCE = 1 << 26
 class Pretrained:
     """Weights to begin with, for whatever part of a model a rank holds.
 
-    Adapters, which they have none of, are drawn as in a run without them.
+    Adapters are drawn as in a run without such weights, unless the weights have some.
 
     Args:
         spec: the whole model.
-        source: a Hugging Face folder, or a checkpoint of a run.
-        seed: of the adapters.
+        source: a Hugging Face or PEFT folder, or a checkpoint of a run.
+        seed: of the adapters that are drawn.
 
     Raises:
         WeightsError: if the weights are not there, not complete, or another model's.
@@ -64,16 +66,18 @@ class Pretrained:
             for difference in differences:
                 logger.warning("%s", difference)
         self._spec, self._seed = spec, seed
-        self._names = parameter_shapes(spec).keys()
-        self._source = _Checkpoint(source) if is_checkpoint(source) else _Folder(hugging_face_weights(spec, source))
+        origin = origin_of(source)
+        self._sources: dict[str, _Source] = dict.fromkeys(parameter_shapes(spec), _base(spec, origin))
+        if origin.adapters is not None:
+            self._sources |= dict.fromkeys(adapter_shapes(spec), _adapters(spec, origin.adapters))
         self._progress = _Progress(source)
 
     @torch.no_grad()
     def fill(self, model: Llama) -> None:
         """Read every parameter of ``model``, or this rank's part of it, converted to the parameter's dtype."""
         for name, parameter in model.named_parameters():
-            if name in self._names:
-                self._source.read(name, parameter.detach())
+            if name in self._sources:
+                self._sources[name].read(name, parameter.detach())
                 self._progress.add(name, parameter)
             else:
                 initialize_parameter(name, parameter, self._spec, self._seed)
@@ -83,22 +87,68 @@ class Pretrained:
         self._progress.end()
 
 
+class _Source(Protocol):
+    """What has parameters of the whole model, by our names."""
+
+    def read(self, name: str, into: Tensor) -> None:
+        """Set ``into``, or this rank's part of it, converted to its dtype."""
+
+
+def _base(spec: ModelSpec, origin: Origin) -> _Source:
+    """Return what has the weights of the model without adapters."""
+    if origin.base is None:
+        return _Drawn(spec, origin.drawn_by.training.seed if origin.drawn_by else 0)
+    return _Checkpoint(origin.base) if is_checkpoint(origin.base) else _Folder(hugging_face_weights(spec, origin.base))
+
+
+def _adapters(spec: ModelSpec, source: Path) -> _Source:
+    return _Checkpoint(source) if is_checkpoint(source) else _Folder(adapter_weights(spec, source))
+
+
+class _Drawn:
+    """Draws what a run drew on the CPU."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self._spec, self._seed = spec, seed
+
+    def read(self, name: str, into: Tensor) -> None:
+        whole = torch.empty(into.shape)
+        initialize_parameter(name, whole, self._spec, self._seed)
+        _copy_part(whole, into)
+
+
+class _Merged:
+    """Adds each adapter to its matrix: W + scale * B A, in fp32."""
+
+    def __init__(self, spec: ModelSpec, lora: LoRA, origin: Origin, adapters: Path) -> None:
+        self._base, self._adapters = _base(spec, origin), _adapters(spec, adapters)
+        self._shapes, self._scale = adapter_shapes(spec), lora.scale
+
+    def read(self, name: str, into: Tensor) -> None:
+        path = name.removesuffix(".weight")
+        if f"{path}.lora_A.weight" not in self._shapes:
+            self._base.read(name, into)
+            return
+        whole = torch.empty(into.shape)
+        self._base.read(name, whole)
+        a, b = (self._adapter(f"{path}.{part}.weight") for part in ("lora_A", "lora_B"))
+        into.copy_(whole.addmm_(b, a, alpha=self._scale))
+
+    def _adapter(self, name: str) -> Tensor:
+        matrix = torch.empty(self._shapes[name])
+        self._adapters.read(name, matrix)
+        return matrix
+
+
 class _Folder:
-    """Reads from the mapped files of a Hugging Face folder."""
+    """Reads from the mapped files of a Hugging Face or PEFT folder."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
         self._mapped: dict[Path, Tensor] = {}
 
     def read(self, name: str, into: Tensor) -> None:
-        whole = self._view(self._stored[name])
-        if isinstance(into, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(into.shape, into.device_mesh, into.placements)
-            whole = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
-            into = into.to_local()
-        rows = max(1, _COPIED_AT_ONCE * len(into) // max(1, into.numel()))
-        for ours, theirs in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
-            ours.copy_(theirs)
+        _copy_part(self._view(self._stored[name]), into)
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """Return a tensor as it is in its file; nothing is read yet."""
@@ -110,6 +160,17 @@ class _Folder:
         if stored.start % dtype.itemsize:  # old writers did not align
             raw = raw.clone()
         return raw.view(dtype).view(stored.shape)
+
+
+def _copy_part(whole: Tensor, into: Tensor) -> None:
+    """Set ``into`` to ``whole``, or to the part of it that this rank holds, converted to its dtype."""
+    if isinstance(into, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(into.shape, into.device_mesh, into.placements)
+        whole = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
+        into = into.to_local()
+    rows = max(1, _COPIED_AT_ONCE * len(into) // max(1, into.numel()))
+    for ours, theirs in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
+        ours.copy_(theirs)
 
 
 def _map(file: Path) -> Tensor:
@@ -165,6 +226,7 @@ class _Progress:
             logger.info("weights of %s read: %s on this rank in %s", self._source, format_bytes(self._num_bytes), took)
 
 
+@torch.no_grad()
 def write_hugging_face(
     checkpoint: Path,
     spec: ModelSpec,
@@ -177,11 +239,12 @@ def write_hugging_face(
     """Write the weights of a checkpoint as Hugging Face's safetensors files, with an index where they are several.
 
     Each weight is read into its place in the mapped file, so that no more is held than one piece of one weight, as
-    large as a rank has saved it.
+    large as a rank has saved it. Adapters are added to the weights that their run began with, one matrix at a time in
+    fp32.
 
     Args:
         checkpoint: written by any number of ranks under any plan.
-        spec: the model.
+        spec: the model; with adapters if the checkpoint holds those.
         folder: where the files go.
         dtype: of the files: bf16, fp16 or fp32.
         shard_bytes: size that a file does not exceed, unless one tensor does.
@@ -189,26 +252,56 @@ def write_hugging_face(
 
     Raises:
         CheckpointError: if a weight cannot be read.
-        WeightsError: if a weight is too large for fp16.
+        WeightsError: if a weight is too large for fp16, or the model that adapters belong to is not there.
         OSError: if there is no room.
     """
-    read, names = _Checkpoint(checkpoint).read, {hugging_face_name(name): name for name in parameter_shapes(spec)}
+    source: _Source = _Checkpoint(checkpoint)
+    if spec.lora is not None:
+        source = _Merged(spec, spec.lora, origin_of(checkpoint), checkpoint)
+    names = {hugging_face_name(name): name for name in parameter_shapes(spec)}
     shapes = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
     shards = list(_shards(shapes, shard_bytes // itemsize))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for name, view in _new_file(folder / file, shard, _FORMAT_NAMES[dtype]):
-            read(names[name], view)
-            if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
-                raise WeightsError(f"{name} has values above 65504, which fp16 cannot hold; use --dtype bf16")
-            weight_map[name] = file
+        _write_file(folder / file, source, {name: names[name] for name in shard}, shard, dtype)
+        weight_map |= dict.fromkeys(shard, file)
         on_file(file)
     if len(shards) > 1:
         total = itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@torch.no_grad()
+def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: str) -> None:
+    """Write the adapters of a checkpoint as PEFT's safetensors file.
+
+    Args:
+        checkpoint: written by any number of ranks under any plan.
+        spec: the model, with its adapters.
+        folder: where the file goes.
+        dtype: of the file: bf16, fp16 or fp32.
+
+    Raises:
+        CheckpointError: if an adapter cannot be read.
+        WeightsError: if a value is too large for fp16.
+        OSError: if there is no room.
+    """
+    names = {peft_name(name): name for name in adapter_shapes(spec)}
+    shapes = {peft_name(name): shape for name, shape in adapter_shapes(spec).items()}
+    _write_file(folder / ADAPTERS, _Checkpoint(checkpoint), names, shapes, dtype)
+
+
+def _write_file(
+    file: Path, source: _Source, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> None:
+    """Write one safetensors file; ``names`` are ours by those in the file."""
+    for name, view in _new_file(file, shapes, _FORMAT_NAMES[dtype]):
+        source.read(names[name], view)
+        if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
+            raise WeightsError(f"{name} has values above 65504, which fp16 cannot hold; use --dtype bf16")
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[str, tuple[int, ...]]]:

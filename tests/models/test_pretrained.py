@@ -237,7 +237,8 @@ def with_config(run, **changes):
     ("change", "complaint"),
     [
         (lambda run: (run.checkpoints / "step-00000004" / LAYOUT).write_text("{}"), "was written by DeepSpeed"),
-        (lambda run: with_config(run, strategy="lora"), "was trained with strategy=lora; only full models"),
+        (lambda run: with_config(run, strategy="moe"), "was trained with strategy=moe; only full models (strategy=st"),
+        (lambda run: with_config(run, strategy="lora"), "holds adapters, which only strategy=lora trains"),
         (lambda run: with_config(run, model="tiny_llama3_50m"), "tied_embeddings=True instead of False"),
         (
             lambda run: with_config(run, architecture=SIZES | {"vocab_size": 65}),

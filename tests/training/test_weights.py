@@ -374,9 +374,14 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
     [
         (lambda checkpoint: (checkpoint / "deepspeed.json").write_text("{}"), WeightsError, "written by DeepSpeed"),
         (
-            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="lora")),
+            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="moe")),
             WeightsError,
-            "strategy=lora; only full models",
+            "strategy=moe; only full models",
+        ),
+        (
+            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="lora")),
+            CheckpointError,
+            "cannot read layers.0.attention.wq.lora_A.weight from",
         ),
         (
             lambda checkpoint: (checkpoint / ".metadata").write_bytes(

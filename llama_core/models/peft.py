@@ -1,0 +1,228 @@
+"""PEFT's adapter folders: its names and shapes of our adapters, and its ``adapter_config.json``. Without torch.
+
+Both sides keep the same two matrices, A [rank, columns] and B [rows, rank], so that they are renamed and nothing else.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.strategy import MATRICES, LoRA
+from llama_core.errors import WeightsError
+from llama_core.models.hf import check_shapes, hugging_face_name, matrix_name, parameter_shapes
+from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+}
+"""Keys of PEFT that change nothing of what saved adapters compute, whatever their values."""
+
+
+class _AdapterJson(BaseModel):
+    """What is read of PEFT's ``LoraConfig``; a literal is the only value that our adapters have."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM"] | None = None
+    r: Annotated[int, Field(ge=1)] = 8
+    lora_alpha: Annotated[float, Field(gt=0)] = 8.0
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str
+    bias: Literal["none"] = "none"
+    fan_in_fan_out: Literal[False] = False
+    init_lora_weights: Literal["gaussian", "orthogonal", "eva"] | bool | None = None
+    """How they began; the values left out change the base too, which is then not the one in its folder."""
+    base_model_name_or_path: str | None = None
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether ``folder`` holds adapters of PEFT and no model of its own."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in (WHOLE, INDEX))
+
+
+def peft_name(name: str) -> str:
+    """Return what PEFT calls our parameter ``name``, such as ``'layers.0.attention.wq.lora_A.weight'``."""
+    path, _, part = name.rpartition(".lora_")
+    return f"{_PREFIX}{hugging_face_name(f'{path}.weight').removesuffix('weight')}lora_{part}"
+
+
+def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return the shape of every A and B by our names; none for a model without adapters."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, shape in parameter_shapes(spec).items():
+        path = name.removesuffix(".weight")
+        if spec.lora is not None and matrix_name(path) in spec.lora.target_modules:
+            rows, columns = shape
+            shapes[f"{path}.lora_A.weight"] = (spec.lora.lora_rank, columns)
+            shapes[f"{path}.lora_B.weight"] = (rows, spec.lora.lora_rank)
+    return shapes
+
+
+def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
+    """Return ``adapter_config.json`` for adapters that are to be used.
+
+    Args:
+        lora: the adapters.
+        base: the model that they were trained over: a folder, or a name.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.lora_rank,
+        "lora_alpha": _alpha(lora),
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": list(lora.target_modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+
+
+def base_of(folder: Path) -> Path:
+    """Return the folder of the model that the adapters in ``folder`` were trained over.
+
+    Raises:
+        WeightsError: if ``adapter_config.json`` cannot be read, or names no folder that is there.
+    """
+    named = _read_config(folder).base_model_name_or_path or ""
+    base = Path(named).expanduser()
+    if not (base.is_absolute() and base.is_dir()):  # a job may start elsewhere
+        raise WeightsError(
+            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={named!r}, which is not the absolute path of a "
+            "folder here; write the path of the model that the adapters were trained over"
+        )
+    return base
+
+
+def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
+    """Return where each adapter of ``spec`` is in a folder that PEFT wrote, by our names.
+
+    Raises:
+        WeightsError: if the folder is not whole, or its adapters are others than those of ``spec``, or of a kind that
+            ours are not.
+    """
+    config = _read_config(folder)
+    file = folder / ADAPTERS
+    if not file.exists():
+        if (folder / _PICKLED).exists():
+            raise WeightsError(
+                f"{folder} holds pickled adapters ({_PICKLED}), which can run code when they are read; convert them "
+                "where you trust them, with save_pretrained(safe_serialization=True)"
+            )
+        raise WeightsError(f"{folder} holds no {ADAPTERS}; download it")
+    tensors = read_header(file)
+    check_same_adapters(spec, _as_lora(config, tensors, folder), folder)
+    names = {peft_name(name): name for name in adapter_shapes(spec)}
+    check_shapes(
+        {theirs: adapter_shapes(spec)[ours] for theirs, ours in names.items()},
+        {name: tensor.shape for name, tensor in tensors.items()},
+        wrong=f"the adapters in {folder} are not those of {spec.name}",
+        remedy="choose the model they were trained over, or save them anew",
+    )
+    for tensor in tensors.values():
+        if tensor.dtype not in FLOAT_BYTES:
+            raise WeightsError(f"{file} holds adapters in {tensor.dtype}; save them in one of {', '.join(FLOAT_BYTES)}")
+    return {ours: tensors[theirs] for theirs, ours in names.items()}
+
+
+def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
+    """Refuse adapters that are not of the kind which ``spec`` trains.
+
+    Args:
+        spec: the model.
+        given: the adapters there are; their dropout may be another one.
+        source: where they are, for the error.
+
+    Raises:
+        WeightsError: naming all that differs, with both values.
+    """
+    if spec.lora is None:
+        raise WeightsError(
+            f"{source} holds adapters, which only strategy=lora trains; use that, or merge them into their model "
+            "(export-hf --merged, or PEFT's merge_and_unload)"
+        )
+    theirs, ours = _kind(given), _kind(spec.lora)
+    different = [key for key in theirs if theirs[key] != ours[key]]
+    if different:
+        values = ", ".join(f"{key}={theirs[key]} instead of {ours[key]}" for key in different)
+        settings = " ".join(f"lora.{key}={theirs[key]}" for key in different)
+        raise WeightsError(f"the adapters in {source} have {values}; set {settings}")
+
+
+def _alpha(lora: LoRA) -> float:
+    return lora.lora_alpha or lora.scale * lora.lora_rank
+
+
+def _kind(lora: LoRA) -> dict[str, str]:
+    """Return what two sets of adapters have to agree in, by our keys, as it is written on a command line."""
+    targets = [matrix for matrix in MATRICES if matrix in lora.target_modules]
+    return {
+        "lora_rank": str(lora.lora_rank),
+        "lora_alpha": f"{_alpha(lora):g}",
+        "target_modules": f"[{','.join(targets)}]",
+    }
+
+
+def _read_config(folder: Path) -> _AdapterJson:
+    file = folder / ADAPTER_CONFIG
+    try:
+        config = _AdapterJson.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = next(iter(detail["loc"]), "")
+        if detail["type"] == "missing":
+            problem = f"has no {key}"
+        elif key:
+            problem = f"has {key}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+        else:
+            problem = f"cannot be read ({detail['msg']})"
+        raise WeightsError(f"{file} {problem}; save plain LoRA adapters of a causal language model") from None
+    for key, value in (config.model_extra or {}).items():
+        if value and key not in _WITHOUT_EFFECT:
+            raise WeightsError(
+                f"{file} has {key}={value!r}, which is not supported here; merge the adapters into their model with "
+                "PEFT's merge_and_unload, and begin with that"
+            )
+    return config
+
+
+def _as_lora(config: _AdapterJson, tensors: dict[str, StoredTensor], folder: Path) -> LoRA:
+    """Return the adapters that a folder describes; what they are beside is read off the weights if it is a pattern."""
+    targets = config.target_modules
+    if isinstance(targets, str):
+        targets = [name.rpartition(".lora_")[0] for name in tensors]
+    matrices = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+    for matrix in matrices:
+        if matrix not in MATRICES:
+            raise WeightsError(
+                f"the adapters in {folder} are beside {matrix}, among others; only {', '.join(MATRICES)} have any here"
+            )
+    if not matrices:
+        raise WeightsError(f"{folder / ADAPTER_CONFIG} names no target_modules; save the adapters anew")
+    return LoRA(lora_rank=config.r, lora_alpha=config.lora_alpha, target_modules=tuple(matrices))

@@ -1,0 +1,243 @@
+"""Adapters in and out: what PEFT computes with those that are exported, and what is trained of those that it wrote."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from parity import draw_adapters, native_engine
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from test_weights import (
+    ALONE,
+    PLANS,
+    UNTIED,
+    differing,
+    filled,
+    lively,
+    logits_of_transformers,
+    new_run,
+    relist,
+    save_folder,
+    save_run,
+    train,
+    whole,
+)
+from transformers import LlamaForCausalLM
+
+from llama_core.chain.export import export_run
+from llama_core.config.run import RunConfig
+from llama_core.errors import WeightsError
+from llama_core.models.hf import hugging_face_name
+from llama_core.models.pretrained import check_pretrained
+from llama_core.training.weights import Pretrained
+
+LORA = {"lora_rank": 4, "lora_alpha": 6.0, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
+TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
+BEGUN_UNDER = ("tp2 zero3 dp2, with adapters", "tp2 pp2")
+
+
+def adapted(base=None, **training):
+    """The configuration of a run that trains adapters over the weights in a folder, or over drawn ones."""
+    init_from = {} if base is None else {"init_from": str(base)}
+    return RunConfig.from_mapping(
+        UNTIED.model_dump() | {"strategy": "lora", "lora": LORA, "training": training | init_from}
+    )
+
+
+SPEC = adapted().spec
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The model that adapters are trained over, in fp32."""
+    return save_folder(tmp_path_factory.mktemp("base") / "folder", lively(UNTIED.spec))
+
+
+@pytest.fixture(scope="module")
+def written_by_peft(base):
+    """A folder that PEFT saved, and the logits of what it saved."""
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=generator)
+        logits = model.eval()(TOKENS).logits
+    folder = base.with_name("peft")
+    model.save_pretrained(folder)
+    return folder, logits
+
+
+@pytest.fixture(scope="module")
+def four_ranks(base, written_by_peft, tmp_path_factory):
+    """A run whose adapters tp 2 x dp 2 trained, and what each of four ranks found wrong in what it began with."""
+    run = new_run(tmp_path_factory.mktemp("trained") / "run", adapted(base))
+    return run, run_ranks(4, on_a_rank, base, written_by_peft[0], run)
+
+
+def on_a_rank(base, written_by_peft, run):
+    logging.disable(logging.WARNING)  # torch's, on how a sharded tensor is gathered for the comparison
+    config = adapted(base)
+    plan, _ = PLANS["tp2 zero1 dp2"]
+    engine = native_engine(plan, SPEC)
+    engine.set_weights(Pretrained(SPEC, base).fill)
+    draw_adapters(engine.model)
+    train(engine, 2, plan)
+    save_run(run, engine, config, 2)
+    dist.barrier()
+    checkpoint = run.checkpoints / "step-00000002"
+    wrong = {"saved": differing(engine.model, filled(SPEC, checkpoint))}
+    for name in BEGUN_UNDER:
+        for source in (written_by_peft, checkpoint):
+            begun = native_engine(PLANS[name][0], SPEC, seed=3)
+            begun.set_weights(Pretrained(SPEC, source).fill)
+            wrong[f"{source.name} under {name}"] = differing(begun.model, filled(SPEC, source))
+    return wrong
+
+
+def test_every_rank_begins_with_the_adapters_and_the_base_of_one_process_to_the_bit(four_ranks):
+    _, found = four_ranks
+    for rank, wrong in enumerate(found):
+        assert len(wrong) == 1 + 2 * len(BEGUN_UNDER)
+        assert not any(wrong.values()), f"rank {rank}: {wrong}"
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def assert_same_logits(ours, theirs):
+    assert ours.std() > 1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_a_folder_of_peft_is_begun_with_to_the_bit_and_computes_what_peft_does(base, written_by_peft):
+    folder, theirs = written_by_peft
+    assert check_pretrained(SPEC, folder) == []
+    model = filled(SPEC, folder)
+    stored = {name: weight for file in base.glob("*.safetensors") for name, weight in load_file(file).items()}
+    adapters = load_file(folder / "adapter_model.safetensors")
+    for name, parameter in model.named_parameters():
+        path, is_adapter, part = name.partition(".lora_")
+        matrix = hugging_face_name(path + ".weight" * bool(is_adapter)).removesuffix(".weight")
+        weight = adapters.pop(f"base_model.model.{matrix}.lora_{part}") if is_adapter else stored[f"{matrix}.weight"]
+        assert torch.equal(parameter, weight), name
+    assert adapters == {}
+    assert_same_logits(logits(model), theirs)
+
+
+def test_peft_computes_the_same_with_what_tp2_dp2_trained(four_ranks, base, tmp_path):
+    run, _ = four_ranks
+    told = []
+    out = export_run(run, tmp_path / "out", tell=told.append)
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert told[2:] == [f"adapters over {base}", "wrote adapter_model.safetensors"]
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = logits(model).logits
+    with warnings.catch_warnings(action="error", category=UserWarning):  # that a key is missing
+        theirs = logits(PeftModel.from_pretrained(model, out).eval()).logits
+    assert (theirs - before).abs().max() > 1
+    assert_same_logits(logits(filled(SPEC, run.checkpoints / "step-00000002")), theirs)
+
+
+def test_adapters_that_go_out_come_in_again_to_the_bit(four_ranks, tmp_path):
+    run, _ = four_ranks
+    expected = filled(SPEC, run.checkpoints / "step-00000002")
+    assert differing(filled(SPEC, export_run(run, tmp_path / "out")), expected) == []
+
+
+@pytest.mark.parametrize(("alpha", "written"), [(None, 8), (6.0, 6), (2.5, 2.5)])
+def test_the_alpha_that_is_written_is_a_number(tmp_path, alpha, written):
+    config = RunConfig.from_mapping(UNTIED.model_dump() | {"strategy": "lora", "lora": LORA | {"lora_alpha": alpha}})
+    run = new_run(tmp_path / "run", config)
+    save_run(run, native_engine(ALONE, config.spec), config, 1)
+    described = json.loads((export_run(run, tmp_path / "out") / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, written)
+    assert described["target_modules"] == LORA["target_modules"]
+
+
+def trained_over(kind, base, tmp_path):
+    """A run that has trained adapters, and the model that it held."""
+    if kind == "checkpoint":
+        full = new_run(tmp_path / "full", UNTIED)
+        engine = native_engine(ALONE, UNTIED.spec)
+        engine.set_weights(Pretrained(UNTIED.spec, base).fill)
+        save_run(full, engine, UNTIED, 1)
+        config = adapted(full.checkpoints / "step-00000001")
+    else:
+        config = adapted(seed=7) if kind == "drawn" else adapted(base)
+    run, engine = new_run(tmp_path / "run", config), native_engine(ALONE, SPEC, seed=7)
+    if config.training.init_from is not None:
+        engine.set_weights(Pretrained(SPEC, Path(config.training.init_from)).fill)
+    draw_adapters(engine.model)
+    train(engine, 1)
+    save_run(run, engine, config, 1)
+    return run, engine.model
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint", "drawn"])
+def test_merged_weights_compute_what_the_run_did(base, tmp_path, kind):
+    run, model = trained_over(kind, base, tmp_path)
+    assert differing(filled(SPEC, run.checkpoints / "step-00000001"), model) == []
+    out = export_run(run, tmp_path / "out", merged=True)
+    torch.testing.assert_close(logits(model), logits_of_transformers(out, TOKENS), rtol=0, atol=1e-4)
+    assert differing(filled(UNTIED.spec, out), model.__class__(UNTIED.spec)) != []
+    rounded = load_file(export_run(run, tmp_path / "bf16", merged=True, dtype="bf16") / "model.safetensors")
+    for name, weight in load_file(out / "model.safetensors").items():
+        assert torch.equal(rounded[name], weight.bfloat16()), name
+
+
+def test_each_adapted_matrix_is_merged_with_its_adapter_and_no_other_weight_changes(base, tmp_path):
+    run, model = trained_over("folder", base, tmp_path)
+    merged = filled(UNTIED.spec, export_run(run, tmp_path / "out", merged=True))
+    for name, weight in merged.named_parameters():
+        expected = whole(model.get_parameter(name))
+        part = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(part, "lora_A"):
+            expected = expected + 6 / 4 * part.lora_B.weight @ part.lora_A.weight
+            torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(weight, expected), name
+
+
+def test_adapters_that_went_on_from_others_are_over_the_base_of_those(written_by_peft, base, tmp_path):
+    folder, _ = written_by_peft
+    config = adapted(folder)
+    run, engine = new_run(tmp_path / "run", config), native_engine(ALONE, SPEC)
+    engine.set_weights(Pretrained(SPEC, folder).fill)
+    train(engine, 1)
+    save_run(run, engine, config, 1)
+    out = export_run(run, tmp_path / "out")
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert differing(filled(SPEC, out), engine.model) == []
+
+
+def test_a_full_model_has_nothing_to_merge(tmp_path):
+    run = new_run(tmp_path / "run", UNTIED)
+    save_run(run, native_engine(ALONE, UNTIED.spec), UNTIED, 1)
+    with pytest.raises(WeightsError, match=r"holds a full model .*, and no adapters to merge; leave out --merged$"):
+        export_run(run, tmp_path / "out", merged=True)
+
+
+def test_a_base_that_is_gone_is_refused_where_it_is_needed(base, tmp_path):
+    run, _ = trained_over("folder", base, tmp_path)
+    checkpoint = run.checkpoints / "step-00000001"
+    (checkpoint / "config.yaml").write_text(adapted(tmp_path / "gone").to_yaml())
+    relist(checkpoint)
+    for needs_it in (
+        lambda: export_run(run, tmp_path / "out", merged=True),
+        lambda: check_pretrained(SPEC, checkpoint),
+    ):
+        with pytest.raises(WeightsError, match=r"the base of the adapters in .*gone' does not exist; name a folder"):
+            needs_it()
+    assert (export_run(run, tmp_path / "out") / "adapter_model.safetensors").exists()
