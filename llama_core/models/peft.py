@@ -174,7 +174,9 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
 
 
 def _alpha(lora: LoRA) -> float:
-    return lora.lora_alpha or lora.scale * lora.lora_rank
+    """Return what the scale is named by, an integer where it is one, as PEFT has it."""
+    alpha = lora.lora_alpha or lora.scale * lora.lora_rank
+    return int(alpha) if alpha.is_integer() else alpha
 
 
 def _kind(lora: LoRA) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -161,7 +163,9 @@ def test_the_alpha_that_is_written_is_a_number(tmp_path, alpha, written):
     config = RunConfig.from_mapping(UNTIED.model_dump() | {"strategy": "lora", "lora": LORA | {"lora_alpha": alpha}})
     run = new_run(tmp_path / "run", config)
     save_run(run, native_engine(ALONE, config.spec), config, 1)
-    described = json.loads((export_run(run, tmp_path / "out") / "adapter_config.json").read_text())
+    text = (export_run(run, tmp_path / "out") / "adapter_config.json").read_text()
+    assert f'"lora_alpha": {written},' in text
+    described = json.loads(text)
     assert (described["r"], described["lora_alpha"]) == (4, written)
     assert described["target_modules"] == LORA["target_modules"]
 
@@ -220,6 +224,39 @@ def test_adapters_that_went_on_from_others_are_over_the_base_of_those(written_by
     out = export_run(run, tmp_path / "out")
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert differing(filled(SPEC, out), engine.model) == []
+
+
+MERGE_UNDER_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+from llama_core.config.run import RunConfig
+from llama_core.training.weights import write_hugging_face
+
+checkpoint, more = Path(sys.argv[1]), int(sys.argv[2])
+spec = RunConfig.load(checkpoint / "config.yaml").spec
+lines = Path("/proc/self/status").read_text().splitlines()
+held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (held + more, resource.RLIM_INFINITY))
+write_hugging_face(checkpoint, spec, Path(sys.argv[3]), dtype="bf16")
+"""
+
+
+def test_merging_holds_no_more_than_a_few_weights_in_memory(tmp_path):
+    """The system refuses the process private memory for more than three of the 58 matrices."""
+    sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
+    model = {"model": "llama3_8b", "architecture": sizes | {"ffn_size": 640, "vocab_size": 640}}
+    full = lively(RunConfig.from_mapping(model).spec)
+    training = {"init_from": str(save_folder(tmp_path / "base", full))}
+    config = RunConfig.from_mapping(model | {"strategy": "lora", "training": training})
+    run = new_run(tmp_path / "run", config)
+    save_run(run, native_engine(ALONE, config.spec), config, 1)
+    (tmp_path / "out").mkdir()
+    limit = str(3 * full.tok_embeddings.weight.nbytes)
+    command = [sys.executable, "-c", MERGE_UNDER_A_LIMIT, run.checkpoints / "step-00000001", limit, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rounded = full.bfloat16().float()  # adapters that were not trained add nothing
+    assert differing(filled(full.spec, tmp_path / "out"), rounded) == []
 
 
 def test_a_full_model_has_nothing_to_merge(tmp_path):

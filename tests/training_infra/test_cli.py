@@ -336,6 +336,27 @@ def test_weights_go_out_to_a_folder_and_come_in_again(shell):
     assert f"weights of {shell.path / 'hub'} read: " in shell("logs", "second", "--lines=99").stdout
 
 
+def test_adapters_go_out_alone_or_merged_and_come_in_only_as_what_they_are(shell):
+    lora = ["--strategy=lora", "--lora-rank=4", "--steps=1"]
+    assert shell("train", *SMALL, *lora, "--run-dir=first").returncode == 0
+    checkpoint = "first/checkpoints/step-00000001"
+    base = "tiny_llama3_50m as seed 0 draws it, which is in no file"
+    for option, written in (
+        (["--out=alone"], [f"adapters over {base}", "wrote adapter_model.safetensors", "alone"]),
+        (["--out=whole", "--merged"], [f"adapters added to {base}", "wrote model.safetensors", "whole"]),
+    ):
+        exported = shell("export-hf", "first", *option)
+        assert exported.returncode == 0, exported.stderr
+        told = [line.removeprefix("export    ") for line in exported.stdout.splitlines()]
+        assert (told[0], told[2:]) == (f"{checkpoint} in fp32", written)
+    refused = shell("train", *SMALL, *lora, "--lora-rank=8", "--run-dir=second", "--init-from=first")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"error: the adapters in {shell.path / checkpoint} have lora_rank=4 instead of 8, lora_alpha=8 instead of 16; "
+        "set lora.lora_rank=4 lora.lora_alpha=8\n"
+    )
+
+
 def test_benchmark_times_steps_without_training(shell):
     ended = shell("benchmark", *SMALL, "--json")
     record = json.loads(ended.stdout)
