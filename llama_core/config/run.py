@@ -32,6 +32,7 @@ from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import ModelSpec
+from llama_core.config.pretrained import with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import LoRA, MoE, fine_tuning_defaults
@@ -153,7 +154,7 @@ class TrainingConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None
-    """Weights to begin with, of a Hugging Face or PEFT folder or a run; model and tokenizer too, where none is named."""
+    """Weights to begin with: a Hugging Face or PEFT folder, or a run's directory. Unless named, the model is theirs."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""
     eval_every: int = Field(0, ge=0)
@@ -301,7 +302,7 @@ class RunConfig(Section):
             return given  # what is wrong is found after this
         init_from = training.get("init_from")
         if isinstance(init_from, str):
-            given = _with_model_of(init_from, given)
+            given = with_settings_of_weights(given, init_from)
         adapters = given.get("strategy") == "lora"
         defaults = fine_tuning_defaults(adapters=adapters, trained_before=init_from is not None)
         return given | {"training": defaults | training} if defaults else given
@@ -510,25 +511,6 @@ class RunConfig(Section):
             if mapping["training"][key] == default:
                 del mapping["training"][key]
         return self.from_mapping(mapping, overrides)
-
-
-def _with_model_of(weights: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Add the model and the tokenizer of the weights that a run begins with, where ``given`` names none."""
-    folder, model, tokenizer = Path(weights).expanduser(), {}, None
-    if (folder / "config.yaml").is_file():  # of a run, or a copy in its checkpoint
-        try:
-            theirs = RunConfig.load(folder / "config.yaml")
-        except ConfigError:  # which is said where the weights are looked at
-            return given
-        model = theirs.model_dump(include={"model", "architecture"})
-        tokenizer = theirs.data.tokenizer
-    elif (folder / "config.json").is_file():
-        model = {"model": str(folder.absolute())}
-        tokenizer = str(folder.absolute()) if (folder / "tokenizer.json").is_file() else None
-    data = given.get("data", {})
-    if tokenizer is not None and isinstance(data, dict):
-        given = given | {"data": {"tokenizer": tokenizer} | data}
-    return given if "model" in given or "architecture" in given else model | given
 
 
 _TUNED = ("learning_rate", "weight_decay", "epochs")

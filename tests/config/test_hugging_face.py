@@ -71,6 +71,23 @@ def test_the_weights_of_a_run_bring_its_architecture(tmp_path):
     assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).spec == trained.spec
 
 
+def test_adapters_bring_their_base_and_what_they_are(folder, tmp_path):
+    adapters = {"base_model_name_or_path": str(folder()), "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
+    config = RunConfig.from_mapping(
+        {"strategy": "lora", "lora": {"lora_alpha": 6}, "training": {"init_from": str(tmp_path)}}
+    )
+    assert config.model == adapters["base_model_name_or_path"]
+    assert (config.lora.lora_rank, config.lora.lora_alpha, config.lora.target_modules) == (4, 6, ("q_proj",))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "adapter_config.json"])
+@pytest.mark.parametrize("text", ["[1]", "{", ""])
+def test_what_is_damaged_brings_nothing(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).model == RunConfig().model
+
+
 def test_settings_go_over_those_of_the_folder(folder):
     path = folder(rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 512})
     config = config_of(path, num_layers=1, rope_scaling={"factor": 16})

@@ -1,0 +1,62 @@
+"""What weights bring along: the settings of a run that begins with them, where the run itself names no others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
+"""Keys of PEFT's ``adapter_config.json`` and ours."""
+
+
+def settings_of_weights(path: str) -> dict[str, Any]:
+    """Return the model, tokenizer and adapters of weights, as nested keys of a run configuration.
+
+    Of what cannot be read nothing is returned: it is refused where the weights are looked at.
+
+    Args:
+        path: a Hugging Face folder, a folder of PEFT's adapters, a run's directory or one of its checkpoints.
+    """
+    folder = Path(path).expanduser().absolute()
+    try:
+        if (folder / "config.yaml").is_file():
+            return _of_run(yaml.safe_load((folder / "config.yaml").read_bytes()))
+        if (folder / "config.json").is_file():
+            return {"model": str(folder)} | _tokenizer(folder)
+        if (folder / "adapter_config.json").is_file():
+            return _of_adapters(folder, json.loads((folder / "adapter_config.json").read_bytes()))
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        pass  # a file that is damaged, or no mapping
+    return {}
+
+
+def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str, Any]:
+    """Return a run's nested keys with what its weights bring along, wherever ``given`` says nothing else."""
+    brought = settings_of_weights(init_from)
+    if "model" in given or "architecture" in given:
+        brought = {key: value for key, value in brought.items() if key not in {"model", "architecture"}}
+    if given.get("strategy") != "lora":
+        brought.pop("lora", None)
+    for section in brought.keys() & given.keys():
+        own = given[section]
+        brought[section] = brought[section] | own if isinstance(own, dict) else own
+    return given | brought
+
+
+def _of_run(config: dict[str, Any]) -> dict[str, Any]:
+    settings = {"model": config["model"], "architecture": config["architecture"]}
+    settings["data"] = {"tokenizer": config["data"]["tokenizer"]}
+    return settings | ({"lora": config["lora"]} if config["strategy"] == "lora" else {})
+
+
+def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
+    base = settings_of_weights(adapters["base_model_name_or_path"])
+    lora = {
+        ours: adapters[theirs] for theirs, ours in _PEFT.items() if isinstance(adapters.get(theirs), int | float | list)
+    }
+    return base | _tokenizer(folder) | {"lora": lora}
+
+
+def _tokenizer(folder: Path) -> dict[str, Any]:
+    return {"data": {"tokenizer": str(folder)}} if (folder / "tokenizer.json").is_file() else {}
