@@ -1,0 +1,132 @@
+"""Fine-tuning as a user does it, from a Hugging Face folder to what PEFT and transformers load."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_core.config.run import RunConfig
+from llama_core.models.llama import Llama
+from llama_core.models.lora import with_adapters
+from llama_core.records.directory import RunDirectory
+from llama_core.records.metrics import read_metrics
+from llama_core.training.weights import Pretrained
+
+STEPS = 12
+TRAIN = [
+    "--strategy=lora",
+    "--lora-rank=4",
+    "--set=lora.target_modules=all-linear",
+    "--set=lora.lora_dropout=0.1",
+    "--lr=1e-2",
+    "--data=chats.jsonl",
+    "--gpus=4",
+    "--tensor-parallel=2",
+    "--device=cpu",
+    "--mixed-precision=fp32",
+    "--seq-len=256",
+    "--batch-size=4",
+    f"--steps={STEPS}",
+    "--set=training.checkpoint_every=2",
+    "--set=data.validation_fraction=0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An empty directory but for a small model with random weights, and conversations."""
+    path = tmp_path_factory.mktemp("finetuning")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(path / "base")
+    with (path / "chats.jsonl").open("w") as file:
+        for number in range(48):
+            asked = {"role": "user", "content": f"{number} + 1?"}
+            file.write(json.dumps({"messages": [asked, {"role": "assistant", "content": str(number + 1)}]}) + "\n")
+    return path
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "training_infra.cli", *arguments]
+
+
+def shell(folder, *arguments):
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=400
+    )
+
+
+def kill_a_rank(run):
+    """Kill one worker of a run with -9, once there is a checkpoint to go on from."""
+    while not (run / "checkpoints" / "step-00000004" / "state.json").exists():
+        time.sleep(0.05)
+    for process in psutil.process_iter():
+        try:
+            if {"llama_core.launch.rank.worker", str(run)} <= set(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+                return
+        except psutil.Error:
+            continue
+    raise AssertionError("no worker is left")
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    """A run of tp 2 x dp 2 that was killed, and what it said when it was started and when it went on."""
+    first = subprocess.Popen(
+        command("train", "--init-from=base", *TRAIN, "--run-dir=tuned"),
+        cwd=folder,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    kill_a_rank(folder / "tuned")
+    said, _ = first.communicate(timeout=400)
+    assert first.returncode not in (0, None), said
+    resumed = shell(folder, "train", "--resume", "--run-dir=tuned")
+    assert resumed.returncode == 0, resumed.stderr
+    return RunDirectory(folder / "tuned"), said, resumed.stdout
+
+
+def test_a_run_says_what_it_begins_with_and_what_is_tuned_by_default(tuned, folder):
+    _, said, _ = tuned
+    assert f"weights   of {folder / 'base'}\n" in said
+    assert "default   training.weight_decay=0 (fine-tuning)\n" in said
+    assert "; 48 conversations (" in said
+
+
+def test_a_run_that_was_killed_trains_every_step_and_learns(tuned):
+    run, _, _ = tuned
+    steps = read_metrics(run).column("step").to_pylist()
+    losses = read_metrics(run).column("loss").to_pylist()
+    assert steps == list(range(1, STEPS + 1))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_what_is_exported_computes_in_peft_and_transformers_what_was_trained(tuned, folder):
+    run, _, _ = tuned
+    for flags in (["--out=adapters"], ["--out=merged", "--merged"]):
+        done = shell(folder, "export-hf", "tuned", *flags)
+        assert done.returncode == 0, done.stderr
+    spec = RunConfig.load(run.config).spec
+    model = with_adapters(Llama(spec))
+    Pretrained(spec, run.checkpoints / f"step-{STEPS:08d}").fill(model)
+    tokens = torch.randint(0, spec.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
+    base = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+    merged = LlamaForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        untuned = base(tokens).logits
+        ours = model.eval()(tokens)
+        for theirs in (PeftModel.from_pretrained(base, folder / "adapters").eval(), merged):
+            torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert (ours - untuned).abs().max() > 0.01
