@@ -99,9 +99,23 @@ class AdaptedTensors(Tensors):
         up, down = "up_proj" in self.targets, "down_proj" in self.targets
         # beside what a matrix returns: what its adapter does, and that scaled
         joined = super().leaving("none") + 2 * self.whole * down
-        # tensors beside those kept, as w3 joins its adapter or as w2 takes in a product that it does not keep
-        inside = {"none": max((2 - down) * up, 1 - down), "selective": 0, "full": 3 + up}[mode]
+        inside = {"none": self._inside, "selective": 0, "full": 3 + up}[mode]
         return max(joined, inside * self.ffn + self.stream + self.whole)
+
+    @property
+    def recomputing(self) -> int:  # type: ignore[override]
+        """What one layer holds beside what it keeps as its recomputation ends: before w2, or with down_proj in it."""
+        down = "down_proj" in self.targets
+        last = max((self.whole + self.ffn * self.dropped) * down, self._inside * self.ffn)
+        entering = self.whole if self.dropped or not self.targets.intersection(("gate_proj", "up_proj")) else 0
+        gradient = self.whole * self.is_divided  # of what comes out, of the whole sequence
+        return last + entering + gradient + self.stream * (self.narrow + self.is_divided)
+
+    @property
+    def _inside(self) -> int:
+        """Tensors beside those kept as w3 joins its adapter, or as w2 takes in a product that it does not keep."""
+        up, down = "up_proj" in self.targets, "down_proj" in self.targets and not self.dropped
+        return max((2 - down) * up, 1 - down)
 
     @property
     def layer_before_w2(self) -> int:

@@ -164,6 +164,7 @@ class StageMoments:
         others += 0 if is_last else self._gradient_received
         copy = t.ffn_parameters * t.itemsize if t.narrow else 0  # a matrix's, and its gradient before it is widened
         for kept, temporaries, made in (
+            (t.layer(), t.recomputing * recomputed, 0),
             # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's own before it is widened
             (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
             # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32

@@ -39,6 +39,9 @@ class Tensors:
         documents: what keeps attention inside packed documents.
     """
 
+    recomputing = 0
+    """What a layer holds beside what it keeps as its recomputation ends, where that is more than its backward holds."""
+
     def __init__(
         self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
     ) -> None:
