@@ -145,6 +145,12 @@ def test_settings_that_differ_from_their_defaults_stand_out(run):
     assert "training.seed 12345" in page.text
 
 
+def test_a_page_begins_with_the_word_that_the_base_is_random(run):
+    assert "are random" not in report(run).text
+    run.config.write_text(RunConfig.from_mapping({"strategy": "lora"}).to_yaml())
+    assert "Base weights are random, and so is what comes of them" in report(run).text
+
+
 def test_what_was_trained_on_is_said_with_what_may_not_be_as_meant(run):
     assert "Data 120 conversations; loss on 40 of 90 tokens. 3 of them lose their end." in report(run).text
 
