@@ -17,6 +17,7 @@ from llama_core.config.run import RunConfig
 from llama_core.models.llama import Llama
 from llama_core.models.lora import with_adapters
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 from llama_core.training.weights import Pretrained
 
@@ -130,3 +131,19 @@ def test_what_is_exported_computes_in_peft_and_transformers_what_was_trained(tun
         for theirs in (PeftModel.from_pretrained(base, folder / "adapters").eval(), merged):
             torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-4)
     assert (ours - untuned).abs().max() > 0.01
+
+
+def test_adapters_take_less_memory_than_a_whole_model_as_it_was_estimated(folder):
+    measured, estimated = {}, {}
+    for strategy in ("standard", "lora"):
+        sizes = ["--seq-len=64", "--batch-size=2", "--steps=2", "--set=training.eval_sequences=1"]
+        flags = [f"--strategy={strategy}", "--device=cpu", "--mixed-precision=fp32", *sizes, f"--run-dir={strategy}"]
+        done = shell(folder, "train", "--model=tiny_llama3_50m", *flags)
+        assert done.returncode == 0, done.stderr
+        trained = read_json(folder / strategy / "training.json")
+        measured[strategy] = trained["memory_peak_bytes"] - trained["memory_baseline_bytes"]
+        estimated[strategy] = read_json(folder / strategy / "estimate.json")["peak_bytes"]
+    # the C library keeps some of what it is given back
+    saved, expected = (peaks["standard"] - peaks["lora"] for peaks in (measured, estimated))
+    assert saved == pytest.approx(expected, rel=0.3)
+    assert measured["lora"] < 0.5 * measured["standard"]
