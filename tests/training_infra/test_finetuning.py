@@ -147,3 +147,12 @@ def test_adapters_take_less_memory_than_a_whole_model_as_it_was_estimated(folder
     saved, expected = (peaks["standard"] - peaks["lora"] for peaks in (measured, estimated))
     assert saved == pytest.approx(expected, rel=0.3)
     assert measured["lora"] < 0.5 * measured["standard"]
+
+
+def test_adapters_of_70b_are_rehearsed_as_they_were_estimated(folder):
+    flags = ["--strategy=lora", "--lora-rank=64", "--gpus=8", "--set=architecture.num_layers=8", "--dry-run", "--json"]
+    done = shell(folder, "train", "--model=llama3_70b_instruct", *flags)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["estimate"]["peak_bytes"] == pytest.approx(shown["dry_run"]["peak_bytes"], rel=0.03)
+    assert any("base weights are random" in note for note in shown["notes"])
