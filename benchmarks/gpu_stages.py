@@ -446,8 +446,8 @@ def training(bench: Bench) -> Iterator[Row]:
         for shape in ("1B", "3B"):
             if bench.is_late:
                 return
-            row = {"model": shape, "compiled": compiled, "attention": documents, "recompute": recompute}
             kind = bench.size(documents, "mask")  # a CPU has no kernel for documents
+            row = {"model": shape, "compiled": compiled, "attention": kind, "recompute": recompute}
             yield attempted(row, _measured, bench, shape, documents=kind, compile=compiled, recompute=recompute)
 
 
