@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import TrainingConfig
-from llama_core.config.strategy import MATRICES, LoRA
+from llama_core.config.strategy import TARGETS, LoRA
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
@@ -33,7 +33,7 @@ UNTIED = replace(
     vocab_size=64,
 )
 TIED = replace(UNTIED, tied_embeddings=True)
-ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=MATRICES))
+ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
 TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 
 
@@ -119,9 +119,9 @@ def train(plan, spec, dtype, *, documents, draw=True):
 
 @torch.no_grad()
 def draw_adapters(model):
-    """Give every B values: adapters begin at zero, with gradients that are zero too."""
+    """Give what begins at zero values, as its other side's gradients are zero too: every B, and the embedding's A."""
     for name, parameter in model.named_parameters():
-        if name.endswith("lora_B.weight"):
+        if name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":
             generator = torch.Generator().manual_seed(sum(name.encode()))
             drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             if isinstance(parameter, DTensor):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llama_core.config.strategy import LoRA, MoE
+from llama_core.config.strategy import EMBEDDING, HEAD, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 
 Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama"]
@@ -134,6 +134,12 @@ class ModelSpec:
         return attention | {"gate_proj": (h, ffn), "up_proj": (h, ffn), "down_proj": (ffn, h)}
 
     @property
+    def target_shapes(self) -> dict[str, tuple[int, int]]:
+        """Columns and rows of every matrix that adapters can be beside; the embedding is one over tokens."""
+        tables = {EMBEDDING: (self.vocab_size, self.hidden_size), HEAD: (self.hidden_size, self.vocab_size)}
+        return self.matrix_shapes | tables
+
+    @property
     def layer_matmul_parameters(self) -> int:
         """Parameters of one dense layer that are multiplied with activations: attention and feed-forward matrices."""
         h = self.hidden_size
@@ -154,12 +160,19 @@ class ModelSpec:
         """Parameters of the adapters of one layer."""
         if self.lora is None:
             return 0
-        return self.lora.lora_rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.target_modules)
+        return self.lora.lora_rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.in_layers)
+
+    def table_adapter_parameters(self, table: str) -> int:
+        """Return the parameters of the adapter beside ``embed_tokens`` or ``lm_head``; 0 where there is none."""
+        if self.lora is None or table not in self.lora.target_modules:
+            return 0
+        return self.lora.lora_rank * sum(self.target_shapes[table])
 
     @property
     def num_adapter_parameters(self) -> int:
         """Parameters of all adapters."""
-        return self.num_layers * self.layer_adapter_parameters
+        tables = self.table_adapter_parameters(EMBEDDING) + self.table_adapter_parameters(HEAD)
+        return self.num_layers * self.layer_adapter_parameters + tables
 
     @property
     def num_sparse_layers(self) -> int:
@@ -198,9 +211,13 @@ class ModelSpec:
     def matmul_flops_per_token(self) -> int:
         """FLOPs of a token's products with parameters, forward and backward: 2 per parameter and product.
 
-        A trained parameter takes part in three products; a frozen one has no gradient, and takes part in two.
+        A trained parameter takes part in three products; a frozen one has no gradient, and takes part in two. Of an
+        adapter beside the embedding, A is looked up.
         """
-        return (4 if self.lora else 6) * self.num_matmul_parameters + 6 * self.num_adapter_parameters
+        adapters = self.num_adapter_parameters
+        if self.lora and EMBEDDING in self.lora.target_modules:
+            adapters -= self.lora.lora_rank * self.vocab_size
+        return (4 if self.lora else 6) * self.num_matmul_parameters + 6 * adapters
 
     def _beside_one_expert(self, num_experts: int) -> int:
         """Return what the layers with experts have beside a dense layer's feed-forward: routers and further experts."""

@@ -378,7 +378,7 @@ class RunConfig(Section):
                 f"architecture.max_context={seq_len}"
             )
         if spec.lora is not None:
-            yield from spec.lora.misfits(spec.matrix_shapes)
+            yield from spec.lora.misfits(spec.target_shapes, tied=spec.tied_embeddings)
         if spec.num_heads % spec.num_kv_heads:
             divisors = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
             yield (

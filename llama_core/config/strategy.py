@@ -12,6 +12,9 @@ ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")
 MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
 """The matrices of a layer, as Hugging Face calls them."""
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+TARGETS = (*MATRICES, EMBEDDING, HEAD)
+"""All that adapters can be beside."""
 
 ALL_LINEAR = "all-linear"
 """What PEFT calls all matrices but the head, and so all of ``MATRICES``."""
@@ -51,7 +54,10 @@ class LoRA(_Strategy):
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are left out of a step, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
-    """Matrices with adapters, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; or all-linear."""
+    """Matrices with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, embed_tokens, lm_head.
+
+    all-linear means the first seven.
+    """
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -59,21 +65,41 @@ class LoRA(_Strategy):
         return MATRICES if value in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) else value
 
     @property
+    def in_layers(self) -> tuple[str, ...]:
+        """The targets that every layer has."""
+        return tuple(target for target in self.target_modules if target in MATRICES)
+
+    @property
+    def outside_layers(self) -> tuple[str, ...]:
+        """The others: the embedding, the head or both."""
+        return tuple(target for target in self.target_modules if target in {EMBEDDING, HEAD})
+
+    @property
     def scale(self) -> float:
         """What the adapters' output is multiplied with."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def _problems(self) -> Iterator[str]:
-        unknown = [target for target in self.target_modules if target not in MATRICES]
-        if unknown or not self.target_modules:
-            hint = did_you_mean(unknown[0], MATRICES) if unknown else ""
-            some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}"
+        unknown = [target for target in self.target_modules if target not in TARGETS]
+        if unknown or not self.in_layers:
+            hint = did_you_mean(unknown[0], TARGETS) if unknown else ""
+            some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}, besides {EMBEDDING} or {HEAD}"
             yield f"target_modules={list(self.target_modules)} has to name {some}{hint}"
         elif len(set(self.target_modules)) < len(self.target_modules):
             yield f"target_modules={list(self.target_modules)} names a matrix twice"
 
-    def misfits(self, shapes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """Yield a sentence if the adapters have a higher rank than a matrix they are beside, by ``shapes``."""
+    def misfits(self, shapes: Mapping[str, tuple[int, int]], *, tied: bool) -> Iterator[str]:
+        """Yield a sentence for each reason why a model cannot have these adapters.
+
+        Args:
+            shapes: columns and rows of every matrix that adapters can be beside.
+            tied: whether the model's head is its embedding.
+        """
+        if tied and self.outside_layers:
+            yield (
+                f"lora.target_modules has {' and '.join(self.outside_layers)}, but this model uses one matrix as both "
+                "embedding and head, so that such an adapter could not be merged; leave it out"
+            )
         lowest, matrix = min((min(shapes[name]), name) for name in self.target_modules)
         if self.lora_rank > lowest:
             yield f"lora.lora_rank={self.lora_rank} is above the rank that {matrix} can have; use at most {lowest}"

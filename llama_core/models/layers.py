@@ -25,6 +25,15 @@ KEPT = "kept"
 """The annotation of operators whose results selective recomputation keeps, in eager and in compiled code alike."""
 
 
+class LowRank(NamedTuple):
+    """The product ``narrow @ rows.T``."""
+
+    narrow: Tensor
+    """[..., R]."""
+    rows: Tensor
+    """[V, R]."""
+
+
 class Linear(nn.Linear):
     """A matrix without bias, cast to the dtype of its input at use.
 
@@ -46,6 +55,10 @@ class Linear(nn.Linear):
         """Return ``x @ weight.T`` in the dtype of ``x``."""
         with annotate({KEPT: self.kept}):
             return self.multiply(x, self.weight)
+
+    def beside(self, x: Tensor) -> LowRank | None:
+        """Return what an adapter adds to ``x @ weight.T``, as a product that is not taken; None where there is none."""
+        return None
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,12 +14,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Documents
-from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, rotation
+from llama_core.models.layers import Block, Linear, LowRank, RMSNorm, TokenEmbedding, document_mask, rotation
 from llama_core.models.loss import linear_cross_entropy
 
 INIT_STD = 0.02
 INIT_CUTOFF = 3.0
 """Initial weights further from zero than this many standard deviations are not drawn."""
+
+
+Beside = Callable[[Tensor], LowRank | None]
+"""What the adapter beside the head adds to the logits of hidden states [..., D]."""
 
 
 class Llama(nn.Module):
@@ -54,8 +58,8 @@ class Llama(nn.Module):
         """The places in the whole sequence of the tokens held here, int64 [S], from their number."""
         self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = _document_mask
         """The mask that every block's attention is given: from positions [B, S], places [S] and the queries' dtype."""
-        self.head: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _head
-        """Summed cross-entropy, or logits, from hidden states [B, S, D], head [V, D], and targets [B, S] or None."""
+        self.head: Callable[[Tensor, Tensor, Beside, Tensor | None], Tensor] = _head
+        """Summed cross-entropy, or logits: from hidden states [B, S, D], head [V, D], adapter, and targets [B, S]."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -109,7 +113,12 @@ class Llama(nn.Module):
         if layers.stop < self.spec.num_layers or self.norm is None:
             return x_BSD
         x_BSD = self.norm(x_BSD)
-        return self.head(x_BSD, self.head_weight, targets_BS)
+        beside = self.output.beside if self.output is not None else no_adapter
+        return self.head(x_BSD, self.head_weight, beside, targets_BS)
+
+
+def no_adapter(x: Tensor) -> None:
+    """Return None: what there is beside a head without an adapter."""
 
 
 def _all_places(num_tokens: int, device: torch.device) -> Tensor:
@@ -120,10 +129,17 @@ def _document_mask(positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dt
     return None if positions_BS is None else document_mask(positions_BS, dtype)
 
 
-def _head(x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+def _head(x_BSD: Tensor, weight_VD: Tensor, beside: Beside, targets_BS: Tensor | None) -> Tensor:
     if targets_BS is None:
-        return F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
-    return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+        return logits(x_BSD, weight_VD, beside(x_BSD))
+    x_TD = x_BSD.flatten(0, 1)
+    return linear_cross_entropy(x_TD, weight_VD, targets_BS.flatten(), adapter=beside(x_TD))
+
+
+def logits(x_BSD: Tensor, weight_VD: Tensor, adapter: LowRank | None) -> Tensor:
+    """Return ``x_BSD @ weight_VD.T``, with what an adapter adds, in the dtype of ``x_BSD``."""
+    out_BSV = F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
+    return out_BSV if adapter is None else out_BSV + F.linear(adapter.narrow, adapter.rows.to(x_BSD.dtype))
 
 
 @torch.no_grad()
@@ -133,7 +149,8 @@ def initialize_weights(model: Llama, seed: int) -> None:
     Matrices and the embedding are drawn from a normal distribution of standard deviation 0.02, cut off at three
     standard deviations. In the two matrices that write to the residual stream (``wo`` and ``w2``) it is scaled by
     ``1 / sqrt(2 * num_layers)``, so that the stream's variance does not grow with depth. Norms are one. Of an adapter,
-    A is uniform within one over the root of its columns, and B is zero: the model begins as it is without.
+    A is uniform within one over the root of its columns, and B is zero; beside the embedding A is zero, and B normal
+    with standard deviation one, cut off as above: the model begins as it is without.
 
     Every parameter has a generator of its own, seeded by ``seed`` and the parameter's name: its values depend neither
     on the order in which a model is built nor on which other parts of it a rank holds. A CPU and a GPU draw different
@@ -167,11 +184,13 @@ def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: in
 def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:
     if parameter.ndim == 1:
         nn.init.ones_(parameter)
+    elif name == "tok_embeddings.lora_B.weight":
+        _draw_truncated_normal_(parameter, 1.0, generator)
+    elif name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":
+        nn.init.zeros_(parameter)
     elif name.endswith("lora_A.weight"):
         bound = parameter.shape[1] ** -0.5
         parameter.uniform_(-bound, bound, generator=generator)
-    elif name.endswith("lora_B.weight"):
-        nn.init.zeros_(parameter)
     else:
         is_residual = name.endswith(("wo.weight", "w2.weight"))
         std = INIT_STD / math.sqrt(2 * spec.num_layers) if is_residual else INIT_STD

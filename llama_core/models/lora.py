@@ -4,11 +4,13 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4; names and initial values ar
 """
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
 from llama_core.models.hf import matrix_name
-from llama_core.models.layers import Linear
+from llama_core.models.layers import Linear, LowRank, TokenEmbedding
 from llama_core.models.llama import Llama
 
 
@@ -31,10 +33,42 @@ class AdaptedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of what the matrix and its adapter return, in the dtype of ``x``."""
         out = super().forward(x)
+        added: Tensor = self.lora_B(self._narrow(x))
+        return out + added
+
+    def beside(self, x: Tensor) -> LowRank:
+        """Return what the adapter adds, as a product that is not taken."""
+        return LowRank(self._narrow(x), self.lora_B.weight)
+
+    def _narrow(self, x: Tensor) -> Tensor:
         if self.dropout and self.training:
             x, _ = torch.native_dropout(x, self.dropout, train=True)  # its mask is a byte per element on any device
-        added: Tensor = self.lora_B(self.lora_A(x) * self.scale)  # scaled where it is narrow
-        return out + added
+        narrow: Tensor = self.lora_A(x) * self.scale  # scaled where it is narrow
+        return narrow
+
+
+class AdaptedEmbedding(TokenEmbedding):
+    """A frozen embedding with an adapter beside it: ``table[token] + scale * A.T[token] @ B.T``, without dropout.
+
+    Args:
+        table: the embedding to be frozen.
+        spec: the model.
+        lora: the adapters.
+        dtype: of A and B, which are trained.
+    """
+
+    def __init__(self, table: TokenEmbedding, spec: ModelSpec, lora: LoRA, dtype: torch.dtype) -> None:
+        super().__init__(spec, table.out_dtype)
+        self.weight = table.weight.requires_grad_(False)
+        self.lora_A = Linear(self.num_embeddings, lora.lora_rank).to(dtype)
+        self.lora_B = Linear(lora.lora_rank, self.embedding_dim).to(dtype)
+        self.scale = lora.scale
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return [B, S, D] in ``out_dtype``."""
+        narrow = F.embedding(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
+        added: Tensor = self.lora_B(narrow * self.scale)
+        return super().forward(tokens_BS) + added
 
 
 def with_adapters(model: Llama) -> Llama:
@@ -47,8 +81,14 @@ def with_adapters(model: Llama) -> Llama:
         return model
     dtype = next(model.parameters()).dtype
     model.to(model.compute_dtype).requires_grad_(False)
-    for path, module in list(model.layers.named_modules(prefix="layers")):
+    for path, module in list(model.named_modules()):
+        adapted: nn.Module
         if isinstance(module, Linear) and matrix_name(path) in lora.target_modules:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, AdaptedLinear(module, lora, dtype))
+            adapted = AdaptedLinear(module, lora, dtype)
+        elif isinstance(module, TokenEmbedding) and matrix_name(path) in lora.target_modules:
+            adapted = AdaptedEmbedding(module, model.spec, lora, dtype)
+        else:
+            continue
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, adapted)
     return model

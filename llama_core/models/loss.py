@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head, computed without ever holding the logits of all tokens."""
 
 # Shape suffixes: T tokens, D model dim, V vocabulary (the rows of the head held here), C tokens of one chunk,
-# R rows of one block, G ranks that the vocabulary is divided over
+# R rows of one block, A rank of an adapter, G ranks that the vocabulary is divided over
 
 import math
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llama_core.models.batch import IGNORE_INDEX
+from llama_core.models.layers import LowRank
 from llama_core.units import GIB, MIB
 
 MIN_CHUNK_BYTES = 128 * MIB
@@ -47,6 +48,7 @@ def linear_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     chunk_tokens: int | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    adapter: LowRank | None = None,
 ) -> Tensor:
     """Return the cross-entropy of ``hidden_TD @ weight_VD.T``, summed over tokens: an fp32 scalar.
 
@@ -69,6 +71,8 @@ def linear_cross_entropy(
         ignore_index: the target that adds neither loss nor gradient.
         chunk_tokens: most tokens whose logits are held at once; by default ``default_chunk_tokens``.
         vocab_group: the ranks that the vocabulary is divided over; None where this one holds all of it.
+        adapter: what is added to the logits, of the dtype of ``hidden_TD``, with this rank's rows; its gradients are as
+            those of the hidden states and of the weight.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the head and its loss in parallel.
     """
@@ -79,6 +83,7 @@ def linear_cross_entropy(
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TD,
         weight_VD,
+        *(adapter or (None, None)),
         targets_T,
         ignore_index,
         max(1, math.ceil(num_tokens / num_chunks)),
@@ -94,59 +99,95 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_TD: Tensor,
         weight_VD: Tensor,
+        narrow_TA: Tensor | None,
+        rows_VA: Tensor | None,
         targets_T: Tensor,
         ignore_index: int,
         chunk_tokens: int,
         vocab_group: dist.ProcessGroup | None,
         differentiate: bool,
     ) -> Tensor:
-        need_hidden, need_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
-        num_tokens, (vocab_size, hidden_size) = hidden_TD.shape[0], weight_VD.shape
+        num_tokens, vocab_size = hidden_TD.shape[0], weight_VD.shape[0]
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        head_VD = weight_VD.to(hidden_TD.dtype)
         ignored_T1 = (targets_T == ignore_index)[:, None]
         answers_T1 = targets_T[:, None].masked_fill(ignored_T1, 0)
-        counted_TD = hidden_TD.masked_fill(ignored_T1, 0)
+        needed = [differentiate and needs for needs in ctx.needs_input_grad]
+        product = _Product(hidden_TD, weight_VD, ignored_T1, *needed[:2])
+        added = None
+        if narrow_TA is not None and rows_VA is not None:
+            added = _Product(narrow_TA, rows_VA, ignored_T1, *needed[2:4])
         losses_T1 = hidden_TD.new_empty((num_tokens, 1), dtype=wide)
-        grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
 
         # the buffers of the loop are made once: on a CPU fresh memory costs more than the arithmetic on it
         logits_CV = hidden_TD.new_empty((chunk_tokens, vocab_size))
         block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
-        # a sum over tokens may leave fp16's range, and no loss scale, which comes after it, could bring it back
-        product_dtype = wide if hidden_TD.dtype == torch.float16 else hidden_TD.dtype
-        block_RD = hidden_TD.new_empty((math.ceil(vocab_size / NUM_BLOCKS), hidden_size), dtype=product_dtype)
 
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, num_tokens))
-            logits = torch.mm(hidden_TD[chunk], head_VD.t(), out=logits_CV[: chunk.stop - start])
+            logits = torch.mm(hidden_TD[chunk], product.right_VD.t(), out=logits_CV[: chunk.stop - start])
+            if added is not None:
+                logits.addmm_(added.left_TD[chunk], added.right_VD.t())
             if vocab_group is None:
                 _losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV)
             else:
                 _divided_losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV, vocab_group)
-            if grad_hidden_TD is not None:
-                torch.mm(logits, head_VD, out=grad_hidden_TD[chunk])
-            if grad_weight_VD is not None:
-                _add_product_(grad_weight_VD, logits, counted_TD[chunk], block_RD)
-        if grad_hidden_TD is not None:
-            grad_hidden_TD.masked_fill_(ignored_T1, 0)
-        ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
-        ctx.weight_dtype, ctx.scale = weight_VD.dtype, _gradient_scale(hidden_TD.dtype)
+            product.differentiate(logits, chunk)
+            if added is not None:
+                added.differentiate(logits, chunk)
+        gradients = [(one and one.gradients(ignored_T1)) or (None, None) for one in (product, added)]
+        ctx.save_for_backward(*gradients[0], *gradients[1])
+        ctx.dtypes = [None if one is None else one.dtype for one in (hidden_TD, weight_VD, narrow_TA, rows_VA)]
+        ctx.scale = _gradient_scale(hidden_TD.dtype)
         return losses_T1.masked_fill_(ignored_T1, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
         # as a matrix its dtype counts in the product; a scalar would be rounded to that of the gradients first
         factor_11 = (upstream / ctx.scale).reshape(1, 1)
-        if grad_hidden_TD is not None:
-            grad_hidden_TD = torch.mul(grad_hidden_TD, factor_11, out=torch.empty_like(grad_hidden_TD))
-        if grad_weight_VD is not None:
-            scaled_VD = torch.empty_like(grad_weight_VD, dtype=ctx.weight_dtype)
-            grad_weight_VD = torch.mul(grad_weight_VD, factor_11, out=scaled_VD)
-        return grad_hidden_TD, grad_weight_VD, None, None, None, None, None
+        scaled = [
+            None if grad is None else torch.mul(grad, factor_11, out=torch.empty_like(grad, dtype=dtype))
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None, None, None)
+
+
+class _Product:
+    """``left_TD @ right_VD.T``, which is logits or a part of them, and its gradients as they are made chunk by chunk.
+
+    Args:
+        left_TD: one row per token.
+        right_VD: one row per logit; cast to the dtype of ``left_TD`` once.
+        ignored_T1: tokens that add nothing.
+        need_left, need_right: which gradients are made.
+    """
+
+    def __init__(
+        self, left_TD: Tensor, right_VD: Tensor, ignored_T1: Tensor, need_left: bool, need_right: bool
+    ) -> None:
+        self.left_TD, self.right_VD = left_TD, right_VD.to(left_TD.dtype)
+        wide = torch.promote_types(left_TD.dtype, torch.float32)
+        self._grad_left_TD = torch.empty_like(left_TD) if need_left else None
+        self._grad_right_VD = torch.zeros_like(right_VD, dtype=wide) if need_right else None
+        if need_right:
+            self._counted_TD = left_TD.masked_fill(ignored_T1, 0)
+            # a sum over tokens may leave fp16's range, and no loss scale, which comes after it, could bring it back
+            dtype = wide if left_TD.dtype == torch.float16 else left_TD.dtype
+            vocab_size, width = right_VD.shape
+            self._block_RD = left_TD.new_empty((math.ceil(vocab_size / NUM_BLOCKS), width), dtype=dtype)
+
+    def differentiate(self, logit_gradients_CV: Tensor, chunk: slice) -> None:
+        """Set the gradients of a chunk of ``left_TD``, and add to those of ``right_VD``."""
+        if self._grad_left_TD is not None:
+            torch.mm(logit_gradients_CV, self.right_VD, out=self._grad_left_TD[chunk])
+        if self._grad_right_VD is not None:
+            _add_product_(self._grad_right_VD, logit_gradients_CV, self._counted_TD[chunk], self._block_RD)
+
+    def gradients(self, ignored_T1: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return both gradients, that of ``right_VD`` wide; None where one is not needed."""
+        if self._grad_left_TD is not None:
+            self._grad_left_TD.masked_fill_(ignored_T1, 0)
+        return self._grad_left_TD, self._grad_right_VD
 
 
 def _blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:

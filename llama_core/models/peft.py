@@ -1,6 +1,7 @@
 """PEFT's adapter folders: its names and shapes of our adapters, and its ``adapter_config.json``. Without torch.
 
 Both sides keep the same two matrices, A [rank, columns] and B [rows, rank], so that they are renamed and nothing else.
+Beside the embedding, A has a column for each token.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import MATRICES, LoRA
+from llama_core.config.strategy import EMBEDDING, TARGETS, LoRA
 from llama_core.errors import WeightsError
 from llama_core.models.hf import check_shapes, hugging_face_name, matrix_name, parameter_shapes
 from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
@@ -18,6 +19,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
+_BASE = ".base_layer.weight"
+"""What PEFT saves of a table that has an adapter: the table itself, which the base has too."""
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "corda_config",
@@ -62,16 +65,18 @@ def is_adapter_folder(folder: Path) -> bool:
 def peft_name(name: str) -> str:
     """Return what PEFT calls our parameter ``name``, such as ``'layers.0.attention.wq.lora_A.weight'``."""
     path, _, part = name.rpartition(".lora_")
+    if matrix_name(path) == EMBEDDING:
+        part = f"embedding_{part.removesuffix('.weight')}"
     return f"{_PREFIX}{hugging_face_name(f'{path}.weight').removesuffix('weight')}lora_{part}"
 
 
 def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return the shape of every A and B by our names; none for a model without adapters."""
     shapes: dict[str, tuple[int, int]] = {}
-    for name, shape in parameter_shapes(spec).items():
+    for name in parameter_shapes(spec):
         path = name.removesuffix(".weight")
         if spec.lora is not None and matrix_name(path) in spec.lora.target_modules:
-            rows, columns = shape
+            columns, rows = spec.target_shapes[matrix_name(path)]
             shapes[f"{path}.lora_A.weight"] = (spec.lora.lora_rank, columns)
             shapes[f"{path}.lora_B.weight"] = (rows, spec.lora.lora_rank)
     return shapes
@@ -139,7 +144,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
     names = {peft_name(name): name for name in adapter_shapes(spec)}
     check_shapes(
         {theirs: adapter_shapes(spec)[ours] for theirs, ours in names.items()},
-        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: tensor.shape for name, tensor in tensors.items() if not name.endswith(_BASE)},
         wrong=f"the adapters in {folder} are not those of {spec.name}",
         remedy="choose the model they were trained over, or save them anew",
     )
@@ -181,7 +186,7 @@ def _alpha(lora: LoRA) -> float:
 
 def _kind(lora: LoRA) -> dict[str, str]:
     """Return what two sets of adapters have to agree in, by our keys, as it is written on a command line."""
-    targets = [matrix for matrix in MATRICES if matrix in lora.target_modules]
+    targets = [matrix for matrix in TARGETS if matrix in lora.target_modules]
     return {
         "lora_rank": str(lora.lora_rank),
         "lora_alpha": f"{_alpha(lora):g}",
@@ -221,9 +226,9 @@ def _as_lora(config: _AdapterJson, tensors: dict[str, StoredTensor], folder: Pat
         targets = [name.rpartition(".lora_")[0] for name in tensors]
     matrices = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
     for matrix in matrices:
-        if matrix not in MATRICES:
+        if matrix not in TARGETS:
             raise WeightsError(
-                f"the adapters in {folder} are beside {matrix}, among others; only {', '.join(MATRICES)} have any here"
+                f"the adapters in {folder} are beside {matrix}, among others; only {', '.join(TARGETS)} have any here"
             )
     if not matrices:
         raise WeightsError(f"{folder / ADAPTER_CONFIG} names no target_modules; save the adapters anew")

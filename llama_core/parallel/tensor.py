@@ -26,8 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llama_core.models.layers import TokenEmbedding
-from llama_core.models.llama import Llama
+from llama_core.models.layers import LowRank, TokenEmbedding
+from llama_core.models.llama import Beside, Llama, logits
+from llama_core.models.lora import AdaptedEmbedding
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
 
@@ -114,6 +115,8 @@ class Replicated(ParallelStyle):
 class VocabularyParallel(ParallelStyle):
     """A table with one row per token, divided by rows; looking tokens up yields the residual stream.
 
+    Of an adapter beside it, the side with the tokens is divided, and the other one whole.
+
     torch's row-wise embedding keeps a gradient of the whole table on every rank; this one of its own rows.
 
     Args:
@@ -124,9 +127,12 @@ class VocabularyParallel(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Shard(0))
+        placements: dict[str, Placement] = {"": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
         if isinstance(module, TokenEmbedding):
+            placements |= {"lora_A": Shard(1), "lora_B": Replicate()}
             module.__dict__["forward"] = partial(_look_up, module, device_mesh, self.stream)
+        for name, part in module.named_modules():
+            _distribute(part, device_mesh, placements[name])
         return module
 
 
@@ -135,22 +141,39 @@ def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMe
 
 
 def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_BS: Tensor) -> Tensor:
-    rows_VD = _local(table.weight)
-    part_BSD = vocab_parallel_embedding(tokens_BS, rows_VD, mesh.get_group()).to(table.out_dtype)
+    part_BSD = _rows(table.weight, tokens_BS, mesh).to(table.out_dtype)
+    if isinstance(table, AdaptedEmbedding):
+        narrow_BSA = _rows(table.lora_A.weight.t(), tokens_BS, mesh).to(table.out_dtype) * table.scale
+        # of whichever tokens a rank has, so that its gradient is a part of a sum
+        whole_DA = _local(table.lora_B.weight, Partial())
+        part_BSD = part_BSD + F.linear(narrow_BSA, whole_DA.to(table.out_dtype))
     whole_BSD: Tensor = DTensor.from_local(part_BSD, mesh, [Partial()]).redistribute(placements=[stream]).to_local()
     return whole_BSD
 
 
-def _head(mesh: DeviceMesh, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+def _rows(weight: Tensor, tokens_BS: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's part of the rows of a divided table: zeros where another rank has the token."""
+    return vocab_parallel_embedding(tokens_BS, _local(weight), mesh.get_group())
+
+
+def _head(mesh: DeviceMesh, x_BSD: Tensor, weight_VD: Tensor, beside: Beside, targets_BS: Tensor | None) -> Tensor:
     whole_BSD = x_BSD if isinstance(x_BSD, DTensor) else DTensor.from_local(x_BSD, mesh, [Replicate()])
     whole_BSD = whole_BSD.redistribute(placements=[Replicate()])
     if targets_BS is None:
-        logits_BSV = F.linear(whole_BSD, weight_VD.to(x_BSD.dtype))
+        logits_BSV = logits(whole_BSD, weight_VD, beside(whole_BSD))
         return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
     # every rank adds the part that its part of the vocabulary has in the gradient of the hidden states
-    hidden_TD = whole_BSD.to_local(grad_placements=[Partial()]).flatten(0, 1)
-    return linear_cross_entropy(hidden_TD, _local(weight_VD), targets_BS.flatten(), vocab_group=mesh.get_group())
+    hidden_TD = _local(whole_BSD, Partial()).flatten(0, 1)
+    adapter = beside(whole_BSD)
+    if adapter is not None:
+        adapter = LowRank(_local(adapter.narrow, Partial()).flatten(0, 1), _local(adapter.rows))
+    return linear_cross_entropy(
+        hidden_TD, _local(weight_VD), targets_BS.flatten(), vocab_group=mesh.get_group(), adapter=adapter
+    )
 
 
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def _local(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
+    """Return this rank's part of a tensor; ``gradient`` is what the ranks' gradients of it are, if they differ."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=None if gradient is None else [gradient])

@@ -132,7 +132,8 @@ class Sharded:
         )
         for module in _groups(model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.stage == 3)
-        if model.spec.lora and model.tok_embeddings is not None:
+        embedding = model.tok_embeddings
+        if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
             # no backward needs a frozen embedding, which the first layer's would fetch: let that fetch itself again
             first: Any = model.layers["0"]
             first.set_modules_to_backward_prefetch([first])

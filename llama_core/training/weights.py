@@ -132,6 +132,8 @@ class _Merged:
         whole = torch.empty(into.shape)
         self._base.read(name, whole)
         a, b = (self._adapter(f"{path}.{part}.weight") for part in ("lora_A", "lora_B"))
+        if name == "tok_embeddings.weight":  # its rows are what a matrix has as columns
+            a, b = b.t(), a.t()
         into.copy_(whole.addmm_(b, a, alpha=self._scale))
 
     def _adapter(self, name: str) -> Tensor:

@@ -97,12 +97,22 @@ def test_runs_with_other_adapters_are_other_runs():
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_proj", "wq"]}},
             "target_modules=['q_proj', 'wq'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj, or all-linear",
+            "down_proj, or all-linear, besides embed_tokens or lm_head",
+        ),
+        (
+            {"strategy": "lora", "lora": {"target_modules": ["lm_head"]}},
+            "target_modules=['lm_head'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+            "down_proj, or all-linear, besides embed_tokens or lm_head",
+        ),
+        (
+            {"strategy": "lora", "lora": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}},
+            "lora.target_modules has embed_tokens and lm_head, but this model uses one matrix as both embedding and "
+            "head, so that such an adapter could not be merged; leave it out",
         ),
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_porj"]}},
             "target_modules=['q_porj'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj, or all-linear; did you mean 'q_proj'?",
+            "down_proj, or all-linear, besides embed_tokens or lm_head; did you mean 'q_proj'?",
         ),
         (
             {"strategy": "lora", "lora": {"lora_rank": 129, "target_modules": ["q_proj", "v_proj"]}},

@@ -11,7 +11,7 @@ from llama_core.records.measurements import StepRecord
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
 
-def eventually(condition, *, seconds=60):
+def eventually(condition, *, seconds=300):
     """Return the first true value of ``condition``, which must come before the test is given up."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

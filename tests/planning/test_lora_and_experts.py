@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
-from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, LoRA, MoE
+from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.layers import Block, Linear, rotation
 from llama_core.models.llama import Llama
 from llama_core.models.lora import with_adapters
@@ -126,7 +126,7 @@ def peaks_estimated(spec, seq_len):
     return {phase: sum(phases[phase].values()) - phases[phase]["moments"] for phase in ("forward", "backward")}
 
 
-def bytes_kept(block, spec):
+def bytes_kept(block, spec, *, follows_trained=True):
     """Return the bytes that the forward of a layer leaves for its backward, beside weights and rotation."""
     rotary = rotation(spec, torch.arange(SEQ_LEN)[None])
     elsewhere = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *rotary)}
@@ -137,15 +137,18 @@ def bytes_kept(block, spec):
         kept[storage.data_ptr()] = storage
         return tensor
 
-    x_BSD = torch.randn(1, SEQ_LEN, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    x_BSD = torch.randn(1, SEQ_LEN, spec.hidden_size, dtype=torch.bfloat16, requires_grad=follows_trained)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x_BSD, rotary, None).sum().backward()
     return sum(storage.nbytes() for place, storage in kept.items() if place not in elsewhere)
 
 
 def bytes_estimated(spec):
-    (tensors,) = tensors_by_layer(spec, ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, documents="none")
-    return tensors.layer()
+    """Return what a first and a later layer keep."""
+    layers = tensors_by_layer(
+        replace(spec, num_layers=2), ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, documents="none"
+    )
+    return [tensors.layer() for tensors in layers]
 
 
 def adapted_spec(name, rank=64, names=ATTENTION_MATRICES):
@@ -158,16 +161,19 @@ def with_experts(name, num_experts=8, experts_per_token=2, layers=None):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("names", [("q_proj", "v_proj"), ATTENTION_MATRICES, ("down_proj",), ("up_proj",), MATRICES])
+@pytest.mark.parametrize(
+    "names", [("q_proj", "v_proj"), ("o_proj",), ATTENTION_MATRICES, ("down_proj",), ("up_proj",), MATRICES]
+)
 def test_a_frozen_layer_keeps_for_its_backward_what_autograd_saves_of_it(names, dropout):
     spec = replace(TINY, lora=LoRA(lora_rank=8, lora_dropout=dropout, target_modules=names))
-    assert bytes_kept(adapted_block(spec), spec) == bytes_estimated(spec)
+    block = adapted_block(spec)
+    assert [bytes_kept(block, spec, follows_trained=later) for later in (False, True)] == bytes_estimated(spec)
 
 
 @pytest.mark.parametrize(("num_experts", "experts_per_token"), [(1, 1), (4, 1), (4, 2)])
 def test_a_sparse_layer_keeps_for_its_backward_what_autograd_saves_of_it(num_experts, experts_per_token):
     spec = replace(TINY, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token))
-    assert bytes_kept(make_sparse(Block(spec), spec), spec) == bytes_estimated(spec)
+    assert [bytes_kept(make_sparse(Block(spec), spec), spec)] * 2 == bytes_estimated(spec)
 
 
 @pytest.mark.parametrize("seq_len", [256, 4096])
@@ -186,12 +192,14 @@ def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts,
         (MATRICES, 4096, 0.0),
         (MATRICES, 4096, 0.1),
         (MATRICES, 256, 0.0),
+        (("o_proj", "embed_tokens"), 4096, 0.1),
+        (("gate_proj", "lm_head"), 4096, 0.1),
+        (TARGETS, 256, 0.0),
     ],
 )
 def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq_len, dropout):
     spec = replace(MEDIUM, lora=LoRA(target_modules=names, lora_dropout=dropout))
-    # of eight layers the first has an input without gradients: a norm, and its share of attention, less than estimated
-    assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=0.02)
+    assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=0.01)
 
 
 @pytest.mark.parametrize("num_shards", [1, 8])

@@ -24,7 +24,9 @@ ADAPTERS = st.fixed_dictionaries(
     {
         "lora_rank": st.sampled_from([8, 64]),
         "lora_dropout": st.sampled_from([0.0, 0.1]),
-        "target_modules": st.sampled_from([["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["all-linear"]]),
+        "target_modules": st.sampled_from(
+            [["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["all-linear"], ["q_proj", "embed_tokens", "lm_head"]]
+        ),
     }
 )
 SLOW = settings(

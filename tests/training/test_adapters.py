@@ -38,7 +38,8 @@ from llama_core.models.hf import hugging_face_name
 from llama_core.models.pretrained import check_pretrained
 from llama_core.training.weights import Pretrained
 
-LORA = {"lora_rank": 4, "lora_alpha": 6.0, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
+TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+LORA = {"lora_rank": 4, "lora_alpha": 6.0, "target_modules": TARGETS}
 TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 BEGUN_UNDER = ("tp2 zero3 dp2, with adapters", "tp2 pp2")
 
@@ -63,9 +64,7 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written_by_peft(base):
     """A folder that PEFT saved, and the logits of what it saved."""
-    config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -140,9 +139,15 @@ def test_a_folder_of_peft_is_begun_with_to_the_bit_and_computes_what_peft_does(b
     for name, parameter in model.named_parameters():
         path, is_adapter, part = name.partition(".lora_")
         matrix = hugging_face_name(path + ".weight" * bool(is_adapter)).removesuffix(".weight")
+        if path == "tok_embeddings":
+            part = f"embedding_{part.removesuffix('.weight')}"
         weight = adapters.pop(f"base_model.model.{matrix}.lora_{part}") if is_adapter else stored[f"{matrix}.weight"]
         assert torch.equal(parameter, weight), name
-    assert adapters == {}
+    # PEFT saves the tables beside which there are adapters, too
+    assert sorted(adapters) == [
+        "base_model.model.lm_head.base_layer.weight",
+        "base_model.model.model.embed_tokens.base_layer.weight",
+    ]
     assert_same_logits(logits(model), theirs)
 
 
@@ -217,7 +222,8 @@ def test_each_adapted_matrix_is_merged_with_its_adapter_and_no_other_weight_chan
         expected = whole(model.get_parameter(name))
         part = model.get_submodule(name.rpartition(".")[0])
         if hasattr(part, "lora_A"):
-            expected = expected + 6 / 4 * part.lora_B.weight @ part.lora_A.weight
+            added = 6 / 4 * part.lora_B.weight @ part.lora_A.weight
+            expected = expected + (added.T if name == "tok_embeddings.weight" else added)
             torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(weight, expected), name

@@ -23,6 +23,7 @@ from math import ceil
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision
+from llama_core.config.strategy import EMBEDDING
 from llama_core.planning.memory.experts import ExpertTensors
 from llama_core.planning.memory.lora import AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
@@ -94,7 +95,9 @@ def tensors_by_layer(
         return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
 
     if spec.lora:
-        return [sizes(partial(AdaptedTensors, spec.lora))] * spec.num_layers
+        inner = partial(AdaptedTensors, spec.lora)
+        first = partial(inner, follows_adapters=EMBEDDING in spec.lora.target_modules)
+        return [sizes(first)] + [sizes(inner)] * (spec.num_layers - 1)
     dense = sizes(Tensors)
     if not spec.moe:
         return [dense] * spec.num_layers
@@ -255,5 +258,5 @@ class _Rank:
         return Prefetches(
             has_root=any(own.held.root for own in weights.values()),
             single_groups=[s for s, own in weights.items() if len(own.held.layers) == 1 and not own.held.embedding],
-            closed=[s for s, own in weights.items() if own.held.embedding > own.trained.embedding],
+            closed=[s for s, own in weights.items() if own.held.embedding and not own.trained.embedding],
         )

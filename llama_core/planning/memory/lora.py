@@ -2,41 +2,19 @@
 
 A frozen matrix is held in the activations' dtype. It passes gradients on, for which it needs itself and nothing else,
 so that its input is not kept; an adapter beside it does need that. Norms, attention and the activation keep what their
-own gradients take. The first layer's input is taken to need a gradient as any other's does.
+own gradients take; none of them do before the first adapter, whose input no gradient is needed of.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RecomputeMode
 from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, LoRA
-from llama_core.planning.memory.tensors import Tensors
+from llama_core.planning.memory.tensors import Tensors, adapter_size
 from llama_core.planning.plan import ParallelPlan
-
-_DIVIDED_INPUT = ("o_proj", "down_proj")
-"""The matrices whose input tensor-parallel ranks divide between them; of the others it is the output."""
-
-
-class Adapter(NamedTuple):
-    """The parameters of one adapter on one of the tensor-parallel ranks."""
-
-    divided: int
-    """Of the side that is divided as its matrix is."""
-    whole: int
-    """Of the other side, whose gradient the ranks have in parts."""
-
-
-def adapters(spec: ModelSpec, lora: LoRA, tp: int) -> dict[str, Adapter]:
-    """Return the sizes of a layer's adapters by the matrix that they are beside."""
-    sizes = {}
-    for matrix in lora.target_modules:
-        columns, rows = spec.matrix_shapes[matrix]
-        divided, whole = (columns, rows) if matrix in _DIVIDED_INPUT else (rows, columns)
-        sizes[matrix] = Adapter(lora.lora_rank * divided // tp, lora.lora_rank * whole)
-    return sizes
 
 
 class AdaptedTensors(Tensors):
@@ -45,20 +23,24 @@ class AdaptedTensors(Tensors):
     Args:
         lora: the adapters.
         spec, plan, sizes: as in ``Tensors``.
+        follows_adapters: whether there are adapters before the layer, which need the gradient of its input.
     """
 
-    def __init__(self, lora: LoRA, spec: ModelSpec, plan: ParallelPlan, **sizes: Any) -> None:
+    def __init__(
+        self, lora: LoRA, spec: ModelSpec, plan: ParallelPlan, *, follows_adapters: bool = True, **sizes: Any
+    ) -> None:
         super().__init__(spec, plan, **sizes)
-        self.targets = frozenset(lora.target_modules)
+        self.targets = frozenset(lora.in_layers)
         tokens = self.whole // (spec.hidden_size * self.itemsize)
         self.bottleneck = tokens * lora.lora_rank * self.itemsize  # what A returns
-        self._adapters = adapters(spec, lora, plan.tp)
+        self._adapters = {matrix: adapter_size(spec, matrix, plan.tp) for matrix in lora.in_layers}
         self.norm -= self.wide  # the input normalised, which only the gradient of the norm's weight takes
         self.layer_trained = self._parameters(MATRICES)
         self.layer_parameters += self.layer_trained
         self.layer_divided = self.layer_parameters
         self.ffn_parameters = self._parameters(FEED_FORWARD_MATRICES) // 3
         self.dropped = lora.lora_dropout > 0
+        self._unneeded = 0 if follows_adapters else self._before_adapters()
         if self.put_off:  # inputs and gradients of every A and B
             inputs = self._inputs()
             returned = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys, "o_proj": self.stream}
@@ -92,7 +74,31 @@ class AdaptedTensors(Tensors):
         needed = 2 * self.norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
         if "o_proj" not in self.targets or self.dropped:  # else what attention returns is among the inputs
             needed += self.queries
-        return needed + self._inputs() + self._beside(MATRICES)
+        return needed + self._inputs() + self._beside(MATRICES) - self._unneeded
+
+    def _before_adapters(self) -> int:
+        """Return what a layer keeps for gradients that nobody needs where the first adapters are its own."""
+        sizes = {"o_proj": self.queries, "down_proj": self.ffn}
+        scores = self.queries + 2 * self.keys + self.log_sum_exp
+        if "o_proj" not in self.targets or self.dropped:
+            scores += self.queries
+        unneeded = 0
+        for kept, matrices in (
+            (self.norm, ("q_proj", "k_proj", "v_proj")),
+            (scores, ("o_proj",)),
+            (self.norm, ("gate_proj", "up_proj")),
+            (3 * self.ffn, ("down_proj",)),
+        ):
+            first = self.targets.intersection(matrices)
+            unneeded += kept
+            for name in first:
+                divided, whole = self._adapters[name]
+                unneeded += self.itemsize * (divided if name in sizes else whole) * self.casts  # A's copy
+                unneeded += sizes.get(name, self.whole) // self.itemsize * self.dropped  # which part of it is left
+            if first:
+                # of gate and up, each is kept for the gradient of the other, and gate for its own too
+                return unneeded + {"up_proj": 2 * self.ffn, "gate_proj": self.ffn}.get("".join(first), 0)
+        return unneeded
 
     def leaving(self, mode: RecomputeMode) -> int:
         """Return what one layer holds at its fullest at the end of its forward beside what it keeps."""
@@ -120,6 +126,8 @@ class AdaptedTensors(Tensors):
     @property
     def layer_before_w2(self) -> int:
         """What is left of a layer after the backward of its last matrix."""
+        if self.put_off:  # the weight gradients of its adapter are still to come
+            return self.layer()
         return self.layer() - self._inputs(("down_proj",)) - self._beside(("down_proj",))
 
     @property

@@ -135,7 +135,7 @@ class StageMoments:
         # the loss scales what its forward saved into gradients of its own
         yield self._moment(
             around,
-            gradients=weights.gradients(when, 0) + weights.table_gradient,
+            gradients=weights.gradients(when, 0) + weights.head_gradient,
             activations=self.kept,
             loss=t.loss_saved,
             temporaries=t.whole,
@@ -200,26 +200,26 @@ class StageMoments:
 
     def _after_layers(self, around: Around) -> Iterator[Moment]:
         """Yield the moments at the end of a backward: in the embedding, whose gradient is made in one piece."""
-        if not (self.stage.is_first and self.tensors.table_trained):
+        if not (self.stage.is_first and self.tensors.embedding_trained):
             return
         t, weights, when = self.tensors, self.weights, around.when
         added = int(weights.adds(when) or self.stage.shares_table)
         meets_head = self.stage.tied and self.stage.is_last
         # its upstream gradient: of a divided vocabulary with zeros for other ranks' tokens, then widened to fp32
         upstream = t.stream + t.whole * t.is_divided
-        if t.narrow:
+        if t.narrow and not t.spec.lora:
             upstream += 2 * t.whole * (2 if t.looked_up else 1)
-        made = weights.trained.total - (t.table_trained if meets_head else 0)
+        made = weights.trained.total - (t.head_trained if meets_head else 0)
         yield self._moment(
             around,
-            gradients=weights.gradients(when, made) + weights.table_gradient * (2 if meets_head else added),
+            gradients=weights.gradients(when, made) + weights.embedding_gradient * (2 if meets_head else added),
             activations=self._kept_below(0) + self.put_off,
             temporaries=upstream + self._gradient_received,
         )
         if meets_head:  # the two gradients, their sum and, where there is one, what the sum is added to
             yield self._moment(
                 around,
-                gradients=weights.gradients(when, weights.trained.total) + weights.table_gradient * (2 + added),
+                gradients=weights.gradients(when, weights.trained.total) + weights.embedding_gradient * (2 + added),
                 activations=self._kept_below(0) + self.put_off,
             )
 
@@ -306,12 +306,12 @@ class ShardedMoments(StageMoments):
 
     def _after_layers(self, around: Around) -> Iterator[Moment]:
         """Yield the moments at the end of a backward: the reductions of the root and of the embedding."""
-        weights, trained, table = self.weights, self.weights.trained, self.tensors.table_trained
+        weights, trained, table = self.weights, self.weights.trained, self.tensors.embedding_trained
         layers = sum(trained.layers)
         if table and self.stage.is_first and self.stage.is_last and self.stage.tied:
             yield self._moment(  # the table's two gradients and their sum
                 around,
-                gradients=weights.gradients(around.when, layers) + 3 * weights.table_gradient,
+                gradients=weights.gradients(around.when, layers) + 3 * weights.embedding_gradient,
                 activations=self._kept_below(0),
                 communication=weights.reduction_buffer(around.when, trained.layers[0]),
                 done=layers,
@@ -319,7 +319,8 @@ class ShardedMoments(StageMoments):
         root = table if self.stage.shares_table else trained.root
         if root:
             waiting = self._ahead(around, 0) + weights.itemsize * trained.embedding  # its gradient is there as well
-            yield self._reduction(around, root, largest=table, done=layers, waiting=waiting)
+            largest = table if self.stage.shares_table else self.tensors.head_trained
+            yield self._reduction(around, root, largest=largest, done=layers, waiting=waiting)
         if trained.embedding:
             done = layers + trained.root
             waiting = around.ahead - around.root

@@ -7,8 +7,11 @@ goes into a matrix is whole on each of them. Context-parallel ranks divide every
 Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by saved tensor.
 """
 
+from typing import NamedTuple
+
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RecomputeMode
+from llama_core.config.strategy import EMBEDDING, HEAD
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 from llama_core.units import GIB, MIB
 
@@ -26,6 +29,28 @@ def loss_chunk_tokens(vocab_size: int, hidden_size: int, itemsize: int) -> int:
     row_bytes = vocab_size * itemsize
     chunk_bytes = min(max(hidden_size * row_bytes, LOSS_MIN_CHUNK_BYTES), LOSS_MAX_CHUNK_BYTES)
     return max(1, chunk_bytes // row_bytes)
+
+
+_DIVIDED_INPUT = ("o_proj", "down_proj", EMBEDDING)
+"""The matrices whose input tensor-parallel ranks divide between them; of the others it is the output."""
+
+
+class Adapter(NamedTuple):
+    """The parameters of one adapter on one of the tensor-parallel ranks."""
+
+    divided: int
+    """Of the side that is divided as its matrix is."""
+    whole: int
+    """Of the other side, whose gradient the ranks have in parts."""
+
+
+def adapter_size(spec: ModelSpec, matrix: str, tp: int) -> Adapter:
+    """Return the size of the adapter beside a matrix; 0 where it has none."""
+    if spec.lora is None or matrix not in spec.lora.target_modules:
+        return Adapter(0, 0)
+    columns, rows = spec.target_shapes[matrix]
+    divided, whole = (columns, rows) if matrix in _DIVIDED_INPUT else (rows, columns)
+    return Adapter(spec.lora.lora_rank * divided // tp, spec.lora.lora_rank * whole)
 
 
 class Tensors:
@@ -76,8 +101,13 @@ class Tensors:
         self.layer_divided = self.layer_parameters  # those that ZeRO divides over all ranks that shard
         self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # trained ones of one of its three matrices
         self.entering = self.whole  # what goes into the feed-forward's first two matrices
-        self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head
-        self.table_trained = 0 if spec.lora else self.table_parameters
+        self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head, without adapters
+        self.head_adapter = adapter_size(spec, HEAD, tp)
+        beside = {"embedding": sum(adapter_size(spec, EMBEDDING, tp)), "head": sum(self.head_adapter)}
+        table = 0 if spec.lora else self.table_parameters
+        self.embedding_parameters = self.table_parameters + beside["embedding"]
+        self.head_parameters = self.table_parameters + beside["head"]
+        self.embedding_trained, self.head_trained = table + beside["embedding"], table + beside["head"]
         self.head_norm_trained = 0 if spec.lora else spec.hidden_size
 
         num_inputs = 2 if documents == "none" else 3  # token, target, position
@@ -99,18 +129,28 @@ class Tensors:
         vocab_size = spec.vocab_size // plan.tp
         limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
         chunk = -(-tokens // -(-tokens // limit))
-        self.table = self.table_trained * FP32_BYTES
-        self.loss_saved = self.whole + self.table  # gradients of the hidden states and of the head
+        width = tokens * self.itemsize  # bytes of a column
+        self.loss_saved = self.whole + (0 if spec.lora else FP32_BYTES * self.table_parameters)
+        """Gradients of the hidden states and of the head."""
         self.loss_working = (
             self.loss_saved
-            + self.whole  # the hidden states, those of ignored targets zeroed
             + self.whole * self.is_divided  # the hidden states of the whole sequence
             + (self.table_parameters * self.itemsize if self.casts_head else 0)  # the head
             + chunk * vocab_size * self.itemsize  # logits of one chunk, then their gradients
             + -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES  # fp32 rows for the softmax
-            + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize  # rows of the head's gradient
             + tokens * (INT64_BYTES + 1 + FP32_BYTES)  # answers, which of them are ignored, losses
         )
+        if spec.lora is None:  # the hidden states, those of ignored targets zeroed, and rows of the head's gradient
+            self.loss_working += self.whole + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize
+        elif sum(self.head_adapter):
+            rank, dropped = spec.lora.lora_rank, spec.lora.lora_dropout > 0
+            # A's input, and which part of it is left; gradients of what A returns and of B; copies of A and B
+            kept = self.whole + dropped * self.whole // self.itemsize + width * rank
+            kept += FP32_BYTES * self.head_adapter.divided + (self.itemsize * self.head_trained if self.narrow else 0)
+            self.loss_saved += kept
+            # what A returned, scaled, and that of ignored targets zeroed; unless a part of it is dropped, A's input are
+            # the hidden states, which are there already
+            self.loss_working += kept + 2 * width * rank - (0 if dropped else self.whole)
 
     def layer(self, mode: RecomputeMode = "none") -> int:
         """Return what one layer keeps for its backward."""

@@ -50,21 +50,22 @@ class Counts(NamedTuple):
         return sum(self.layers) + self.tables
 
     @classmethod
-    def of(cls, stage: Stage, layers: Iterable[int], *, table: int, norm: int) -> Self:
+    def of(cls, stage: Stage, layers: Iterable[int], *, embedding: int, head: int, norm: int) -> Self:
         """Return the counts of a stage.
 
         Args:
             stage: the stage.
             layers: parameters of each layer.
-            table: parameters of the embedding, or of the head.
+            embedding: parameters of the embedding.
+            head: parameters of the head, or of an embedding in its place.
             norm: parameters of the final norm.
         """
         root = 0
         if stage.is_last:
-            root = table + norm
+            root = head + norm
         elif stage.is_first and stage.tied and not stage.shares_table:
-            root = table
-        return cls(tuple(layers), root, table if stage.is_first and not stage.tied else 0)
+            root = embedding
+        return cls(tuple(layers), root, embedding if stage.is_first and not stage.tied else 0)
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ class StageWeights:
         self.stage, self.has_buckets = stage, has_buckets
         self.num_layers = len(stage.modes)
         held = (layer.layer_parameters for layer in stage.layers)
-        self.held = Counts.of(stage, held, table=tensors.table_parameters, norm=tensors.spec.hidden_size)
+        embedding, head, norm = tensors.embedding_parameters, tensors.head_parameters, tensors.spec.hidden_size
+        self.held = Counts.of(stage, held, embedding=embedding, head=head, norm=norm)
         """Parameters the rank computes with."""
         trained = (layer.layer_trained for layer in stage.layers)
-        self.trained = Counts.of(stage, trained, table=tensors.table_trained, norm=tensors.head_norm_trained)
+        embedding, head, norm = tensors.embedding_trained, tensors.head_trained, tensors.head_norm_trained
+        self.trained = Counts.of(stage, trained, embedding=embedding, head=head, norm=norm)
         """Those of them that get gradients: all, or adapters alone."""
         self.num_shards: int | Fraction = 1
         """Ranks that divide a parameter among them; where they divide experts less than others, on average."""
@@ -107,12 +110,14 @@ class StageWeights:
         """Bytes that are gathered in whatever stage of the rank runs."""
         self.stay_gathered = 0
         """Bytes that stay gathered between the stage's forwards and backwards."""
-        self.table_gradient = FP32_BYTES * tensors.table_trained
-        """Bytes of the gradient of the embedding or the head as it is made."""
+        self.embedding_gradient = FP32_BYTES * tensors.embedding_trained
+        """Bytes of the embedding's gradient as it is made."""
+        self.head_gradient = FP32_BYTES * tensors.head_trained
+        """Bytes of the head's gradient as it is made."""
         self.head_done = 0
         """Parameters whose gradients are done when the backward comes to the layers."""
         if stage.is_last:
-            self.head_done = self.trained.root - tensors.table_trained * stage.tied
+            self.head_done = self.trained.root - tensors.head_trained * stage.tied
         self.last_buffer = 0
         """Bytes of a backward's last reduction, which are kept until the next one."""
 
@@ -156,7 +161,7 @@ class StageWeights:
 
     def waiting_head(self, when: When) -> int:
         """Return the bytes of the head's gradient while the backward is in the layers, where it is not done yet."""
-        return self.table_gradient if self.stage.is_last and self.stage.tied else 0
+        return self.head_gradient if self.stage.is_last and self.stage.tied else 0
 
     def reduction_buffer(self, when: When, group: int) -> int:
         """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
@@ -182,7 +187,8 @@ class ShardedWeights(StageWeights):
         self.drops = self.zero_stage == 3  # a layer's weights, after its forward and its backward
         self.root_gathered = self.itemsize * self.held.root
         self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
-        self.table_gradient = self.itemsize * tensors.table_trained
+        self.embedding_gradient = self.itemsize * tensors.embedding_trained
+        self.head_gradient = self.itemsize * tensors.head_trained
         self.head_done = 0
         self._averages_often = plan.averages_every_backward
         last_group = self.trained.embedding or self.trained.root or self.trained.layers[0]
@@ -199,8 +205,10 @@ class ShardedWeights(StageWeights):
             return self.stay_gathered if done <= layers else 0
         if not when.final:
             return self.stay_gathered
-        # a layer goes as its gradients come, with what of it is frozen
+        # a group goes as its gradients come, with what of it is frozen
         frozen = (sum(self.held.layers) - layers) * min(done, layers) // layers
+        if self.trained.root and done >= layers + self.trained.root:
+            frozen += self.held.root - self.trained.root
         return self.stay_gathered - self.itemsize * (done + frozen)
 
     def fetched(self, when: When) -> int:
@@ -212,7 +220,7 @@ class ShardedWeights(StageWeights):
         """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
         if layer:
             return self.at_work(layer - 1)
-        return self.itemsize * self.trained.embedding if self.drops else 0
+        return self.itemsize * self.held.embedding if self.drops and self.trained.embedding else 0
 
     def averaged(self, when: When, done: int, group: int = 0) -> int:
         """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones.
@@ -246,7 +254,7 @@ class ShardedWeights(StageWeights):
 
     def waiting_head(self, when: When) -> int:
         """Return the bytes of the head's gradient while the backward is in the layers: it is reduced after them."""
-        return self.table_gradient if self.stage.is_last and not self.adds(when) else 0
+        return self.head_gradient if self.stage.is_last and not self.adds(when) else 0
 
     def reduction_buffer(self, when: When, group: int) -> int:
         """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
-from llama_core.config.strategy import ATTENTION_MATRICES
-from llama_core.planning.memory.lora import adapters
-from llama_core.planning.memory.tensors import FP32_BYTES
+from llama_core.config.strategy import ATTENTION_MATRICES, EMBEDDING, HEAD
+from llama_core.planning.memory.tensors import FP32_BYTES, Adapter, adapter_size
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import Axis, Collective, Traffic
 from llama_core.schedules.actions import Action, Kind, Schedule
@@ -104,7 +103,8 @@ class Messages:
     def __init__(self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision) -> None:
         self.spec, self.plan = spec, plan
         self.itemsize = FP32_BYTES if precision == "fp32" else 2
-        self._adapters = tuple(adapters(spec, spec.lora, plan.tp).values()) if spec.lora else ()
+        targets = spec.lora.in_layers if spec.lora else ()
+        self._adapters = tuple(adapter_size(spec, matrix, plan.tp) for matrix in targets)
         self._layer_adapters = sum(map(sum, self._adapters))
         schedule = plan.build_schedule()
         self.num_replicas, self.placement = schedule.num_replicas, schedule.placement
@@ -150,7 +150,7 @@ class Messages:
         divided = self.plan.sharded_sequence
         if self.is_first(stage):
             forward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
-            if self.spec.lora is None:
+            if self.spec.lora is None or EMBEDDING in self.spec.lora.target_modules:
                 backward += [self._tp("all_gather", 1)] * divided
             else:  # nor are gradients summed of inputs that no adapter comes before
                 without = 1 if set(ATTENTION_MATRICES).intersection(self.spec.lora.target_modules) else 2
@@ -181,21 +181,30 @@ class Messages:
         return self._blocks(stage) + self._rest(stage)
 
     def trained_groups(self, stage: int) -> tuple[float, ...]:
-        """Return the parameters with gradients of each group that has any: all, or the adapters of every layer."""
+        """Return the parameters with gradients of each group that has any: all, or adapters alone."""
         if self.spec.lora is None:
             return self.groups(stage)
-        return (self._layer_adapters,) * len(self.layers[stage])
+        tables = (sum(adapter) for adapter in self._table_adapters(stage))
+        return (*(self._layer_adapters,) * len(self.layers[stage]), *tables)
+
+    def _table_adapters(self, stage: int) -> Iterator[Adapter]:
+        """Yield the sizes of a stage's adapters that are outside the layers."""
+        for table, is_there in ((EMBEDDING, self.is_first(stage)), (HEAD, self.is_last(stage))):
+            if is_there and self.spec.table_adapter_parameters(table):
+                yield adapter_size(self.spec, table, self.plan.tp)
 
     def _blocks(self, stage: int) -> tuple[float, ...]:
         """Return the parameters of every layer, and of an embedding that is no head."""
         layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size + self._layer_adapters
-        embedding = (self._table,) if self.is_first(stage) and not self.spec.tied_embeddings else ()
+        embedding: tuple[float, ...] = ()
+        if self.is_first(stage) and not self.spec.tied_embeddings:
+            embedding = (self._table + sum(adapter_size(self.spec, EMBEDDING, self.plan.tp)),)
         return (*[layer] * len(self.layers[stage]), *embedding)
 
     def _rest(self, stage: int) -> tuple[float, ...]:
         """Return what no block holds: the last norm and the head, or an embedding tied to the head of another rank."""
         if self.is_last(stage):
-            return (self._table + self.spec.hidden_size,)
+            return (self._table + sum(adapter_size(self.spec, HEAD, self.plan.tp)) + self.spec.hidden_size,)
         return (self._table,) if self._is_tied_apart(stage) else ()
 
     @property
@@ -216,7 +225,8 @@ class Messages:
             hosted = next(hosted for hosted in self.placement if stage in hosted)
             rest = [group for other in hosted for group in self._rest(other)]
             forward = [self._gather(group) for group in (*self._blocks(stage), *rest)]
-            in_backward = len(self.layers[stage]) if self.spec.lora else None  # no backward needs a frozen embedding
+            is_frozen = self.spec.lora is not None and EMBEDDING not in self.spec.lora.target_modules
+            in_backward = len(self.layers[stage]) if is_frozen else None  # no backward needs a frozen embedding
             backward = [self._gather(group) for group in self._blocks(stage)[:in_backward]]
         if self.plan.effective_zero_stage >= 2:
             backward += [self._scatter(group) for group in self.trained_groups(stage)]
@@ -252,8 +262,10 @@ class Messages:
         spec = self.spec
         if spec.lora:
             rank = spec.lora.lora_rank
-            sides = sum(rank + size // rank for adapter in self._adapters for size in adapter)
-            return self._reduction(2 * count, POWERSGD_RANK * spec.num_layers * sides)
+            layers = [adapter for adapter in self._adapters for _ in range(spec.num_layers)]
+            everywhere = [*layers, *self._table_adapters(stage)]
+            sides = sum(rank + size // rank for adapter in everywhere for size in adapter)
+            return self._reduction(2 * count, POWERSGD_RANK * sides)
         sides = 2 * (hidden + spec.q_size) + 2 * (hidden + spec.kv_size) + 3 * (hidden + spec.ffn_size)
         tables = (1 if spec.tied_embeddings else 2) * (spec.vocab_size + hidden)
         norms = (2 * spec.num_layers + 1) * hidden
@@ -274,7 +286,8 @@ class Messages:
         count = 2 * num_layers + self.is_last(stage) if self.plan.sharded_sequence else 0
         elements = count * self.spec.hidden_size
         if self.spec.lora:
-            count, elements = num_layers * len(self._adapters), num_layers * sum(part.whole for part in self._adapters)
+            adapters = [*self._adapters * num_layers, *self._table_adapters(stage)]
+            count, elements = len(adapters), sum(adapter.whole for adapter in adapters)
         is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
         itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
         return Traffic("all_reduce", "tp", self.plan.tp, count, elements * itemsize)
@@ -286,6 +299,7 @@ class Messages:
         if self.num_replicas > 1:
             if self.spec.lora:
                 tensors = 2 * len(self._adapters) * sum(len(self.layers[stage]) for stage in hosted)
+                tensors += 2 * sum(1 for stage in hosted for _ in self._table_adapters(stage))
             else:
                 tensors = sum(9 * len(self.layers[stage]) + 2 * self.is_last(stage) for stage in hosted)
                 tensors += sum(self.is_first(stage) and not self.spec.tied_embeddings for stage in hosted)

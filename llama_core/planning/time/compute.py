@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
-from llama_core.config.strategy import MATRICES
+from llama_core.config.strategy import EMBEDDING, HEAD, MATRICES
 from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
@@ -157,7 +157,11 @@ class StageCompute:
         """Return the time of looking up every token, and of adding their gradients to the table's."""
         looked_up = self._memory(self.tokens * self.spec.hidden_size, narrow=1, wide=2)
         if self.spec.lora:
-            return Pass(looked_up, 0.0)
+            if EMBEDDING not in self.spec.lora.target_modules:
+                return Pass(looked_up, 0.0)
+            product = self._product(self.spec.lora.lora_rank, self.spec.hidden_size)
+            side = self._memory(self.spec.lora.lora_rank * self.spec.vocab_size / self.plan.tp, narrow=0, wide=4)
+            return Pass(looked_up + product, 2 * product + side)
         return Pass(looked_up, looked_up + self._memory(self._table_size, narrow=0, wide=4))
 
     def head(self) -> Pass:
@@ -169,7 +173,11 @@ class StageCompute:
         loss = self._memory(self.tokens * vocab_size, *_LOSS_ACCESSES)
         hidden = self._memory(self.tokens * self.spec.hidden_size, narrow=2, wide=0)
         if self.spec.lora:
-            return Pass(2 * product + loss, hidden)
+            narrow = wide = 0.0
+            if HEAD in self.spec.lora.target_modules:
+                narrow = self._product(self.spec.hidden_size, self.spec.lora.lora_rank)
+                wide = self._product(self.spec.lora.lora_rank, vocab_size)
+            return Pass(2 * product + loss + narrow + 3 * wide, hidden + 2 * narrow)
         table = num_chunks * self._memory(self._table_size, *_TABLE_ACCESSES)
         return Pass(3 * product + loss + table, hidden + self._memory(self._table_size, narrow=0, wide=2))
 
