@@ -12,6 +12,7 @@ from llama_core.models.peft import adapter_weights, base_of, check_same_adapters
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, complete_state, newest_checkpoint
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
 
 _CONFIG = "config.yaml"
 _FIXED = ("num_heads", "tied_embeddings")
@@ -165,12 +166,13 @@ def saved_run(checkpoint: Path) -> RunConfig:
     """Return the configuration of the run that wrote a checkpoint.
 
     Raises:
-        WeightsError: if it trained experts, or DeepSpeed wrote it.
+        WeightsError: if it trained experts, or DeepSpeed wrote it at stage 1 in bf16.
     """
-    if (checkpoint / LAYOUT).exists():
+    layout = read_json(checkpoint / LAYOUT) if (checkpoint / LAYOUT).exists() else {}
+    if (layout.get("zero_stage"), layout.get("compute_dtype")) == (1, "bfloat16"):
         raise WeightsError(
-            f"{checkpoint} was written by DeepSpeed, whose checkpoints nothing else reads; train with "
-            "parallel.zero_backend=native to take the weights elsewhere"
+            f"{checkpoint} was written by DeepSpeed at stage 1 in bf16, whose weights DeepSpeed itself cannot put "
+            "together; train at parallel.zero_stage=2 or with parallel.zero_backend=native to take them elsewhere"
         )
     config = RunConfig.load(checkpoint / _CONFIG)
     if config.strategy not in {"standard", "lora"}:
@@ -185,7 +187,7 @@ def full_model(checkpoint: Path) -> ModelSpec:
     """Return the model whose weights a checkpoint holds, every one of them.
 
     Raises:
-        WeightsError: if it holds adapters or experts, or DeepSpeed wrote it.
+        WeightsError: if it holds adapters or experts, or DeepSpeed wrote it at stage 1 in bf16.
     """
     config = saved_run(checkpoint)
     if config.strategy != "standard":

@@ -23,10 +23,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llama_core.config.models import ModelSpec
-from llama_core.errors import EnvironmentMismatchError, PlanError
+from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.layers import Block
 from llama_core.models.llama import Llama, initialize_weights
@@ -275,6 +276,38 @@ class DeepSpeedModel:
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)
         return value
+
+
+def saved_weights(folder: Path) -> Callable[[str], Tensor]:
+    """Return a function that reads one trained weight of a checkpoint by its name: whole, in fp32, without the ranks.
+
+    The files are mapped, and pickled: opening a checkpoint runs what its writer put there.
+
+    Args:
+        folder: what ``DeepSpeedModel.save`` wrote to.
+
+    Raises:
+        EnvironmentMismatchError: if the package ``deepspeed`` is missing.
+        CheckpointError: if the checkpoint cannot be read; from the function, if it does not hold the weight.
+    """
+    _import_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells each step
+        try:
+            weights = get_fp32_state_dict_from_zero_checkpoint(
+                str(folder), CHECKPOINT_TAG, exclude_frozen_parameters=True, lazy_mode=True
+            )
+        except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
+            raise CheckpointError(f"cannot read {folder}: {error}") from None
+
+    def read(name: str) -> Tensor:
+        if name not in weights:
+            raise CheckpointError(f"cannot read {name} from {folder}: it is not there")
+        weight: Tensor = weights[name].contiguous()
+        return weight
+
+    return read
 
 
 def _import_deepspeed(device_type: str) -> Any:

@@ -29,7 +29,9 @@ from llama_core.models.llama import Llama, initialize_parameter
 from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, peft_name
 from llama_core.models.pretrained import Origin, check_pretrained, hugging_face_weights, is_checkpoint, origin_of
 from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
+from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
+from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.checkpoint import one_line
 from llama_core.units import format_bytes, format_duration
 
@@ -98,11 +100,16 @@ def _base(spec: ModelSpec, origin: Origin) -> _Source:
     """Return what has the weights of the model without adapters."""
     if origin.base is None:
         return _Drawn(spec, origin.drawn_by.training.seed if origin.drawn_by else 0)
-    return _Checkpoint(origin.base) if is_checkpoint(origin.base) else _Folder(hugging_face_weights(spec, origin.base))
+    return _saved(origin.base) if is_checkpoint(origin.base) else _Folder(hugging_face_weights(spec, origin.base))
 
 
 def _adapters(spec: ModelSpec, source: Path) -> _Source:
-    return _Checkpoint(source) if is_checkpoint(source) else _Folder(adapter_weights(spec, source))
+    return _saved(source) if is_checkpoint(source) else _Folder(adapter_weights(spec, source))
+
+
+def _saved(checkpoint: Path) -> _Source:
+    """Return what has the weights that a run saved."""
+    return _DeepSpeedCheckpoint(checkpoint) if (checkpoint / LAYOUT).exists() else _Checkpoint(checkpoint)
 
 
 class _Drawn:
@@ -197,6 +204,16 @@ class _Checkpoint:
             raise CheckpointError(f"cannot read {name} from {self._folder}: {one_line(error)}") from None
 
 
+class _DeepSpeedCheckpoint:
+    """Reads weights from a checkpoint that DeepSpeed wrote, each of them whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._weight = saved_weights(folder)
+
+    def read(self, name: str, into: Tensor) -> None:
+        _copy_part(self._weight(name), into)
+
+
 class _Remembering(dcp.FileSystemReader):
     """A reader that parses the checkpoint's metadata once, rather than for every tensor."""
 
@@ -257,7 +274,7 @@ def write_hugging_face(
         WeightsError: if a weight is too large for fp16, or the model that adapters belong to is not there.
         OSError: if there is no room.
     """
-    source: _Source = _Checkpoint(checkpoint)
+    source = _saved(checkpoint)
     if spec.lora is not None:
         source = _Merged(spec, spec.lora, origin_of(checkpoint), checkpoint)
     names = {hugging_face_name(name): name for name in parameter_shapes(spec)}
@@ -293,7 +310,7 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
     """
     names = {peft_name(name): name for name in adapter_shapes(spec)}
     shapes = {peft_name(name): shape for name, shape in adapter_shapes(spec).items()}
-    _write_file(folder / ADAPTERS, _Checkpoint(checkpoint), names, shapes, dtype)
+    _write_file(folder / ADAPTERS, _saved(checkpoint), names, shapes, dtype)
 
 
 def _write_file(

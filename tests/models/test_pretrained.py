@@ -236,7 +236,12 @@ def with_config(run, **changes):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda run: (run.checkpoints / "step-00000004" / LAYOUT).write_text("{}"), "was written by DeepSpeed"),
+        (
+            lambda run: write_json(
+                run.checkpoints / "step-00000004" / LAYOUT, {"zero_stage": 1, "compute_dtype": "bfloat16"}
+            ),
+            "was written by DeepSpeed at stage 1 in bf16, whose weights",
+        ),
         (lambda run: with_config(run, strategy="moe"), "was trained with strategy=moe; only full models (strategy=st"),
         (lambda run: with_config(run, strategy="lora"), "holds adapters, which only strategy=lora trains"),
         (lambda run: with_config(run, model="tiny_llama3_50m"), "tied_embeddings=True instead of False"),

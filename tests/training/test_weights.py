@@ -22,15 +22,18 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
-from llama_core.models.hf import config_json, hugging_face_name
+from llama_core.models.hf import config_json, hugging_face_name, parameter_shapes
 from llama_core.models.llama import Llama, build_llama
 from llama_core.models.lora import with_adapters
+from llama_core.models.peft import adapter_shapes
 from llama_core.models.pretrained import resolve_pretrained
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
 from llama_core.training.checkpoint import Checkpointer
-from llama_core.training.engine import train_step
+from llama_core.training.engine import build_engine, train_step
 from llama_core.training.weights import Pretrained, write_hugging_face
 
 # 46 and 66 do not divide evenly over four ranks
@@ -372,7 +375,11 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "error", "complaint"),
     [
-        (lambda checkpoint: (checkpoint / "deepspeed.json").write_text("{}"), WeightsError, "written by DeepSpeed"),
+        (
+            lambda checkpoint: write_json(checkpoint / LAYOUT, {"zero_stage": 2, "compute_dtype": "bfloat16"}),
+            CheckpointError,
+            "cannot read .*step-00000007: Directory .* doesn't exist",
+        ),
         (
             lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="moe")),
             WeightsError,
@@ -510,3 +517,36 @@ def test_deepspeed_begins_with_the_same_weights(folders):
             assert found[kind].keys() == expected.keys()
             for name, weight in found[kind].items():
                 assert torch.equal(torch.from_numpy(weight), expected[name]), (kind, name)
+
+
+def train_with_deepspeed(run, config, stage):
+    """Train two steps with DeepSpeed, save, and return the trained weights, which are fp32."""
+    logging.disable(logging.WARNING)
+    plan = ParallelPlan(dp_shard=2, zero_stage=stage, zero_backend="deepspeed", num_microbatches=2)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(out):
+        engine = build_engine(config, plan, torch.device("cpu"))
+        engine.initialize_weights(config.training.seed)
+        train(engine, 2, plan)
+        save_run(run, engine, config, 2)
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        trained = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+        return {name: safe_get_full_fp32_param(parameter).clone().numpy() for name, parameter in trained.items()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "strategy"), [(1, "fp32", "standard"), (2, "bf16", "lora"), (3, "bf16", "standard")]
+)
+def test_what_two_ranks_of_deepspeed_saved_is_read_and_exported_by_one_process(tmp_path, stage, precision, strategy):
+    lora = {"lora": {"target_modules": ["q_proj", "embed_tokens"]}} if strategy == "lora" else {}
+    training = {"precision": precision, "seed": 3}
+    config = RunConfig.from_mapping(UNTIED.model_dump() | {"strategy": strategy, "training": training} | lora)
+    run = new_run(tmp_path / "run", config)
+    weights, _ = run_ranks(2, train_with_deepspeed, run, config, stage)
+    for source in (run.checkpoints / "step-00000002", export_run(run, tmp_path / "out")):
+        if strategy == "lora" and source.name == "out":
+            break  # its base is drawn, and in no file
+        read = dict(filled(config.spec, source).named_parameters())
+        for name, weight in weights.items():
+            assert torch.equal(read[name], torch.from_numpy(weight)), name
+    assert weights.keys() == (set(adapter_shapes(config.spec)) or set(parameter_shapes(config.spec)))
