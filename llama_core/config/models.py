@@ -162,6 +162,11 @@ class ModelSpec:
             return 0
         return self.lora.lora_rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.in_layers)
 
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding, or an adapter beside it, gets gradients."""
+        return self.lora is None or EMBEDDING in self.lora.target_modules
+
     def table_adapter_parameters(self, table: str) -> int:
         """Return the parameters of the adapter beside ``embed_tokens`` or ``lm_head``; 0 where there is none."""
         if self.lora is None or table not in self.lora.target_modules:

@@ -112,10 +112,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignored_T1 = (targets_T == ignore_index)[:, None]
         answers_T1 = targets_T[:, None].masked_fill(ignored_T1, 0)
         needed = [differentiate and needs for needs in ctx.needs_input_grad]
-        product = _Product(hidden_TD, weight_VD, ignored_T1, *needed[:2])
-        added = None
+        product, added = _Product(hidden_TD, weight_VD, ignored_T1, *needed[:2]), []
         if narrow_TA is not None and rows_VA is not None:
-            added = _Product(narrow_TA, rows_VA, ignored_T1, *needed[2:4])
+            added.append(_Product(narrow_TA, rows_VA, ignored_T1, *needed[2:4]))
         losses_T1 = hidden_TD.new_empty((num_tokens, 1), dtype=wide)
 
         # the buffers of the loop are made once: on a CPU fresh memory costs more than the arithmetic on it
@@ -125,18 +124,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, num_tokens))
             logits = torch.mm(hidden_TD[chunk], product.right_VD.t(), out=logits_CV[: chunk.stop - start])
-            if added is not None:
-                logits.addmm_(added.left_TD[chunk], added.right_VD.t())
+            for one in added:
+                logits.addmm_(one.left_TD[chunk], one.right_VD.t())
             if vocab_group is None:
                 _losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV)
             else:
                 _divided_losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV, vocab_group)
-            product.differentiate(logits, chunk)
-            if added is not None:
-                added.differentiate(logits, chunk)
-        gradients = [(one and one.gradients(ignored_T1)) or (None, None) for one in (product, added)]
-        ctx.save_for_backward(*gradients[0], *gradients[1])
-        ctx.dtypes = [None if one is None else one.dtype for one in (hidden_TD, weight_VD, narrow_TA, rows_VA)]
+            for one in (product, *added):
+                one.differentiate(logits, chunk)
+        ctx.save_for_backward(*(gradient for one in (product, *added) for gradient in one.gradients(ignored_T1)))
+        ctx.dtypes = [tensor.dtype for tensor in (hidden_TD, weight_VD, narrow_TA, rows_VA) if tensor is not None]
         ctx.scale = _gradient_scale(hidden_TD.dtype)
         return losses_T1.masked_fill_(ignored_T1, 0).sum()
 
@@ -149,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else torch.mul(grad, factor_11, out=torch.empty_like(grad, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled)))
 
 
 class _Product:

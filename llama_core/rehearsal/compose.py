@@ -14,7 +14,6 @@ from itertools import islice, takewhile
 from typing import Self
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import EMBEDDING
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.memory.prefetch import Prefetch, Prefetches
 from llama_core.planning.plan import ParallelPlan
@@ -46,8 +45,8 @@ class Hosting:
         """Return what a pipeline rank hosts."""
         stages, last = plan.build_schedule().stages_of(pp_rank), plan.num_stages - 1
         has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
-        is_frozen = spec.lora is not None and not spec.table_adapter_parameters(EMBEDDING)
-        closed = [slot for slot, stage in enumerate(stages) if stage == 0 and is_frozen and not spec.tied_embeddings]
+        leads_out = spec.trains_embedding or spec.tied_embeddings
+        closed = [slot for slot, stage in enumerate(stages) if stage == 0 and not leads_out]
         return cls(stages, plan.effective_zero_stage, has_rest, plan.averages_every_backward, tuple(closed))
 
 

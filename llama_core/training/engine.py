@@ -185,8 +185,8 @@ class NativeEngine:
         """
         if (folder / LAYOUT).exists():
             raise PlanError(
-                f"{folder} was written by DeepSpeed, whose checkpoints no other plan reads; "
-                "continue with parallel.zero_backend=deepspeed"
+                f"{folder} was written by DeepSpeed, whose moments no other plan reads; "
+                "continue with parallel.zero_backend=deepspeed, or begin a run with its weights (training.init_from)"
             )
         state = self._state()
         dcp.load(state, checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None)

@@ -23,7 +23,6 @@ from math import ceil
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision
-from llama_core.config.strategy import EMBEDDING
 from llama_core.planning.memory.experts import ExpertTensors
 from llama_core.planning.memory.lora import AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
@@ -96,7 +95,7 @@ def tensors_by_layer(
 
     if spec.lora:
         inner = partial(AdaptedTensors, spec.lora)
-        first = partial(inner, follows_adapters=EMBEDDING in spec.lora.target_modules)
+        first = partial(inner, follows_adapters=spec.trains_embedding)
         return [sizes(first)] + [sizes(inner)] * (spec.num_layers - 1)
     dense = sizes(Tensors)
     if not spec.moe:

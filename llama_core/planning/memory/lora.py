@@ -13,7 +13,7 @@ from typing import Any
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RecomputeMode
 from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, LoRA
-from llama_core.planning.memory.tensors import Tensors, adapter_size
+from llama_core.planning.memory.tensors import DIVIDED_INPUT, Tensors, adapter_size
 from llama_core.planning.plan import ParallelPlan
 
 
@@ -53,13 +53,20 @@ class AdaptedTensors(Tensors):
 
     def _inputs(self, matrices: Iterable[str] = MATRICES) -> int:
         """Return what is kept of the inputs of adapted matrices: some have the same, unless each drops its own."""
-        sizes = {"o_proj": self.queries, "down_proj": self.ffn}
         adapted = self.targets.intersection(matrices)
         if self.dropped:  # what is left of an input, and which part that is
-            return sum(size + size // self.itemsize for size in (sizes.get(name, self.whole) for name in adapted))
+            return sum(self._input(name) + self._mask(name) for name in adapted)
         shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-        own = sum(size for name, size in sizes.items() if name in adapted)
+        own = sum(self._input(name) for name in adapted.intersection(DIVIDED_INPUT))
         return own + sum(self.whole for names in shared if adapted.intersection(names))
+
+    def _input(self, matrix: str) -> int:
+        """Return what goes into a matrix."""
+        return {"o_proj": self.queries, "down_proj": self.ffn}.get(matrix, self.whole)
+
+    def _mask(self, matrix: str) -> int:
+        """Return what says which part of a matrix's input its adapter gets."""
+        return self._input(matrix) // self.itemsize if self.dropped else 0
 
     def _beside(self, matrices: Iterable[str]) -> int:
         """Return what the adapters beside some matrices keep between A and B, and the copies that both are cast to."""
@@ -78,7 +85,6 @@ class AdaptedTensors(Tensors):
 
     def _before_adapters(self) -> int:
         """Return what a layer keeps for gradients that nobody needs where the first adapters are its own."""
-        sizes = {"o_proj": self.queries, "down_proj": self.ffn}
         scores = self.queries + 2 * self.keys + self.log_sum_exp
         if "o_proj" not in self.targets or self.dropped:
             scores += self.queries
@@ -93,8 +99,8 @@ class AdaptedTensors(Tensors):
             unneeded += kept
             for name in first:
                 divided, whole = self._adapters[name]
-                unneeded += self.itemsize * (divided if name in sizes else whole) * self.casts  # A's copy
-                unneeded += sizes.get(name, self.whole) // self.itemsize * self.dropped  # which part of it is left
+                unneeded += self.itemsize * (divided if name in DIVIDED_INPUT else whole) * self.casts  # A's copy
+                unneeded += self._mask(name)
             if first:
                 # of gate and up, each is kept for the gradient of the other, and gate for its own too
                 return unneeded + {"up_proj": 2 * self.ffn, "gate_proj": self.ffn}.get("".join(first), 0)

@@ -31,7 +31,7 @@ def loss_chunk_tokens(vocab_size: int, hidden_size: int, itemsize: int) -> int:
     return max(1, chunk_bytes // row_bytes)
 
 
-_DIVIDED_INPUT = ("o_proj", "down_proj", EMBEDDING)
+DIVIDED_INPUT = ("o_proj", "down_proj", EMBEDDING)
 """The matrices whose input tensor-parallel ranks divide between them; of the others it is the output."""
 
 
@@ -49,7 +49,7 @@ def adapter_size(spec: ModelSpec, matrix: str, tp: int) -> Adapter:
     if spec.lora is None or matrix not in spec.lora.target_modules:
         return Adapter(0, 0)
     columns, rows = spec.target_shapes[matrix]
-    divided, whole = (columns, rows) if matrix in _DIVIDED_INPUT else (rows, columns)
+    divided, whole = (columns, rows) if matrix in DIVIDED_INPUT else (rows, columns)
     return Adapter(spec.lora.lora_rank * divided // tp, spec.lora.lora_rank * whole)
 
 
@@ -103,11 +103,11 @@ class Tensors:
         self.entering = self.whole  # what goes into the feed-forward's first two matrices
         self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head, without adapters
         self.head_adapter = adapter_size(spec, HEAD, tp)
-        beside = {"embedding": sum(adapter_size(spec, EMBEDDING, tp)), "head": sum(self.head_adapter)}
-        table = 0 if spec.lora else self.table_parameters
-        self.embedding_parameters = self.table_parameters + beside["embedding"]
-        self.head_parameters = self.table_parameters + beside["head"]
-        self.embedding_trained, self.head_trained = table + beside["embedding"], table + beside["head"]
+        beside_embedding, beside_head = sum(adapter_size(spec, EMBEDDING, tp)), sum(self.head_adapter)
+        self.embedding_parameters = self.table_parameters + beside_embedding
+        self.head_parameters = self.table_parameters + beside_head
+        self.embedding_trained = beside_embedding if spec.lora else self.embedding_parameters
+        self.head_trained = beside_head if spec.lora else self.head_parameters
         self.head_norm_trained = 0 if spec.lora else spec.hidden_size
 
         num_inputs = 2 if documents == "none" else 3  # token, target, position

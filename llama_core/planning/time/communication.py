@@ -150,9 +150,9 @@ class Messages:
         divided = self.plan.sharded_sequence
         if self.is_first(stage):
             forward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
-            if self.spec.lora is None or EMBEDDING in self.spec.lora.target_modules:
+            if self.spec.trains_embedding:
                 backward += [self._tp("all_gather", 1)] * divided
-            else:  # nor are gradients summed of inputs that no adapter comes before
+            elif self.spec.lora:  # nor are gradients summed of inputs that no adapter comes before
                 without = 1 if set(ATTENTION_MATRICES).intersection(self.spec.lora.target_modules) else 2
                 backward.append(self._tp("reduce_scatter" if divided else "all_reduce", -without))
         if self.is_last(stage):
@@ -225,8 +225,8 @@ class Messages:
             hosted = next(hosted for hosted in self.placement if stage in hosted)
             rest = [group for other in hosted for group in self._rest(other)]
             forward = [self._gather(group) for group in (*self._blocks(stage), *rest)]
-            is_frozen = self.spec.lora is not None and EMBEDDING not in self.spec.lora.target_modules
-            in_backward = len(self.layers[stage]) if is_frozen else None  # no backward needs a frozen embedding
+            # no backward needs a frozen embedding
+            in_backward = None if self.spec.trains_embedding else len(self.layers[stage])
             backward = [self._gather(group) for group in self._blocks(stage)[:in_backward]]
         if self.plan.effective_zero_stage >= 2:
             backward += [self._scatter(group) for group in self.trained_groups(stage)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
-from llama_core.config.strategy import EMBEDDING, HEAD, MATRICES
+from llama_core.config.strategy import HEAD, MATRICES
 from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
@@ -156,9 +156,9 @@ class StageCompute:
     def embedding(self) -> Pass:
         """Return the time of looking up every token, and of adding their gradients to the table's."""
         looked_up = self._memory(self.tokens * self.spec.hidden_size, narrow=1, wide=2)
+        if not self.spec.trains_embedding:
+            return Pass(looked_up, 0.0)
         if self.spec.lora:
-            if EMBEDDING not in self.spec.lora.target_modules:
-                return Pass(looked_up, 0.0)
             product = self._product(self.spec.lora.lora_rank, self.spec.hidden_size)
             side = self._memory(self.spec.lora.lora_rank * self.spec.vocab_size / self.plan.tp, narrow=0, wide=4)
             return Pass(looked_up + product, 2 * product + side)
