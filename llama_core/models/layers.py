@@ -76,6 +76,9 @@ class TokenEmbedding(nn.Embedding):
         """Return [B, S, D] in ``out_dtype``."""
         return super().forward(tokens_BS).to(self.out_dtype)
 
+    def beside(self, x: Tensor) -> None:
+        """Return None: a table that is the head too has no adapter."""
+
 
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square normalisation, computed in fp32 and returned in the dtype of its input.

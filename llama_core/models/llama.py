@@ -14,16 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Documents
-from llama_core.models.layers import Block, Linear, LowRank, RMSNorm, TokenEmbedding, document_mask, rotation
+from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, rotation
 from llama_core.models.loss import linear_cross_entropy
 
 INIT_STD = 0.02
 INIT_CUTOFF = 3.0
 """Initial weights further from zero than this many standard deviations are not drawn."""
-
-
-Beside = Callable[[Tensor], LowRank | None]
-"""What the adapter beside the head adds to the logits of hidden states [..., D]."""
 
 
 class Llama(nn.Module):
@@ -58,12 +54,12 @@ class Llama(nn.Module):
         """The places in the whole sequence of the tokens held here, int64 [S], from their number."""
         self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = _document_mask
         """The mask that every block's attention is given: from positions [B, S], places [S] and the queries' dtype."""
-        self.head: Callable[[Tensor, Tensor, Beside, Tensor | None], Tensor] = _head
-        """Summed cross-entropy, or logits: from hidden states [B, S, D], head [V, D], adapter, and targets [B, S]."""
+        self.head: Callable[[Tensor, Linear | TokenEmbedding, Tensor | None], Tensor] = _head
+        """Summed cross-entropy, or logits: from hidden states [B, S, D], head_table, and targets [B, S] or None."""
 
     @property
-    def head_weight(self) -> Tensor:
-        """The matrix from hidden states to logits, [V, D]: the token embedding where the two are tied.
+    def head_table(self) -> Linear | TokenEmbedding:
+        """What has the matrix from hidden states to logits, [V, D]: the token embedding where the two are tied.
 
         Raises:
             ValueError: if this part of the model has no head.
@@ -71,7 +67,7 @@ class Llama(nn.Module):
         head = self.tok_embeddings if self.spec.tied_embeddings else self.output
         if head is None:
             raise ValueError("this part of the model does not hold the head")
-        return head.weight
+        return head
 
     def forward(
         self,
@@ -113,12 +109,7 @@ class Llama(nn.Module):
         if layers.stop < self.spec.num_layers or self.norm is None:
             return x_BSD
         x_BSD = self.norm(x_BSD)
-        beside = self.output.beside if self.output is not None else no_adapter
-        return self.head(x_BSD, self.head_weight, beside, targets_BS)
-
-
-def no_adapter(x: Tensor) -> None:
-    """Return None: what there is beside a head without an adapter."""
+        return self.head(x_BSD, self.head_table, targets_BS)
 
 
 def _all_places(num_tokens: int, device: torch.device) -> Tensor:
@@ -129,16 +120,16 @@ def _document_mask(positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dt
     return None if positions_BS is None else document_mask(positions_BS, dtype)
 
 
-def _head(x_BSD: Tensor, weight_VD: Tensor, beside: Beside, targets_BS: Tensor | None) -> Tensor:
+def _head(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
     if targets_BS is None:
-        return logits(x_BSD, weight_VD, beside(x_BSD))
+        return logits(x_BSD, table)
     x_TD = x_BSD.flatten(0, 1)
-    return linear_cross_entropy(x_TD, weight_VD, targets_BS.flatten(), adapter=beside(x_TD))
+    return linear_cross_entropy(x_TD, table.weight, targets_BS.flatten(), adapter=table.beside(x_TD))
 
 
-def logits(x_BSD: Tensor, weight_VD: Tensor, adapter: LowRank | None) -> Tensor:
-    """Return ``x_BSD @ weight_VD.T``, with what an adapter adds, in the dtype of ``x_BSD``."""
-    out_BSV = F.linear(x_BSD, weight_VD.to(x_BSD.dtype))
+def logits(x_BSD: Tensor, table: Linear | TokenEmbedding) -> Tensor:
+    """Return ``x_BSD @ table.weight.T``, with what an adapter adds, in the dtype of ``x_BSD``."""
+    out_BSV, adapter = F.linear(x_BSD, table.weight.to(x_BSD.dtype)), table.beside(x_BSD)
     return out_BSV if adapter is None else out_BSV + F.linear(adapter.narrow, adapter.rows.to(x_BSD.dtype))
 
 

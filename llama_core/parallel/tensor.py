@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llama_core.models.layers import LowRank, TokenEmbedding
-from llama_core.models.llama import Beside, Llama, logits
+from llama_core.models.layers import Linear, LowRank, TokenEmbedding
+from llama_core.models.llama import Llama, logits
 from llama_core.models.lora import AdaptedEmbedding
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
@@ -156,19 +156,19 @@ def _rows(weight: Tensor, tokens_BS: Tensor, mesh: DeviceMesh) -> Tensor:
     return vocab_parallel_embedding(tokens_BS, _local(weight), mesh.get_group())
 
 
-def _head(mesh: DeviceMesh, x_BSD: Tensor, weight_VD: Tensor, beside: Beside, targets_BS: Tensor | None) -> Tensor:
+def _head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
     whole_BSD = x_BSD if isinstance(x_BSD, DTensor) else DTensor.from_local(x_BSD, mesh, [Replicate()])
     whole_BSD = whole_BSD.redistribute(placements=[Replicate()])
     if targets_BS is None:
-        logits_BSV = logits(whole_BSD, weight_VD, beside(whole_BSD))
+        logits_BSV = logits(whole_BSD, table)
         return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
     # every rank adds the part that its part of the vocabulary has in the gradient of the hidden states
     hidden_TD = _local(whole_BSD, Partial()).flatten(0, 1)
-    adapter = beside(whole_BSD)
+    adapter = table.beside(whole_BSD)
     if adapter is not None:
         adapter = LowRank(_local(adapter.narrow, Partial()).flatten(0, 1), _local(adapter.rows))
     return linear_cross_entropy(
-        hidden_TD, _local(weight_VD), targets_BS.flatten(), vocab_group=mesh.get_group(), adapter=adapter
+        hidden_TD, _local(table.weight), targets_BS.flatten(), vocab_group=mesh.get_group(), adapter=adapter
     )
 
 
