@@ -20,6 +20,7 @@ from llama_core.records.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 SECRET = "marker-of-a-secret-4711"
+ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
 class Serving:
@@ -78,17 +79,27 @@ class Serving:
 
     def end(self, flow_run_id):
         """Wait for the end of a flow run; return the name of its state."""
-        until(lambda: self.state(flow_run_id)["type"] in {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
+        until(lambda: self.state(flow_run_id)["type"] in ENDED)
         return self.state(flow_run_id)["name"]
 
     def followed(self, flow_run_id, times=1):
         """Wait until the flow run follows its job, for the given time; return its run."""
         progress = {"artifacts": {"key": {"any_": ["training-progress"]}, "flow_run_id": {"any_": [flow_run_id]}}}
         until(lambda: len(httpx.post(f"{self.url}/artifacts/filter", json=progress).json()) == times)
-        runs = self.checkout.glob("runs/*/flow_run.json")
-        (run,) = (RunDirectory(path.parent) for path in runs if flow_run_id in path.read_text())
+        run = self.submitted(flow_run_id)
         until(run.heartbeat.exists)
         return run
+
+    def submitted(self, flow_run_id):
+        """Wait until the flow run has submitted its job; return its run. A flow run that ends first fails the test."""
+        while True:
+            for path in self.checkout.glob("runs/*/flow_run.json"):
+                run = RunDirectory(path.parent)
+                if flow_run_id in path.read_text() and run.job.exists():
+                    return run
+            state = self.state(flow_run_id)
+            assert state["type"] not in ENDED, state
+            time.sleep(0.1)
 
     def processes(self, word=""):
         """Return the processes that this ``make serve`` has started, itself or through others, by a word of theirs."""

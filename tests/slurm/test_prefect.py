@@ -33,6 +33,13 @@ def serving(tmp_path_factory):
         cluster.cancel(JobRecord(**read_json(path)).job_id)
 
 
+@pytest.fixture(autouse=True)
+def log(serving):
+    """Show beside a failure what ``make serve`` printed last."""
+    yield
+    sys.stdout.write(serving.log.read_text()[-8000:])
+
+
 def request(seed, steps):
     """Return a configuration of two nodes with two ranks each, tp 2 x dp 2, that a test can tell from others."""
     return {
@@ -97,14 +104,13 @@ def test_a_job_cancelled_in_slurm_shows_as_cancelled(serving):
 
 def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serving):
     with cluster.held_node():  # or it would start 64 ranks here
-        # Without a pipeline one rank stands for all: what is planned otherwise is rehearsed for many minutes here.
+        # One rank of one microbatch stands for all: what is planned otherwise is rehearsed for many minutes here.
         named = yaml.safe_load((serving.checkout / "prefect.yaml").read_text())["deployments"]
         (config,) = (one["parameters"]["config"] for one in named if one["name"] == "llama3_405b")
         config["parallel"]["pp"] = 1
+        config["training"]["batch_size"] = 16
         flow_run = serving.deploy("train/llama3_405b", f"config={json.dumps(config)}")
-        recorded = serving.checkout.glob
-        path = eventually(lambda: next(recorded("runs/llama3_405b-*/job.json"), None), seconds=600)
-        run = RunDirectory(path.parent)
+        run = serving.submitted(flow_run)
         assert run.estimate.exists()
         assert run.dry_run.exists()
         fields = cluster.job_fields(job_of(run).job_id)
