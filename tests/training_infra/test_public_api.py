@@ -1,0 +1,289 @@
+"""The project's public description, held to its word: every block of ``public_api.md`` works, or it is listed why not.
+
+Python runs in the order of the page in one namespace, statement by statement, and commands one by one, in a directory
+that holds somebody's own ``tasks.py``, ``reports.py`` and ``flows.py``. There is no GPU: what needs one is refused in
+one line. ``pytest -v -rA`` lists every block with its verdict.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from described import blocks, write_somebodys_files
+
+from training_infra import cli
+
+SCRIPT = Path(__file__).with_name("somebodys_script.py")
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+OURS = "python -m training_infra.cli "
+
+ABSENT = {}
+"""Statements that this machine is too small for: the beginning of the one line they are refused with."""
+
+NO_CUDA = "gpus={}: this machine has no CUDA device"
+REFUSED = {
+    "train --model llama3_8b --gpus 4 --data path/to/training_data.jsonl --strategy standard": NO_CUDA.format(4),
+    "train --model llama3_8b --gpus 4 --data path/to/data.jsonl --batch-size 8": NO_CUDA.format(4),
+    "train --model llama3_8b --gpus 4 --data full_dataset.jsonl --epochs 3": NO_CUDA.format(4),
+    "train --model llama3_8b --gpus 4": NO_CUDA.format(4),
+    "train --model llama3_70b_instruct --strategy lora --gpus 8 --lora-rank 64": NO_CUDA.format(8),
+    "train --model llama3_70b_instruct --strategy lora --gpus 8 --lora-rank 64 --data path/to/instruct_data.jsonl": (
+        NO_CUDA.format(8)
+    ),
+    "train --model llama3_405b --gpus 64 --strategy standard --zero-stage 3": NO_CUDA.format(64),
+    "train --model llama3_405b --gpus 64 --nodes 8 --zero-stage 3 --activation-checkpointing --gradient-compression": (
+        "launch.nodes=8: the local launcher has this machine only; use --launcher slurm"
+    ),
+}
+"""Commands that this machine is too small for, alike."""
+
+REHEARSED = ["--dry-run", "--seq-len=64"]
+A_STEP = ["--steps=1", "--seq-len=8", *(f"--set={key}" for key in ("training.eval_sequences=2", "benchmark.steps=1"))]
+SHORTENED = {
+    "train --model tiny_llama3_50m --gpus 1 --data path/to/test_data.jsonl --batch-size 64 --epochs 1": A_STEP,
+    "train --model tiny_llama3_150m --gpus 1 --data path/to/small_dataset.jsonl --batch-size 32": REHEARSED,
+    "train --model tiny_llama3_150m --gpus 1 --data path/to/dev_data.jsonl --batch-size 32": REHEARSED,
+    "train --model tiny_llama3_150m --gpus 1 --data dev_data.jsonl --epochs 2": REHEARSED,
+    "train --model tiny_llama3_150m --epochs 1": REHEARSED,
+}
+"""Commands that would take a CPU hours: one trains for a step, the others are rehearsed."""
+
+NOT_OURS = {
+    "pip": "installs packages: what it names is looked up in pyproject.toml",
+    "git": "fetches the repository: this checkout is one",
+    "cd": "enters the repository",
+    "pre-commit": "writes into the checkout's .git: its configuration is looked for",
+}
+"""Programs of the installation that are not run, and what takes their place."""
+
+UNBUILT = "not built yet"
+MANY_RANKS = "a dataloader cannot feed several devices yet"
+WAITING = {
+    "Python API": {
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
+    },
+    "Quick Start / Python API": {
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
+    },
+    "LLaMA 3 Quick Examples / Tiny LLaMA 3 - Development & Testing": {
+        "from training_infra import create_tiny_llama3_orchestrator": UNBUILT,
+        "tiny_orchestrator = create_tiny_llama3_orchestrator(": UNBUILT,
+        "tiny_orchestrator.launch_training(small_dataloader)": UNBUILT,
+    },
+    "LLaMA 3 Quick Examples / LLaMA 3 8B Training": {
+        "from training_infra import create_llama3_8b_orchestrator": UNBUILT,
+        "orchestrator = create_llama3_8b_orchestrator(": UNBUILT,
+        "orchestrator.print_configuration()": UNBUILT,
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
+    },
+    "LLaMA 3 Quick Examples / LLaMA 3 70B with LoRA Fine-tuning": {
+        "from training_infra import create_llama3_70b_orchestrator, TrainingStrategy": UNBUILT,
+        "lora_strategy = TrainingStrategy(": UNBUILT,
+        "orchestrator = create_llama3_70b_orchestrator(": UNBUILT,
+        "orchestrator.launch_training(finetune_dataloader)": MANY_RANKS,
+    },
+    "LLaMA 3 Quick Examples / LLaMA 3 405B Mega Model Training": {
+        "from training_infra import create_llama3_405b_orchestrator": UNBUILT,
+        "orchestrator = create_llama3_405b_orchestrator(": UNBUILT,
+        "orchestrator.launch_training(massive_dataloader)": MANY_RANKS,
+    },
+    "LLaMA 3 Quick Examples / Custom Configuration": {
+        "from training_infra.distributed import ConfigurationFactory": UNBUILT,
+        "orchestrator = LlamaTrainingOrchestrator(": UNBUILT,
+        "orchestrator.distributed_config = ConfigurationFactory.create_hybrid_parallel_config(": UNBUILT,
+        "orchestrator.print_configuration()": UNBUILT,
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
+    },
+    "LLaMA 3 Quick Examples / Manual Trainer Creation": {
+        "from training_infra.distributed import create_distributed_trainer": UNBUILT,
+        "from training_infra.models.llama import create_llama_7b_parallel": UNBUILT,
+        "from training_infra import TrainingConfig": UNBUILT,
+        "model = create_llama_7b_parallel(": UNBUILT,
+        "training_config = TrainingConfig(": UNBUILT,
+        "distributed_config = ConfigurationFactory.create_tensor_parallel_config(2)": UNBUILT,
+        "trainer = create_distributed_trainer(": UNBUILT,
+        "trainer.fit()": UNBUILT,
+    },
+    "Configuration Options / Parallelism Strategies / Data Parallelism": {
+        "config = ConfigurationFactory.create_data_parallel_config(num_gpus=4)": UNBUILT,
+    },
+    "Configuration Options / Parallelism Strategies / Tensor Parallelism": {
+        "config = ConfigurationFactory.create_tensor_parallel_config(num_gpus=4)": UNBUILT,
+    },
+    "Configuration Options / Parallelism Strategies / Pipeline Parallelism": {
+        "config = ConfigurationFactory.create_pipeline_parallel_config(": UNBUILT,
+    },
+    "Configuration Options / Parallelism Strategies / Hybrid 3D Parallelism": {
+        "config = ConfigurationFactory.create_hybrid_parallel_config(": UNBUILT,
+    },
+    "Performance Benchmarking": {
+        "from training_infra.benchmarking import PerformanceBenchmark": UNBUILT,
+        'benchmark = PerformanceBenchmark("llama2_7b")': UNBUILT,
+        "results = benchmark.run_comprehensive_benchmark()": UNBUILT,
+        "benchmark.print_summary()": UNBUILT,
+    },
+    "Pipeline Parallelism Deep Dive / Microbatch Scheduling": {
+        "from training_infra.distributed.microbatch_scheduler import MicrobatchScheduler": UNBUILT,
+        "scheduler = MicrobatchScheduler(": UNBUILT,
+        "schedule = scheduler.get_execution_schedule()": UNBUILT,
+        "results = scheduler.execute_schedule(forward_fn, backward_fn, optimizer_fn, microbatches)": UNBUILT,
+        "scheduler.print_metrics()": UNBUILT,
+    },
+}
+"""Exemptions: statements that do not work yet, by block, and why."""
+
+WAITING_COMMANDS = {
+    "benchmark --model llama2_7b --gpus 4 --batch-sizes 1 2 4 8 --save-results benchmark_results.json": UNBUILT,
+}
+"""Exemptions: commands that do not work yet, and why."""
+
+MISSING_MODULES = dict.fromkeys(
+    [
+        "training_infra.trainer",
+        *(f"training_infra.distributed{name}" for name in ("", ".config", ".trainer", ".microbatch_scheduler")),
+        *(f"training_infra.models{name}" for name in ("", ".llama", ".moe")),
+        "training_infra.parallelism",
+    ],
+    UNBUILT,
+)
+"""Exemptions: modules that the page's project tree shows and that are not there yet."""
+
+MISSING_EXTRAS = dict.fromkeys(("flash_attn", "moe", "visualization", "benchmarking"), UNBUILT)
+"""Exemptions: extras that the page installs and that are not there yet."""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A user's directory."""
+    write_somebodys_files(tmp_path)
+    return tmp_path
+
+
+def run(place, command):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(place / "cache")}
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+
+def ends_of_python(place):
+    """Return how every statement of the Python blocks ended, by block and first line; None if it worked."""
+    shutil.copy(SCRIPT, place)
+    (place / "blocks.json").write_text(json.dumps([block.text for block in blocks("python")]))
+    ended = run(place, [sys.executable, SCRIPT.name, "blocks.json", "ends.json"])
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads((place / "ends.json").read_text())
+    return {
+        block.name: {line: end and f"{end['type']}: {end['text']}" for line, end in lines}
+        for block, lines in zip(blocks("python"), told, strict=True)
+    }
+
+
+def verdict(end, absent, waiting):
+    """Return how a statement or command is judged, given how it ended and how that is listed."""
+    if waiting is not None:
+        return "has started to work: no exemption is needed" if end is None else f"waits: {waiting}"
+    if absent is not None and end is not None and re.match(rf"\w+Error: {re.escape(absent)}[^\n]*$", end):
+        return f"refused: {absent}"
+    return end or ("runs, and was to be refused" if absent else "runs")
+
+
+def listed(absent, waiting):
+    return f"waits: {waiting}" if waiting is not None else f"refused: {absent}" if absent is not None else "runs"
+
+
+def test_every_python_statement_of_the_page_works_or_is_listed(place):
+    found, expected = {}, {}
+    for name, lines in ends_of_python(place).items():
+        for line, end in lines.items():
+            absent, waiting = (table.get(name, {}).get(line) for table in (ABSENT, WAITING))
+            found[name, line] = verdict(end, absent, waiting)
+            expected[name, line] = listed(absent, waiting)
+            print(f"{name} | {line} | {found[name, line]}")
+    assert found == expected
+    assert {(name, line) for table in (ABSENT, WAITING) for name in table for line in table[name]} <= found.keys()
+
+
+COMMANDS = {
+    command.removeprefix(OURS).replace("/path/to/", "path/to/"): block.name
+    for block in reversed(blocks("bash"))
+    for command in block.commands
+    if command.startswith(OURS)
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_page_works_or_is_listed(place, command):
+    arguments = [*shlex.split(command), *SHORTENED.get(command, [])]
+    ended = run(place, [sys.executable, "-m", "training_infra.cli", *arguments])
+    end = None if ended.returncode == 0 else f"CommandError: {ended.stderr.removeprefix('error: ').rstrip()}"
+    absent, waiting = REFUSED.get(command), WAITING_COMMANDS.get(command)
+    print(f"{COMMANDS[command]} | {command} | {verdict(end, absent, waiting)}")
+    assert verdict(end, absent, waiting) == listed(absent, waiting), ended.stdout
+    assert ended.returncode in {0, 2, 3}
+
+
+def test_no_command_is_listed_that_the_page_has_not():
+    assert {*REFUSED, *SHORTENED, *WAITING_COMMANDS} <= COMMANDS.keys()
+
+
+FLAGS = [command for block in blocks("bash") for command in block.commands if command.startswith("--")]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_of_the_page_is_one_of_train(flag):
+    options = cli._parser().parse_args(["train", "--gpus=4", *shlex.split(flag)])
+    cli._config(options)
+
+
+def others():
+    return [
+        shlex.split(command)
+        for block in blocks("bash")
+        for command in block.commands
+        if not command.startswith((OURS, "--"))
+    ]
+
+
+def test_nothing_else_is_run_than_the_programs_of_an_installation():
+    assert {words[0] for words in others()} == set(NOT_OURS)
+    assert (PROJECT.parent / ".pre-commit-config.yaml").exists()
+
+
+def test_what_the_page_installs_is_what_the_project_needs_and_offers():
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    named = {word for words in others() if words[0] == "pip" for word in words[2:]}
+    extras = {extra for word in named for extra in re.findall(r"\w+", word.partition("[")[2])}
+    needs = " ".join([*project["dependencies"], *project["optional-dependencies"]["hf"]])
+    assert all(re.search(rf"\b{name}>=", needs) for word in named for name in re.findall(r"^(\w+)>=", word))
+    assert extras - set(MISSING_EXTRAS) <= set(project["optional-dependencies"])
+    assert not set(MISSING_EXTRAS) & set(project["optional-dependencies"])
+
+
+def modules_of_the_tree():
+    """Return the modules that the page's project tree shows."""
+    (tree,) = (block.text for block in blocks("") if block.name == "Project Structure")
+    package, modules = "training_infra", []
+    for line in tree.splitlines()[1:]:
+        depth, name = re.fullmatch(r"([| ]*)[|`]-- (\S+).*", line).groups()
+        if name.endswith("/"):
+            package = f"training_infra.{name[:-1]}"
+            modules.append(package)
+        elif name != "__init__.py":
+            modules.append(f"{package if depth else 'training_infra'}.{name.removesuffix('.py')}")
+    return modules
+
+
+@pytest.mark.parametrize("module", modules_of_the_tree())
+def test_every_module_of_the_pages_tree_is_there_or_is_listed(module):
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    assert is_there == (module not in MISSING_MODULES)
