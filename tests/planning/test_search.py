@@ -254,3 +254,10 @@ def test_a_choice_is_a_record_and_lines_that_hold_its_figures():
 def test_a_plan_for_a_device_is_the_one_that_the_search_finds():
     config, device = request("llama3_8b", 8), gpu_spec("h100")
     assert choose_plan(config, device.usable_bytes, device) == searched(config).plan
+
+
+def test_recomputation_that_is_asked_for_is_what_plans_are_held_against_the_limit_with():
+    config = request("llama2_7b", 2, training__batch_size=4, parallel__tp=2, parallel__recompute="full")
+    choice = searched(config)
+    assert choice.plan.recompute == "full"
+    assert choice.peak_bytes <= choice.limit_bytes

@@ -69,8 +69,8 @@ class Bounds:
         limit, kept = self.fitting.limit, self._kept_by_layer(variant)
         held = self._num_layers(variant) * in_flight(variant.order, variant.shape.pp, self._count(variant))
         states = self._states(variant)
-        if limit is None or states + held * kept["none"] <= limit:
-            return Recomputed("none", 0.0)
+        if limit is None or states + held * kept[self.candidates.recompute] <= limit:
+            return Recomputed("none", 0.0)  # beyond what is asked for
         for mode in MODES[1:] if self.candidates.adapts_to(variant) else ():
             if states + held * kept[mode] <= limit:
                 return Recomputed(mode, (states / held + kept["none"] - limit / held) / (kept["none"] - kept[mode]))
