@@ -5,6 +5,7 @@ from typing import Any
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
 from llama_core.planning.memory.estimate import estimate_ranks
@@ -59,6 +60,14 @@ def plan_for_gpu(config: RunConfig) -> PlannedRun:
         machine,
         choices,
     )
+
+
+def plan_anywhere(config: RunConfig) -> PlannedRun:
+    """Plan for this machine, as training would, where it has the devices; else for GPUs that need not be here."""
+    try:
+        return plan_run(config)
+    except EnvironmentMismatchError:
+        return plan_for_gpu(config)
 
 
 def planned_as(

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
+from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu
 from llama_core.chain.prepare import check_initial_weights, refuse_untrainable
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
-from llama_core.errors import DoesNotFitError, EnvironmentMismatchError
+from llama_core.errors import DoesNotFitError
 from llama_core.planning.memory.peaks import MemoryEstimate
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
     """
     refuse_untrainable(config)
     check_initial_weights(config)
-    planned = _plan(config, here=here)
+    planned = plan_anywhere(config) if here else plan_for_gpu(config)
     checked = check_data(planned.config.data, planned.config.spec) if data else None
     rehearsed = rehearse_plan(planned.config, planned.plan)
     if not twin:
@@ -80,12 +80,3 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
     from llama_core.rehearsal.twin import twin as train_twin
 
     return Preview(planned, rehearsed, train_twin(planned.config, planned.plan), checked)
-
-
-def _plan(config: RunConfig, *, here: bool) -> PlannedRun:
-    if not here:
-        return plan_for_gpu(config)
-    try:
-        return plan_run(config)
-    except EnvironmentMismatchError:  # the devices are elsewhere
-        return plan_for_gpu(config)

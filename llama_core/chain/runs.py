@@ -78,15 +78,19 @@ def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
     """Return the directory of a run that begins: the one asked for, or a free name below ``RUNS``."""
     if run_dir is not None:
         return RunDirectory(run_dir)
-    name = f"{config.spec.name}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
+    name = f"{_name(config)}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     runs = (RunDirectory(RUNS / name) for name in names)
     return next(run for run in runs if not run.path.exists() or _never_began(run))
 
 
+def _name(config: RunConfig) -> str:
+    return config.tracking.run_name or config.spec.name
+
+
 def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
     fingerprint = config.fingerprint()
-    pattern = f"{glob.escape(config.spec.name)}-*-{fingerprint[:4]}*/config.yaml"
+    pattern = f"{glob.escape(_name(config))}-*-{fingerprint[:4]}*/config.yaml"
     candidates = sorted(RUNS.glob(pattern), key=lambda path: path.stat().st_mtime)
     for path in reversed(candidates):
         run = RunDirectory(path.parent)

@@ -250,6 +250,8 @@ class LaunchConfig(Section):
 class TrackingConfig(Section):
     """Where metrics go besides the console and the run directory's Parquet files."""
 
+    run_name: str | None = Field(None, pattern=r"^\w[\w.-]*$", max_length=80)
+    """What the run is called, which its directory begins with; default: the model's name."""
     tensorboard: bool = True
     """Write TensorBoard events to <run>/logs/tensorboard."""
     wandb: WandbMode = "off"
