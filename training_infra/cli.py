@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,60 +28,9 @@ from llama_core.errors import (
 )
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
+from training_infra.flags import MODEL_FLAGS, RUN_FLAGS, Flag
 from training_infra.tables import print_choice, print_plan, print_profile, print_ranks
 
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag that sets one key of the run configuration."""
-
-    name: str
-    key: str
-    metavar: str = "N"
-    constant: str | None = None
-    """The value that a flag without an argument stands for."""
-
-
-_MODEL_FLAGS = (
-    Flag("--model", "model", "NAME|FOLDER"),
-    Flag("--strategy", "strategy", "standard|lora|moe"),
-    Flag("--lora-rank", "lora.lora_rank"),
-    Flag("--gpus", "parallel.gpus"),
-    Flag("--nodes", "launch.nodes"),
-    Flag("--gpu-type", "launch.gpu_type", "NAME"),
-    Flag("--device", "launch.device", "cpu|cuda"),
-    Flag("--batch-size", "training.batch_size"),
-    Flag("--seq-len", "training.seq_len"),
-    Flag("--microbatch-size", "parallel.microbatch_size"),
-    Flag("--microbatches", "parallel.num_microbatches"),
-    Flag("--tensor-parallel", "parallel.tp"),
-    Flag("--pipeline-parallel", "parallel.pp"),
-    Flag("--context-parallel", "parallel.cp"),
-    Flag("--expert-parallel", "parallel.ep"),
-    Flag("--schedule", "parallel.schedule", "NAME"),
-    Flag("--zero-stage", "parallel.zero_stage", "0|1|2|3"),
-    Flag("--activation-checkpointing", "parallel.recompute", constant="full"),
-    Flag("--gradient-compression", "parallel.gradient_compression", constant="bf16"),
-    Flag("--mixed-precision", "training.precision", "bfloat16|float16|fp32"),
-)
-_RUN_FLAGS = (
-    Flag("--data", "data.source", "PATH"),
-    Flag("--validation-data", "data.validation", "PATH"),
-    Flag("--tokenizer", "data.tokenizer", "PATH"),
-    Flag("--steps", "training.steps"),
-    Flag("--epochs", "training.epochs"),
-    Flag("--lr", "training.learning_rate", "X"),
-    Flag("--lr-schedule", "training.lr_schedule", "cosine|wsd|constant"),
-    Flag("--warmup-steps", "training.warmup_steps"),
-    Flag("--seed", "training.seed"),
-    Flag("--init-from", "training.init_from", "PATH"),
-    Flag("--deterministic", "training.deterministic", constant="true"),
-    Flag("--eval-every", "training.eval_every"),
-    Flag("--checkpoint-every", "training.checkpoint_every"),
-    Flag("--launcher", "launch.launcher", "local|slurm"),
-    Flag("--force", "launch.force", constant="true"),
-    Flag("--wandb", "tracking.wandb", "off|offline|online"),
-)
 FOLLOW_SECONDS = 0.5
 """How often ``logs --follow`` looks for more."""
 
@@ -152,22 +101,22 @@ def _parser() -> _Parser:
         return added
 
     train = command("train", _train, "run the whole chain: validate, estimate, rehearse, train, benchmark, report")
-    _add_config_flags(train, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_config_flags(train, MODEL_FLAGS + RUN_FLAGS)
     _add_run_dir_flags(train)
     train.add_argument("--dry-run", action="store_true", help="stop after the dry run: nothing is trained")
     train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
 
     estimate = command("estimate-memory", _estimate_memory, "bytes per rank and category, by arithmetic; needs no GPU")
-    _add_config_flags(estimate, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_config_flags(estimate, MODEL_FLAGS + RUN_FLAGS)
 
     dry_run = command("dry-run", _dry_run, "take real steps on fake tensors, counting every byte; needs no GPU")
-    _add_config_flags(dry_run, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_config_flags(dry_run, MODEL_FLAGS + RUN_FLAGS)
     dry_run.add_argument(
         "--twin", action="store_true", help="also train the plan's tiny twin on real processes against one process"
     )
 
     bench = command("benchmark", _benchmark, "time optimizer steps on this machine, or on the cluster")
-    _add_config_flags(bench, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_config_flags(bench, MODEL_FLAGS + RUN_FLAGS)
     _add_run_dir_flags(bench)
 
     sweep = command("sweep", _sweep, "time every combination of a grid of settings, and compare them in one report")
@@ -180,7 +129,7 @@ def _parser() -> _Parser:
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
 
     validate = command("validate-environment", _validate_environment, "check this machine against what a run needs")
-    _add_config_flags(validate, _MODEL_FLAGS + _RUN_FLAGS)
+    _add_config_flags(validate, MODEL_FLAGS + RUN_FLAGS)
 
     report = command("report", _report, "write report.html of a run directory, finished or not")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")

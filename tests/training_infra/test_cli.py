@@ -61,7 +61,7 @@ def test_the_help_of_train_describes_every_flag_and_every_key(shell):
     told = shell("train", "--help").stdout
     for key in config_keys():
         assert key in told
-    for flag in cli._MODEL_FLAGS + cli._RUN_FLAGS:
+    for flag in cli.MODEL_FLAGS + cli.RUN_FLAGS:
         assert flag.name in told
         assert flag.key in told
 
