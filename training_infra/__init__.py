@@ -7,22 +7,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from training_infra.config import TrainingConfig as TrainingConfig
     from training_infra.config import TrainingStrategy as TrainingStrategy
     from training_infra.orchestrator import LlamaTrainingOrchestrator as LlamaTrainingOrchestrator
+    from training_infra.orchestrator import create_llama3_8b_orchestrator as create_llama3_8b_orchestrator
+    from training_infra.orchestrator import create_llama3_70b_orchestrator as create_llama3_70b_orchestrator
+    from training_infra.orchestrator import create_llama3_405b_orchestrator as create_llama3_405b_orchestrator
+    from training_infra.orchestrator import create_tiny_llama3_orchestrator as create_tiny_llama3_orchestrator
     from training_infra.orchestrator import estimate_requirements as estimate_requirements
     from training_infra.orchestrator import quick_start as quick_start
     from training_infra.orchestrator import validate_environment as validate_environment
 
 _HOMES = {
     "LlamaTrainingOrchestrator": "orchestrator",
+    "TrainingConfig": "config",
     "TrainingStrategy": "config",
+    "create_llama3_405b_orchestrator": "orchestrator",
+    "create_llama3_70b_orchestrator": "orchestrator",
+    "create_llama3_8b_orchestrator": "orchestrator",
+    "create_tiny_llama3_orchestrator": "orchestrator",
     "estimate_requirements": "orchestrator",
     "quick_start": "orchestrator",
     "validate_environment": "orchestrator",
 }
 __all__ = [
     "LlamaTrainingOrchestrator",
+    "TrainingConfig",
     "TrainingStrategy",
+    "create_llama3_8b_orchestrator",
+    "create_llama3_70b_orchestrator",
+    "create_llama3_405b_orchestrator",
+    "create_tiny_llama3_orchestrator",
     "estimate_requirements",
     "quick_start",
     "validate_environment",

@@ -1,12 +1,13 @@
-"""What users hand to the facade."""
+"""What users hand to the facade: strategies, and settings by their short names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_core.config.run import StrategyName, literal_values
+from llama_core.config.run import RunConfig, StrategyName, config_keys, literal_values
 from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
+from training_infra.spelling import python_spelling
 
 _PARAMETERS = {"standard": (), "lora": tuple(LoRA.model_fields), "moe": tuple(MoE.model_fields)}
 """The parameters of each strategy."""
@@ -40,3 +41,73 @@ class TrainingStrategy:
                     for parameter in unknown
                 )
             )
+
+
+class TrainingConfig:
+    """How a model is trained: settings by the last word of their key, such as ``batch_size`` or ``learning_rate``.
+
+    Args:
+        model_name: what the run is called; its directory begins with it. By default the model's name.
+        **settings: as ``LlamaTrainingOrchestrator.configure``.
+
+    Raises:
+        ConfigError: naming every setting that is wrong.
+    """
+
+    @python_spelling()
+    def __init__(self, model_name: str | None = None, **settings: Any) -> None:
+        self.settings: Mapping[str, Any] = settings | ({} if model_name is None else {"run_name": model_name})
+        self._config = with_settings(RunConfig(), self.settings)
+
+    @property
+    def model_name(self) -> str | None:
+        """What the run is called; None for the model's name."""
+        return self._config.tracking.run_name
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting by its short name, the default where it was not given."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value: Any = self._config
+        try:
+            for key in setting_path(name):
+                value = getattr(value, key)
+        except ConfigError as error:
+            raise AttributeError(str(error)) from None
+        return value
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"TrainingConfig({given})"
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """Return ``config`` with settings changed by the last word of their key.
+
+    A word that several sections share means the first, in the order of ``RunConfig``: ``steps`` is ``training.steps``.
+
+    Raises:
+        ConfigError: if there is no such setting, or its value does not do.
+    """
+    mapping = config.model_dump()
+    for name, value in settings.items():
+        *sections, key = setting_path(name)
+        target = mapping
+        for section in sections:
+            target = target[section]
+        target[key] = value
+    return RunConfig.from_mapping(mapping)
+
+
+def setting_path(name: str) -> list[str]:
+    """Return the sections and the key that a setting's short name means.
+
+    Raises:
+        ConfigError: if there is none of that name; the message has the nearest ones.
+    """
+    for dotted in config_keys():
+        *sections, key = dotted.split(".")
+        if key == name:
+            return [*sections, key]
+    names = {dotted.rpartition(".")[2] for dotted in config_keys()}
+    raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, names)}")

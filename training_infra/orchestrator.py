@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 from llama_core.chain import environment, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
-from llama_core.chain.planned import plan_for_gpu, plan_run
+from llama_core.chain.planned import plan_anywhere, plan_for_gpu
 from llama_core.chain.prepare import prepare_loader_run
 from llama_core.chain.preview import preview
-from llama_core.config.run import RunConfig, config_keys
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.config.run import SAMPLE, RunConfig
+from llama_core.errors import ConfigError
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import TrainingSummary
 from llama_core.units import GB
-from training_infra.config import TrainingStrategy
+from training_infra.config import TrainingConfig, TrainingStrategy, with_settings
+from training_infra.distributed.config import DistributedConfig
 from training_infra.local import local_steps
+from training_infra.spelling import in_python, python_spelling
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
@@ -31,28 +33,41 @@ class LlamaTrainingOrchestrator:
         model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
         training_strategy: the strategy or its name.
         num_gpus: devices in all; without CUDA, one device is the CPU.
+        auto_configure: search the fastest plan that fits for what is left open; without it, tensor, pipeline and
+            context parallelism that are not asked for are not used.
+        training_config: how it is trained.
+        distributed_config: how the work is divided, the number of devices included; in place of ``num_gpus``.
         **settings: see ``configure``.
 
     Raises:
         ConfigError: naming every setting that is wrong.
     """
 
+    @python_spelling()
     def __init__(
         self,
         model_variant: str,
         training_strategy: TrainingStrategy | str = "standard",
         num_gpus: int = 1,
+        *,
+        auto_configure: bool = True,
+        training_config: TrainingConfig | None = None,
+        distributed_config: DistributedConfig | None = None,
         **settings: Any,
     ) -> None:
         strategy = TrainingStrategy(training_strategy) if isinstance(training_strategy, str) else training_strategy
         own = {strategy.name: dict(strategy.parameters)} if strategy.parameters else {}
+        self.auto_configure = auto_configure
         self.config = RunConfig.from_mapping(
-            {"model": model_variant, "strategy": strategy.name, "parallel": {"gpus": num_gpus}} | own
+            {"model": model_variant, "strategy": strategy.name, "parallel": self._divided({"gpus": num_gpus})} | own
         )
         self.run_dir: Path | None = None
         """Where the run was launched; None before that."""
-        self.configure(**settings)
+        if distributed_config is not None:
+            self.distributed_config = distributed_config
+        self.configure(**(dict(training_config.settings if training_config else {}) | settings))
 
+    @python_spelling()
     def configure(self, **settings: Any) -> None:
         """Change settings by the last word of their key: ``configure(batch_size=16, learning_rate=1e-4)``.
 
@@ -62,34 +77,62 @@ class LlamaTrainingOrchestrator:
         Raises:
             ConfigError: if there is no such setting, or its value does not do.
         """
-        mapping = self.config.model_dump()
-        for name, value in settings.items():
-            *sections, key = _key(name)
-            target = mapping
-            for section in sections:
-                target = target[section]
-            target[key] = value
-        self.config = RunConfig.from_mapping(mapping)
+        self.config = with_settings(self.config, settings)
 
+    @property
+    def distributed_config(self) -> DistributedConfig:
+        """How the work is divided. Assigning what ``ConfigurationFactory`` makes replaces all of it, ``gpus`` too.
+
+        Raises:
+            ConfigError: if what is assigned does not go with the other settings.
+        """
+        return self.config.parallel
+
+    @distributed_config.setter
+    @python_spelling()
+    def distributed_config(self, asked: DistributedConfig) -> None:
+        if not isinstance(asked, DistributedConfig):
+            raise ConfigError(
+                f"distributed_config is what a method of ConfigurationFactory returns, not {type(asked).__name__!r}"
+            )
+        parallel = self._divided(asked.model_dump())
+        self.config = RunConfig.from_mapping(self.config.model_dump() | {"parallel": parallel})
+
+    def _divided(self, parallel: dict[str, Any]) -> dict[str, Any]:
+        """Return a request for devices; without auto-configuration, degrees that it leaves open are 1."""
+        if self.auto_configure:
+            return parallel
+        given = {key: value for key, value in parallel.items() if value != "auto"}
+        return parallel | dict.fromkeys(("tp", "pp", "cp"), 1) | given
+
+    @python_spelling()
     def print_configuration(self) -> None:
-        """Print the model, the settings that were resolved from this machine, the plan and its memory."""
-        planned = plan_run(self.config)
+        """Print the model, the settings that were resolved, the plan and its memory.
+
+        It is planned for this machine or, where that has not the devices, for GPUs that need not be here.
+        """
+        planned = plan_anywhere(self.config)
         say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
         for choice in planned.choices:
-            say("default", choice)
+            say("default", in_python(choice))
         say("plan", planned.plan.summary())
         for note in planned.plan.notes:
-            say("note", note)
+            say("note", in_python(note))
         say("estimate", planned.estimate.summary())
+        for note in planned.estimate.notes:
+            say("note", in_python(note))
 
+    @python_spelling()
     def estimate_memory(self) -> MemoryEstimate:
         """Return the bytes of a rank by category and phase, by arithmetic."""
-        return plan_run(self.config).estimate
+        return plan_anywhere(self.config).estimate
 
+    @python_spelling()
     def dry_run(self) -> "DryRunResult | None":
         """Return the bytes of every rank counted on fake tensors: no device is needed. None under DeepSpeed."""
         return preview(self.config, here=True, data=False).rehearsed
 
+    @python_spelling()
     def launch_training(
         self,
         train_dataloader: Iterable[Any] | None = None,
@@ -114,6 +157,8 @@ class LlamaTrainingOrchestrator:
         """
         path = None if run_dir is None else Path(run_dir)
         own = local_steps(self.config, path, resume=resume)
+        if train_dataloader is None and self.config.data.source == SAMPLE:
+            say("data", "no dataloader was given: training on the sample, the sources of Python's standard library")
         if train_dataloader is not None:
             loaders = (train_dataloader, val_dataloader)
             own = replace(
@@ -145,6 +190,40 @@ def quick_start(
     return LlamaTrainingOrchestrator(model_variant, strategy, num_gpus, **settings)
 
 
+def create_tiny_llama3_orchestrator(
+    size: str = "50m", num_gpus: int = 1, strategy: TrainingStrategy | str = "standard", **settings: Any
+) -> LlamaTrainingOrchestrator:
+    """Return an orchestrator for the Llama 3 of ``size`` 50m or 150m; the rest as ``quick_start``."""
+    return LlamaTrainingOrchestrator(f"tiny_llama3_{size}", strategy, num_gpus, **settings)
+
+
+def create_llama3_8b_orchestrator(
+    num_gpus: int = 1, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
+) -> LlamaTrainingOrchestrator:
+    """Return an orchestrator for Llama 3 8B, or its instruct variant; the rest as ``quick_start``."""
+    return LlamaTrainingOrchestrator(_llama3("8b", instruct), strategy, num_gpus, **settings)
+
+
+def create_llama3_70b_orchestrator(
+    num_gpus: int = 8, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
+) -> LlamaTrainingOrchestrator:
+    """Return an orchestrator for Llama 3 70B, or its instruct variant; the rest as ``quick_start``."""
+    return LlamaTrainingOrchestrator(_llama3("70b", instruct), strategy, num_gpus, **settings)
+
+
+def create_llama3_405b_orchestrator(
+    num_gpus: int = 64, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
+) -> LlamaTrainingOrchestrator:
+    """Return an orchestrator for Llama 3.1 405B, trained on conversations with ``instruct``; the rest as above."""
+    own = {"instruct": True} if instruct else {}
+    return LlamaTrainingOrchestrator("llama3_405b", strategy, num_gpus, **(own | settings))
+
+
+def _llama3(size: str, instruct: bool) -> str:
+    return f"llama3_{size}_instruct" if instruct else f"llama3_{size}"
+
+
+@python_spelling()
 def estimate_requirements(
     model_variant: str,
     batch_size: int = 8,
@@ -188,13 +267,3 @@ def estimate_requirements(
 def validate_environment() -> dict[str, Any]:
     """Return what this machine has and lacks: ``errors``, ``warnings`` and ``facts``."""
     return asdict(environment.validate_environment())
-
-
-def _key(name: str) -> list[str]:
-    """Return the sections and the key that a setting's short name means."""
-    for dotted in config_keys():
-        *sections, key = dotted.split(".")
-        if key == name:
-            return [*sections, key]
-    names = {dotted.rpartition(".")[2] for dotted in config_keys()}
-    raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, names)}")

@@ -26,8 +26,16 @@ from llama_core.config.strategy import LoRA
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import hugging_face_name, parameter_shapes
 from llama_core.models.llama import Llama, initialize_parameter
+from llama_core.models.lora import with_adapters
 from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, peft_name
-from llama_core.models.pretrained import Origin, check_pretrained, hugging_face_weights, is_checkpoint, origin_of
+from llama_core.models.pretrained import (
+    Origin,
+    check_pretrained,
+    hugging_face_weights,
+    is_checkpoint,
+    origin_of,
+    resolve_pretrained,
+)
 from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
 from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
@@ -87,6 +95,19 @@ class Pretrained:
     def done(self) -> None:
         """Log how long it took."""
         self._progress.end()
+
+
+def whole_model(spec: ModelSpec, run: Path | None = None) -> Llama:
+    """Return a whole model: on the meta device, or on the CPU in fp32 with the newest weights of a run's directory.
+
+    Raises:
+        WeightsError: if the run has none, or another model's.
+    """
+    with torch.device("meta"):
+        model = with_adapters(Llama(spec))
+    if run is not None:
+        Pretrained(spec, Path(resolve_pretrained(str(run)))).fill(model.to_empty(device="cpu"))
+    return model
 
 
 class _Source(Protocol):

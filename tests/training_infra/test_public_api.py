@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,14 @@ SCRIPT = Path(__file__).with_name("somebodys_script.py")
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OURS = "python -m training_infra.cli "
 
-ABSENT = {}
+NO_CUDA = "gpus={}: this machine has no CUDA device"
+ABSENT = {
+    "LLaMA 3 Quick Examples / Manual Trainer Creation": {
+        "trainer.fit()": 'num_gpus=2: this machine has no CUDA device; add device="cpu"',
+    },
+}
 """Statements that this machine is too small for: the beginning of the one line they are refused with."""
 
-NO_CUDA = "gpus={}: this machine has no CUDA device"
 REFUSED = {
     "train --model llama3_8b --gpus 4 --data path/to/training_data.jsonl --strategy standard": NO_CUDA.format(4),
     "train --model llama3_8b --gpus 4 --data path/to/data.jsonl --batch-size 8": NO_CUDA.format(4),
@@ -65,99 +69,49 @@ NOT_OURS = {
 """Programs of the installation that are not run, and what takes their place."""
 
 UNBUILT = "not built yet"
-MANY_RANKS = "a dataloader cannot feed several devices yet"
+MANY_RANKS = ("parallel.gpus={}: a dataloader feeds the one process", "a dataloader cannot feed several devices yet")
+EXPERTS = ("strategy=moe: memory can be estimated", "mixtures of experts are estimated, but not trained yet")
+
+
+def many_ranks(gpus):
+    return MANY_RANKS[0].format(gpus), MANY_RANKS[1]
+
+
 WAITING = {
     "Python API": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(8),
     },
     "Quick Start / Python API": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
-    },
-    "LLaMA 3 Quick Examples / Tiny LLaMA 3 - Development & Testing": {
-        "from training_infra import create_tiny_llama3_orchestrator": UNBUILT,
-        "tiny_orchestrator = create_tiny_llama3_orchestrator(": UNBUILT,
-        "tiny_orchestrator.launch_training(small_dataloader)": UNBUILT,
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(8),
     },
     "LLaMA 3 Quick Examples / LLaMA 3 8B Training": {
-        "from training_infra import create_llama3_8b_orchestrator": UNBUILT,
-        "orchestrator = create_llama3_8b_orchestrator(": UNBUILT,
-        "orchestrator.print_configuration()": UNBUILT,
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(4),
     },
     "LLaMA 3 Quick Examples / LLaMA 3 70B with LoRA Fine-tuning": {
-        "from training_infra import create_llama3_70b_orchestrator, TrainingStrategy": UNBUILT,
-        "lora_strategy = TrainingStrategy(": UNBUILT,
-        "orchestrator = create_llama3_70b_orchestrator(": UNBUILT,
-        "orchestrator.launch_training(finetune_dataloader)": MANY_RANKS,
+        "orchestrator.launch_training(finetune_dataloader)": many_ranks(8),
     },
     "LLaMA 3 Quick Examples / LLaMA 3 405B Mega Model Training": {
-        "from training_infra import create_llama3_405b_orchestrator": UNBUILT,
-        "orchestrator = create_llama3_405b_orchestrator(": UNBUILT,
-        "orchestrator.launch_training(massive_dataloader)": MANY_RANKS,
+        "orchestrator.launch_training(massive_dataloader)": many_ranks(64),
     },
     "LLaMA 3 Quick Examples / Custom Configuration": {
-        "from training_infra.distributed import ConfigurationFactory": UNBUILT,
-        "orchestrator = LlamaTrainingOrchestrator(": UNBUILT,
-        "orchestrator.distributed_config = ConfigurationFactory.create_hybrid_parallel_config(": UNBUILT,
-        "orchestrator.print_configuration()": UNBUILT,
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": MANY_RANKS,
-    },
-    "LLaMA 3 Quick Examples / Manual Trainer Creation": {
-        "from training_infra.distributed import create_distributed_trainer": UNBUILT,
-        "from training_infra.models.llama import create_llama_7b_parallel": UNBUILT,
-        "from training_infra import TrainingConfig": UNBUILT,
-        "model = create_llama_7b_parallel(": UNBUILT,
-        "training_config = TrainingConfig(": UNBUILT,
-        "distributed_config = ConfigurationFactory.create_tensor_parallel_config(2)": UNBUILT,
-        "trainer = create_distributed_trainer(": UNBUILT,
-        "trainer.fit()": UNBUILT,
-    },
-    "Configuration Options / Parallelism Strategies / Data Parallelism": {
-        "config = ConfigurationFactory.create_data_parallel_config(num_gpus=4)": UNBUILT,
-    },
-    "Configuration Options / Parallelism Strategies / Tensor Parallelism": {
-        "config = ConfigurationFactory.create_tensor_parallel_config(num_gpus=4)": UNBUILT,
-    },
-    "Configuration Options / Parallelism Strategies / Pipeline Parallelism": {
-        "config = ConfigurationFactory.create_pipeline_parallel_config(": UNBUILT,
-    },
-    "Configuration Options / Parallelism Strategies / Hybrid 3D Parallelism": {
-        "config = ConfigurationFactory.create_hybrid_parallel_config(": UNBUILT,
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(8),
     },
     "Performance Benchmarking": {
-        "from training_infra.benchmarking import PerformanceBenchmark": UNBUILT,
-        'benchmark = PerformanceBenchmark("llama2_7b")': UNBUILT,
-        "results = benchmark.run_comprehensive_benchmark()": UNBUILT,
-        "benchmark.print_summary()": UNBUILT,
-    },
-    "Pipeline Parallelism Deep Dive / Microbatch Scheduling": {
-        "from training_infra.distributed.microbatch_scheduler import MicrobatchScheduler": UNBUILT,
-        "scheduler = MicrobatchScheduler(": UNBUILT,
-        "schedule = scheduler.get_execution_schedule()": UNBUILT,
-        "results = scheduler.execute_schedule(forward_fn, backward_fn, optimizer_fn, microbatches)": UNBUILT,
-        "scheduler.print_metrics()": UNBUILT,
+        "from training_infra.benchmarking import PerformanceBenchmark": ("No module named", UNBUILT),
+        'benchmark = PerformanceBenchmark("llama2_7b")': ("name 'PerformanceBenchmark' is not", UNBUILT),
+        "results = benchmark.run_comprehensive_benchmark()": ("name 'benchmark' is not", UNBUILT),
+        "benchmark.print_summary()": ("name 'benchmark' is not", UNBUILT),
     },
 }
-"""Exemptions: statements that do not work yet, by block, and why."""
+"""Exemptions: statements that do not work yet, by block: how the one line begins that they end with, and why."""
 
 WAITING_COMMANDS = {
-    "benchmark --model llama2_7b --gpus 4 --batch-sizes 1 2 4 8 --save-results benchmark_results.json": UNBUILT,
+    "benchmark --model llama2_7b --gpus 4 --batch-sizes 1 2 4 8 --save-results benchmark_results.json": (
+        "unrecognized arguments: --batch-sizes",
+        UNBUILT,
+    ),
 }
-"""Exemptions: commands that do not work yet, and why."""
-
-MISSING_MODULES = dict.fromkeys(
-    [
-        "training_infra.trainer",
-        *(f"training_infra.distributed{name}" for name in ("", ".config", ".trainer", ".microbatch_scheduler")),
-        *(f"training_infra.models{name}" for name in ("", ".llama", ".moe")),
-        "training_infra.parallelism",
-    ],
-    UNBUILT,
-)
-"""Exemptions: modules that the page's project tree shows and that are not there yet."""
-
-MISSING_EXTRAS = dict.fromkeys(("flash_attn", "moe", "visualization", "benchmarking"), UNBUILT)
-"""Exemptions: extras that the page installs and that are not there yet."""
+"""Exemptions: commands that do not work yet, alike."""
 
 
 @pytest.fixture
@@ -187,15 +141,16 @@ def ends_of_python(place):
 
 def verdict(end, absent, waiting):
     """Return how a statement or command is judged, given how it ended and how that is listed."""
-    if waiting is not None:
-        return "has started to work: no exemption is needed" if end is None else f"waits: {waiting}"
-    if absent is not None and end is not None and re.match(rf"\w+Error: {re.escape(absent)}[^\n]*$", end):
-        return f"refused: {absent}"
-    return end or ("runs, and was to be refused" if absent else "runs")
+    begins, why = waiting or (absent, "this machine has not the devices")
+    if begins is None:
+        return end or "runs"
+    if end is None:
+        return f"has started to work: no exemption is needed ({why})"
+    return f"refused: {why}" if re.match(rf"\w+Error: {re.escape(begins)}[^\n]*$", end) else end
 
 
 def listed(absent, waiting):
-    return f"waits: {waiting}" if waiting is not None else f"refused: {absent}" if absent is not None else "runs"
+    return f"refused: {waiting[1] if waiting else 'this machine has not the devices'}" if absent or waiting else "runs"
 
 
 def test_every_python_statement_of_the_page_works_or_is_listed(place):
@@ -262,8 +217,8 @@ def test_what_the_page_installs_is_what_the_project_needs_and_offers():
     extras = {extra for word in named for extra in re.findall(r"\w+", word.partition("[")[2])}
     needs = " ".join([*project["dependencies"], *project["optional-dependencies"]["hf"]])
     assert all(re.search(rf"\b{name}>=", needs) for word in named for name in re.findall(r"^(\w+)>=", word))
-    assert extras - set(MISSING_EXTRAS) <= set(project["optional-dependencies"])
-    assert not set(MISSING_EXTRAS) & set(project["optional-dependencies"])
+    assert extras
+    assert extras <= set(project["optional-dependencies"])
 
 
 def modules_of_the_tree():
@@ -281,9 +236,5 @@ def modules_of_the_tree():
 
 
 @pytest.mark.parametrize("module", modules_of_the_tree())
-def test_every_module_of_the_pages_tree_is_there_or_is_listed(module):
-    try:
-        is_there = find_spec(module) is not None
-    except ModuleNotFoundError:
-        is_there = False
-    assert is_there == (module not in MISSING_MODULES)
+def test_every_module_of_the_pages_tree_can_be_imported(module):
+    import_module(module)

@@ -1,0 +1,1 @@
+"""Models as objects: Llama, and what makes a mixture of experts of one."""

@@ -1,0 +1,131 @@
+"""Llama models that have no weights until they are trained."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
+from training_infra.distributed.config import DistributedConfig
+from training_infra.spelling import python_spelling
+
+if TYPE_CHECKING:
+    from llama_core.models.llama import Llama
+
+
+class ParallelLlama:
+    """A model and how it is to be divided. It takes no memory for weights, and needs no device.
+
+    Args:
+        variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        tensor_parallel_size: devices that divide every matrix; None leaves it open.
+        pipeline_parallel_size: devices that divide the layers; None leaves it open.
+        use_flash_attention: whether torch chooses among its attention kernels; False selects the math kernel.
+        use_checkpointing: compute activations again in the backward (True), keep them (False), or keep as many as fit.
+
+    Raises:
+        ConfigError: if there is no such model, or a size is out of range.
+    """
+
+    @python_spelling()
+    def __init__(
+        self,
+        variant: str,
+        *,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        use_flash_attention: bool = True,
+        use_checkpointing: bool | None = None,
+    ) -> None:
+        self.variant = variant
+        self.asked: dict[str, Any] = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size}
+        if use_checkpointing is not None:
+            self.asked["recompute"] = "full" if use_checkpointing else "none"
+        if not use_flash_attention:
+            self.asked["attention"] = "math"
+        self.run_dir: Path | None = None
+        """The run that trained it; None before that."""
+        self.divided(None)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        return RunConfig.from_mapping({"model": self.variant}).spec
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; a tied head counts once."""
+        return self.spec.num_parameters
+
+    def divided(self, config: DistributedConfig | None) -> DistributedConfig:
+        """Return ``config`` with what the model was made for; without one, a request for as many devices as that needs.
+
+        Raises:
+            ConfigError: where the two disagree.
+        """
+        asked = {key: value for key, value in self.asked.items() if value is not None}
+        if config is None:
+            gpus = (asked.get("tp") or 1) * (asked.get("pp") or 1)
+            parallel = {"gpus": gpus} | asked
+        else:
+            given = config.model_dump()
+            names = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "recompute": "recompute"}
+            problems = [
+                f"{names[key]}={value} of the model, but {given[key]} of distributed_config; give both the same"
+                for key, value in asked.items()
+                if key in {"tp", "pp"} and given[key] not in {"auto", value}
+            ]
+            if problems:
+                raise ConfigError(*problems)
+            parallel = given | asked
+        return RunConfig.from_mapping({"model": self.variant, "parallel": parallel}).parallel
+
+    def module(self) -> "Llama":
+        """Return the whole model as a torch module: on the meta device, or on the CPU with the weights of its run."""
+        from llama_core.training.weights import whole_model
+
+        return whole_model(self.spec, self.run_dir)
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters of ``module``."""
+        return self.module().named_parameters()
+
+    def __repr__(self) -> str:
+        weights = "no weights yet" if self.run_dir is None else f"trained in {self.run_dir}"
+        return f"ParallelLlama({self.variant!r}, {self.num_parameters:,} parameters, {weights})"
+
+
+def create_llama_7b_parallel(**options: Any) -> ParallelLlama:
+    """Return Llama 2 7B; the options are those of ``ParallelLlama``."""
+    return ParallelLlama("llama2_7b", **options)
+
+
+def create_llama_13b_parallel(**options: Any) -> ParallelLlama:
+    """Return Llama 2 13B; the options are those of ``ParallelLlama``."""
+    return ParallelLlama("llama2_13b", **options)
+
+
+def create_llama_70b_parallel(**options: Any) -> ParallelLlama:
+    """Return Llama 2 70B; the options are those of ``ParallelLlama``."""
+    return ParallelLlama("llama2_70b", **options)
+
+
+def create_llama3_8b_parallel(**options: Any) -> ParallelLlama:
+    """Return Llama 3 8B; the options are those of ``ParallelLlama``."""
+    return ParallelLlama("llama3_8b", **options)
+
+
+def create_llama3_70b_parallel(**options: Any) -> ParallelLlama:
+    """Return Llama 3 70B; the options are those of ``ParallelLlama``."""
+    return ParallelLlama("llama3_70b", **options)
+
+
+def create_llama3_405b_parallel(**options: Any) -> ParallelLlama:
+    """Return Llama 3.1 405B; the options are those of ``ParallelLlama``."""
+    return ParallelLlama("llama3_405b", **options)
+
+
+def create_tiny_llama3_parallel(size: str = "50m", **options: Any) -> ParallelLlama:
+    """Return a small Llama 3 of ``size`` 50m or 150m; the options are those of ``ParallelLlama``."""
+    return ParallelLlama(f"tiny_llama3_{size}", **options)

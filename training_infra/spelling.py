@@ -1,0 +1,54 @@
+"""How errors spell settings to somebody who writes Python: ``device="cpu"`` rather than ``--device cpu``."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llama_core.errors import ConfigError, TrainingInfraError
+from training_infra.flags import MODEL_FLAGS, RUN_FLAGS
+
+_CONTINUING = re.compile(r"training-infra train --run-dir (\S+) --resume")
+_FLAG = re.compile(r"(--[a-z][a-z-]*[a-z])(?: (\d+|cpu|cuda|local|slurm|standard|lora|moe|PATH)\b)?")
+_ARGUMENTS = {
+    "--gpus": "num_gpus",
+    "--model": "model_variant",
+    "--run-dir": "run_dir",
+    "--resume": "resume=True",
+    "--sweep-dir": "sweep_dir",
+}
+"""Flags whose argument in Python is no setting."""
+
+
+def in_python(text: str) -> str:
+    """Return a message with the flags of the command line as arguments of Python."""
+    text = _CONTINUING.sub(lambda found: f"launch_training(..., run_dir={found[1]!r}, resume=True)", text)
+    return re.sub(r"(?<![\w.])gpus=(?=\d)", "num_gpus=", _FLAG.sub(_argument, text))
+
+
+@contextmanager
+def python_spelling() -> Iterator[None]:
+    """Have the errors of a block, or of a function that this decorates, name the arguments of Python."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*map(in_python, error.problems)) from None
+    except TrainingInfraError as error:
+        error.args = tuple(in_python(str(argument)) for argument in error.args)
+        raise
+
+
+def _argument(found: re.Match[str]) -> str:
+    name, value = found[1], found[2]
+    flag = next((flag for flag in MODEL_FLAGS + RUN_FLAGS if flag.name == name), None)
+    if name in _ARGUMENTS:
+        argument = _ARGUMENTS[name]
+    elif flag is None:
+        return found[0]
+    elif flag.constant is not None:
+        constant = "True" if flag.constant == "true" else f'"{flag.constant}"'
+        return f"{flag.key.rpartition('.')[2]}={constant}"
+    else:
+        argument = flag.key.rpartition(".")[2]
+    if value is None:
+        return argument
+    return f"{argument}={value}" if value.isdigit() or value.isupper() else f'{argument}="{value}"'

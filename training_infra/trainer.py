@@ -1,0 +1,58 @@
+"""The base trainer: one model, how it is trained, and how the work is divided."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_core.records.measurements import TrainingSummary
+from training_infra.config import TrainingConfig
+from training_infra.distributed.config import DistributedConfig
+from training_infra.orchestrator import LlamaTrainingOrchestrator
+from training_infra.spelling import python_spelling
+
+if TYPE_CHECKING:
+    from training_infra.models.llama import ParallelLlama
+
+
+class Trainer:
+    """Trains a model that ``training_infra.models.llama`` made.
+
+    Args:
+        model: the model.
+        config: how it is trained; by default as an orchestrator does.
+        distributed_config: how the work is divided; by default as the model was made to be.
+        auto_configure: as for ``LlamaTrainingOrchestrator``.
+
+    Raises:
+        ConfigError: naming every setting that is wrong, or that the model and the configurations disagree in.
+    """
+
+    @python_spelling()
+    def __init__(
+        self,
+        model: "ParallelLlama",
+        config: TrainingConfig | None = None,
+        distributed_config: DistributedConfig | None = None,
+        *,
+        auto_configure: bool = True,
+    ) -> None:
+        self.model = model
+        self.orchestrator = LlamaTrainingOrchestrator(
+            model.variant,
+            training_config=config,
+            distributed_config=model.divided(distributed_config),
+            auto_configure=auto_configure,
+        )
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any] | None = None,
+        val_dataloader: Iterable[Any] | None = None,
+        *,
+        run_dir: Path | str | None = None,
+        resume: bool = False,
+    ) -> TrainingSummary:
+        """Train as ``LlamaTrainingOrchestrator.launch_training`` does; the model then has the weights of the run."""
+        summary = self.orchestrator.launch_training(train_dataloader, val_dataloader, run_dir=run_dir, resume=resume)
+        self.model.run_dir = self.orchestrator.run_dir
+        return summary
