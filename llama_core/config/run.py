@@ -46,6 +46,7 @@ DATALOADER = "dataloader"
 RANDOM_BASE = "base weights are random, and so is what comes of them; --init-from PATH begins with trained ones"
 """What is said of a run for which ``RunConfig.has_random_base`` holds."""
 
+AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
@@ -204,6 +205,8 @@ class ParallelConfig(Section):
     """Gradients between data-parallel ranks: as they are, in bf16, or as low-rank factors (powersgd)."""
     compile: bool = False
     """Compile every block with torch.compile."""
+    attention: AttentionKernel = "auto"
+    """Kernel of attention: auto, as torch and the data choose it, or math, which holds all scores."""
 
     @field_validator(
         "tp", "pp", "cp", "dp_replicate", "zero_stage", "offload", "schedule", "num_chunks", "recompute", mode="before"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.config.models import LinearScaling, ModelSpec
@@ -172,6 +173,12 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
     )
 
 
+def attend_with_all_scores(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what ``attend`` returns, by torch's math kernel: matrix products and a softmax, all scores held."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return attend(q_BNSH, k_BKSH, v_BKSH, mask)
+
+
 # torch 2.11 takes fewer key heads than query heads without being told
 _GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
@@ -213,6 +220,13 @@ class Attention(nn.Module):
         out_BNSH = self.attend(q_BNSH, k_BKSH, v_BSKH.transpose(1, 2), mask)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
+
+
+def use_all_scores(model: nn.Module) -> None:
+    """Have every block of ``model`` compute attention with torch's math kernel."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attend_with_all_scores
 
 
 class FeedForward(nn.Module):

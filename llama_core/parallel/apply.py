@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
+from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
@@ -59,6 +60,8 @@ class ParallelModel:
             apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
         if mesh is not None and mesh.cp_group is not None:
             apply_context_parallel(self.model, mesh.cp_group)
+        if plan.attention == "math":
+            use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)
         self._sharded: Sharded | None = None
         if mesh is not None and plan.uses_fully_shard:

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
 from llama_core.models.batch import Batch
-from llama_core.models.layers import Block
+from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.parallel.gradients import Update
@@ -130,6 +130,8 @@ class DeepSpeedModel:
         self._deepspeed = _import_deepspeed(device.type)
         config = deepspeed_config(plan, spec, device_type=device.type, compute_dtype=compute_dtype)
         self.model = self._build(spec, config, compute_dtype)
+        if plan.attention == "math":
+            use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)
         if plan.zero_stage == 3:
             # A block is gathered whole, before it is computed again: selective recomputation counts every operator in

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import (
+    AttentionKernel,
     GradientCompression,
     Offload,
     Precision,
@@ -79,6 +80,8 @@ class ParallelPlan:
     """How gradients are made smaller on their way between data-parallel ranks."""
     compile: bool = False
     """Whether every block is compiled."""
+    attention: AttentionKernel = "auto"
+    """Which of torch's kernels computes attention: the one that it chooses, or the one that holds all scores."""
 
     def __post_init__(self) -> None:
         if self.recomputed_layers is not None:
@@ -101,6 +104,7 @@ class ParallelPlan:
             "zero_backend": literal_values(ZeroBackend),
             "offload": literal_values(Offload),
             "gradient_compression": literal_values(GradientCompression),
+            "attention": literal_values(AttentionKernel),
             "schedule": schedule_names(),
         }
         for name, legal in choices.items():
@@ -128,6 +132,8 @@ class ParallelPlan:
             yield f"recomputed_layers={self.recomputed_layers} is not one number for each of {self.num_stages} stages"
         if self.dp_shard > 1 and self.zero_stage == 0:
             yield f"dp_shard={self.dp_shard} divides nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
+        if self.attention == "math" and self.cp > 1:
+            yield f"attention=math takes whole sequences, which cp={self.cp} divides; use cp=1"
         if self.ep > 1 and self.dp % self.ep:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
         yield from self._exclusions_of_split_backwards()
@@ -316,7 +322,7 @@ class ParallelPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Settings that have no effect in this plan, a sentence each."""
+        """Settings that have no effect in this plan, or one that is not priced, a sentence each."""
         return tuple(self._without_effect())
 
     def _without_effect(self) -> Iterator[str]:
@@ -332,6 +338,9 @@ class ParallelPlan:
         if self.pp == 1 and self.schedule != DEFAULT_SCHEDULE:
             yield f"schedule={self.schedule} has no effect with pp=1"
 
+        if self.attention == "math":
+            yield "attention=math holds all scores and is slow; the estimate has the bytes, but not the time"
+
     def summary(self) -> str:
         """Return what people want to know of the plan in one line."""
         sizes = [f"{axis} {getattr(self, axis)}" for axis in reversed(AXES) if getattr(self, axis) > 1]
@@ -341,10 +350,11 @@ class ParallelPlan:
             offload = "" if self.offload == "none" else f" with {self.offload} in host memory"
             zero = f"ZeRO {self.zero_stage} by DeepSpeed{offload}"
         schedule = self.schedule if self.pp > 1 else ""
+        attention = "" if self.attention == "auto" else f"{self.attention} attention"
         compression = "" if self.gradient_compression == "none" else f"{self.gradient_compression} gradients"
         recompute = "" if self.recompute == "none" else f"recompute {self.recompute}"
         rows = f"{self.num_microbatches} x {self.microbatch_size} sequences per step and rank"
-        return ", ".join(part for part in (ranks, zero, schedule, rows, recompute, compression) if part)
+        return ", ".join(part for part in (ranks, zero, schedule, rows, recompute, attention, compression) if part)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as a flat record, with the sizes that follow from it for those who read it."""
@@ -368,5 +378,6 @@ def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttenti
     """
     if not config.data.document_mask:
         return "none"
-    has_kernel = config.launch.device == "cuda" and config.training.precision != "fp32" and plan.cp == 1
+    may_choose = plan.cp == 1 and plan.attention == "auto"
+    has_kernel = config.launch.device == "cuda" and config.training.precision != "fp32" and may_choose
     return "varlen" if has_kernel else "mask"

@@ -66,6 +66,7 @@ PLANS = {
     "tp2 pp2 dp2": ParallelPlan(tp=2, pp=2, dp_replicate=2, num_microbatches=2),
     "tp2 pp2 zero2 dp2": ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=2, num_microbatches=2),
     "zero3 dp2, full recompute": ParallelPlan(dp_shard=2, zero_stage=3, recompute="full", num_microbatches=2),
+    "tp2 sp, math attention": ParallelPlan(tp=2, attention="math", recompute="selective", num_microbatches=2),
     "tp2 sp, selective recompute": ParallelPlan(tp=2, recompute="selective", num_microbatches=2),
     "pp2 1f1b, adaptive recompute": ParallelPlan(
         pp=2, recompute="selective", recomputed_layers=(3, 1), num_microbatches=4

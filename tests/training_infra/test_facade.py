@@ -193,6 +193,12 @@ def test_a_model_takes_no_memory_before_it_is_trained():
     assert (asked.gpus, asked.tp, asked.recompute) == (2, 2, "full")
 
 
+def test_a_model_without_flash_attention_is_trained_with_the_math_kernel():
+    model = create_tiny_llama3_parallel(use_flash_attention=False)
+    trainer = create_distributed_trainer(model)
+    assert trainer.orchestrator.config.parallel.attention == "math"
+
+
 def test_a_model_and_a_configuration_that_disagree_are_refused():
     model = create_llama_7b_parallel(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 of the model, but 4 of distributed_config"):

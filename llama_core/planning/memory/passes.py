@@ -89,6 +89,13 @@ class StageMoments:
             communication=fetched + weights.at_work(last) + around.buffer,
             temporaries=self.layers[last].leaving(self.stage.modes[last]),
         )
+        if t.scores:  # in attention: the scores before the softmax, and masked
+            yield self._moment(
+                around,
+                activations=self._kept_below(last),
+                communication=fetched + weights.at_work(last) + around.buffer,
+                temporaries=self.layers[last].layer_attending + 2 * t.scores,
+            )
         if self.stage.is_last:  # the final norm's output is dropped with the last chunk
             yield self._moment(
                 around,
@@ -169,6 +176,8 @@ class StageMoments:
             (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
             # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
             (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3 * matrix),
+            # in attention that holds all scores: gradients of those after the softmax and before it
+            *([(t.layer_attending, 2 * t.scores + 2 * t.queries, 3 * matrix)] if t.scores else []),
             # after wq: the gradient of the queries, and two of its input
             (t.norm + t.whole, t.queries + 2 * t.whole, layer_trained),
         ):

@@ -89,7 +89,13 @@ class Tensors:
         self.queries = tokens * spec.q_size // tp * itemsize  # [B, N, S, H]
         self.keys = tokens * spec.kv_size // tp * itemsize  # keys, or values, [B, K, S, H]
         self.norm = 2 * self.wide + stream_tokens * FP32_BYTES  # the input in fp32, the input normalised, its scale
+        # what attention's backward needs beside its inputs and its output: a sum for each query, or, of the kernel that
+        # computes in fp32 with as many key heads as query heads, the scores, and the inputs as it has them
+        self.scores = tokens * seq_len * spec.num_heads // tp * FP32_BYTES if plan.attention == "math" else 0
         self.log_sum_exp = tokens * spec.num_heads // tp * FP32_BYTES
+        if self.scores:
+            self.log_sum_exp = self.scores + 3 * self.queries * FP32_BYTES // itemsize
+        self.attended = 0 if self.scores else self.queries + self.log_sum_exp  # what selective recomputation keeps
         # inputs of wq to wv, wo, w1 and w3, w2, and the gradients of what they return
         matrices = 4 * self.stream + 2 * self.queries + 2 * self.keys + 3 * self.ffn
         self.put_off = matrices if plan.splits_backward else 0
@@ -160,7 +166,7 @@ class Tensors:
             products = {"wq": self.queries, "wk": self.keys, "wv": self.keys, "wo": self.whole}
             products |= {"w1": self.ffn, "w3": self.ffn}
             kept = sum(products[name] for name in KEPT_PRODUCTS)
-            return self.stream + self.queries + self.log_sum_exp + self.ring + kept
+            return self.stream + self.attended + self.ring + kept
         attention = (
             self.norm
             + self.whole  # the norm's output: input of wq, wk, wv
@@ -190,3 +196,8 @@ class Tensors:
     def layer_before_norm(self) -> int:
         """What is left of a layer after the backward of all three matrices of its feed-forward."""
         return self.layer() - 4 * self.ffn - 3 * self.itemsize * self.ffn_parameters * self.casts
+
+    @property
+    def layer_attending(self) -> int:
+        """What is kept of a layer before its feed-forward, and is left after the backward of that."""
+        return self.layer_before_norm - self.norm - self.whole

@@ -260,6 +260,7 @@ class Candidates:
             recompute=self.recompute,
             gradient_compression=asked.gradient_compression,
             compile=asked.compile,
+            attention=asked.attention,
         )
         plan.check(config.spec, seq_len=config.seq_len, precision=config.training.precision)
         return plan
