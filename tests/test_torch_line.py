@@ -19,6 +19,7 @@ HEAVY = (
     "llama_core.data.loaders",
     "llama_core.launch.rank.worker",
     "llama_core.launch.rank.checks",
+    "llama_core.launch.rank.loader",
 )
 """What computes, and what a rank imports that does: with torch."""
 LIGHT = tuple(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "pretrained"))

@@ -1,6 +1,6 @@
 """``LlamaTrainingOrchestrator``: one run as a Python object."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from llama_core.chain import environment, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
+from llama_core.chain.loader import run_loader_chain
 from llama_core.chain.planned import plan_anywhere, plan_for_gpu
-from llama_core.chain.prepare import prepare_loader_run
 from llama_core.chain.preview import preview
 from llama_core.config.run import SAMPLE, RunConfig
 from llama_core.errors import ConfigError
+from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import TrainingSummary
@@ -24,6 +25,10 @@ from training_infra.spelling import in_python, python_spelling
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
+
+
+Loader = Iterable[Any] | Callable[[], Iterable[Any]]
+"""Batches, or a function that makes an iterable of them."""
 
 
 class LlamaTrainingOrchestrator:
@@ -135,19 +140,21 @@ class LlamaTrainingOrchestrator:
     @python_spelling()
     def launch_training(
         self,
-        train_dataloader: Iterable[Any] | None = None,
-        val_dataloader: Iterable[Any] | None = None,
+        train_dataloader: Loader | None = None,
+        val_dataloader: Loader | None = None,
         *,
         run_dir: Path | str | None = None,
         resume: bool = False,
     ) -> TrainingSummary:
         """Train, and write the run's report.
 
-        With dataloaders the training happens in this process; without them a job trains on ``data.source``.
+        With dataloaders one device trains in this process. Several train as the ranks that torchrun or srun has
+        started, if this is one of them; else ranks are started on this machine, which the dataloader is sent to.
+        Without dataloaders a job trains on ``data.source``.
 
         Args:
-            train_dataloader: an iterable of global batches: tensors of tokens [B, S], pairs of inputs and targets, or
-                mappings with ``input_ids``.
+            train_dataloader: an iterable of global batches, or a function that makes one: tensors of tokens [B, S],
+                pairs of inputs and targets, or mappings with ``input_ids``. Ranks divide the rows of every batch.
             val_dataloader: held-out batches in the same forms.
             run_dir: where the run is kept; by default ``runs/<model>-<date>-<fingerprint>``.
             resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
@@ -157,23 +164,20 @@ class LlamaTrainingOrchestrator:
         """
         path = None if run_dir is None else Path(run_dir)
         own = local_steps(self.config, path, resume=resume)
-        if train_dataloader is None and self.config.data.source == SAMPLE:
-            say("data", "no dataloader was given: training on the sample, the sources of Python's standard library")
+
+        def validate(run: RunDirectory) -> EnvironmentReport:
+            self.run_dir = run.path  # of a run that fails too
+            return steps.validate(run)
+
+        own = replace(own, validate=validate)
         if train_dataloader is not None:
-            loaders = (train_dataloader, val_dataloader)
-            own = replace(
-                own,
-                prepare=lambda: prepare_loader_run(self.config, *loaders, run_dir=path, resume=resume),
-                submit=lambda run: None,
-                train=lambda run: steps.train_in_process(run, *loaders),
-            )
-
-        def prepare() -> RunDirectory:
-            run = own.prepare()
-            self.run_dir = run.path
-            return run
-
-        return steps.training_summary(run_chain(replace(own, prepare=prepare)))
+            run = run_loader_chain(self.config, train_dataloader, val_dataloader, own, path, resume=resume)
+        else:
+            if self.config.data.source == SAMPLE:
+                say("data", "no dataloader was given: training on the sample, the sources of Python's standard library")
+            run = run_chain(own)
+        self.run_dir = run.path
+        return steps.training_summary(run)
 
 
 def quick_start(

@@ -1,13 +1,12 @@
 """The base trainer: one model, how it is trained, and how the work is divided."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llama_core.records.measurements import TrainingSummary
 from training_infra.config import TrainingConfig
 from training_infra.distributed.config import DistributedConfig
-from training_infra.orchestrator import LlamaTrainingOrchestrator
+from training_infra.orchestrator import LlamaTrainingOrchestrator, Loader
 from training_infra.spelling import python_spelling
 
 if TYPE_CHECKING:
@@ -46,8 +45,8 @@ class Trainer:
 
     def fit(
         self,
-        train_dataloader: Iterable[Any] | None = None,
-        val_dataloader: Iterable[Any] | None = None,
+        train_dataloader: Loader | None = None,
+        val_dataloader: Loader | None = None,
         *,
         run_dir: Path | str | None = None,
         resume: bool = False,

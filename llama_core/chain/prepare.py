@@ -1,8 +1,6 @@
 """Preparing a run: everything that can be refused is, before its directory is written."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from llama_core.chain.planned import plan_run, planned_as, with_keys
 from llama_core.chain.runs import existing_run, load_config, load_plan, new_run
@@ -66,42 +64,6 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     if statistics is not None:
         write_json(run.data, statistics.as_dict())
     return run
-
-
-def prepare_loader_run(
-    config: RunConfig,
-    loader: Iterable[Any],
-    validation_loader: Iterable[Any] | None = None,
-    run_dir: Path | None = None,
-    *,
-    resume: bool = False,
-) -> RunDirectory:
-    """Make the directory of a run on batches that the caller's loader gives; see ``prepare_run``.
-
-    The sizes of the loader's first batch are the run's batch size and sequence length; its length, if it has one, is
-    an epoch's.
-
-    Raises:
-        DataError, ConfigError: if the first batch is none, the number of steps cannot be known, or the run needs
-            more than this process.
-    """
-    from llama_core.data.loaders import LoaderBatches
-
-    if config.parallel.gpus > 1:
-        raise ConfigError(
-            f"parallel.gpus={config.parallel.gpus}: a dataloader feeds the one process it lives in; set data.source "
-            "to train on several devices"
-        )
-    if validation_loader is not None:  # looked at before training, rather than after
-        LoaderBatches(validation_loader, config.spec.vocab_size).next_batch()
-    num_sequences, seq_len = LoaderBatches(loader, config.spec.vocab_size).next_batch().tokens_BS.shape
-    steps = config.training.steps
-    if steps is None:
-        steps = max(1, round(config.training.epochs * _length(loader)))
-    sizes = {"batch_size": num_sequences, "seq_len": seq_len, "steps": steps}
-    return prepare_run(
-        with_keys(config, training=sizes, data={"source": DATALOADER, "document_mask": False}), run_dir, resume=resume
-    )
 
 
 def refuse_untrainable(config: RunConfig) -> None:
@@ -175,10 +137,3 @@ def _seen_from_anywhere(config: RunConfig) -> RunConfig:
     init_from = config.training.init_from
     training = {} if init_from is None else {"init_from": resolve_pretrained(init_from)}
     return with_keys(config.self_contained(), data=paths, training=training)
-
-
-def _length(loader: Iterable[Any]) -> int:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # also from a DataLoader over an iterable dataset
-        raise ConfigError("the dataloader has no length; set training.steps: configure(steps=...)") from None

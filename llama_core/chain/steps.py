@@ -4,7 +4,7 @@ A step reads what earlier ones left in the run directory, adds its own record, a
 their order; each can be called again on its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.run import DATALOADER, RANDOM_BASE, RunConfig
 from llama_core.errors import (
     CancelledError,
-    ConfigError,
     DoesNotFitError,
     EnvironmentMismatchError,
     RequestError,
@@ -244,49 +243,6 @@ def records(run: RunDirectory) -> dict[str, Any]:
     before = (run.plan, run.choice, run.data, run.environment, run.estimate, run.dry_run)
     paths = (*before, run.training, run.benchmark, run.outcome)
     return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
-
-
-def train_in_process(
-    run: RunDirectory, loader: Iterable[Any], validation_loader: Iterable[Any] | None
-) -> TrainingSummary:
-    """Train in this process on the caller's batches; Ctrl-C saves a checkpoint and stops.
-
-    Raises:
-        TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
-    """
-    from llama_core.data.loaders import LoaderBatches, as_batch
-    from llama_core.launch.rank.worker import run_to_end
-    from llama_core.training.trainer import Trainer
-
-    config, plan = load_config(run), load_plan(run)
-    total_steps = config.training.steps
-    if total_steps is None:
-        raise ConfigError(f"{run.config} names no training.steps; prepare the run with prepare_loader_run")
-    if is_finished(run):
-        return training_summary(run)
-
-    def held_out() -> Iterator[Any]:
-        for item in () if validation_loader is None else validation_loader:
-            yield from as_batch(item, config.spec.vocab_size).split(plan.microbatch_size)
-
-    def build(should_stop: Callable[[], bool]) -> Trainer:
-        return Trainer(
-            run,
-            config,
-            plan,
-            batches=LoaderBatches(loader, config.spec.vocab_size),
-            validation=None if validation_loader is None else held_out,
-            total_steps=total_steps,
-            should_stop=should_stop,
-            on_step=show,
-        )
-
-    with watch(run) as show:
-        outcome = run_to_end(run, build)
-    if outcome.status == "cancelled":
-        raise stopped(run, outcome)
-    check_outcome(outcome)
-    return training_summary(run)
 
 
 def say_plan(run: RunDirectory) -> None:

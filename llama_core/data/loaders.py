@@ -54,6 +54,11 @@ class LoaderBatches:
         self._iterator = islice(iter(self.loader), self._taken, None)
 
 
+def made(loader: Any) -> Any:
+    """Return ``loader``, or what it makes if it is a function that makes one."""
+    return loader() if callable(loader) and not isinstance(loader, Iterable) else loader
+
+
 def check_starts_over(loader: object) -> None:
     """Raise ``DataError`` unless ``loader`` is an iterable that can be passed over again, as a generator cannot."""
     if not isinstance(loader, Iterable):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,9 @@ from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan
 
 T = TypeVar("T")
+
+_groups = count()
+"""Numbers the groups that a process joins one after the other: the same on all ranks, which join together."""
 
 PATIENCE = timedelta(days=1)
 """How long ranks wait for what may well take hours: a data set to be tokenised, a checkpoint to be written."""
@@ -45,7 +49,7 @@ def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) 
     if device_type == "cuda":
         torch.cuda.set_device(this_device(device_type))
     # After a restart by torchrun the store still holds the addresses of the ranks that are gone.
-    generation = f"generation{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    generation = f"generation{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_groups)}"
     is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_host, timeout=timeout)
     dist.init_process_group(
@@ -116,6 +120,11 @@ _LIBRARIES_SAY = (
     "communicator was aborted",
     "Watchdog caught collective operation timeout",
 )
+
+
+def is_joined() -> bool:
+    """Return whether this process has a default process group."""
+    return dist.is_initialized()
 
 
 def is_first_rank() -> bool:

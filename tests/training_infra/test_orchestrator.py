@@ -108,11 +108,6 @@ def test_a_shorter_last_batch_is_trained_on_too():
     assert (summary.steps, summary.tokens) == (3, 10 * (tokens().shape[1] - 1))
 
 
-def test_a_loader_for_several_devices_is_refused():
-    with pytest.raises(ConfigError, match=r"parallel.gpus=2: a dataloader feeds the one process"):
-        orchestrator(gpus=2).launch_training(batches())
-
-
 def test_targets_that_are_masked_are_not_trained_on():
     """The loss of half a batch is that of the half alone."""
     half = batches(1)[0].clone()

@@ -26,10 +26,25 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 OURS = "python -m training_infra.cli "
 
 NO_CUDA = "gpus={}: this machine has no CUDA device"
+
+
+def absent(gpus):
+    return f'num_gpus={gpus}: this machine has no CUDA device; add device="cpu"'
+
+
 ABSENT = {
-    "LLaMA 3 Quick Examples / Manual Trainer Creation": {
-        "trainer.fit()": 'num_gpus=2: this machine has no CUDA device; add device="cpu"',
+    "Python API": {"orchestrator.launch_training(train_dataloader, val_dataloader)": absent(8)},
+    "Quick Start / Python API": {"orchestrator.launch_training(train_dataloader, val_dataloader)": absent(8)},
+    "LLaMA 3 Quick Examples / LLaMA 3 8B Training": {
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": absent(4),
     },
+    "LLaMA 3 Quick Examples / LLaMA 3 70B with LoRA Fine-tuning": {
+        "orchestrator.launch_training(finetune_dataloader)": absent(8),
+    },
+    "LLaMA 3 Quick Examples / LLaMA 3 405B Mega Model Training": {
+        "orchestrator.launch_training(massive_dataloader)": absent(64),
+    },
+    "LLaMA 3 Quick Examples / Manual Trainer Creation": {"trainer.fit()": absent(2)},
 }
 """Statements that this machine is too small for: the beginning of the one line they are refused with."""
 
@@ -69,32 +84,10 @@ NOT_OURS = {
 """Programs of the installation that are not run, and what takes their place."""
 
 UNBUILT = "not built yet"
-MANY_RANKS = ("parallel.gpus={}: a dataloader feeds the one process", "a dataloader cannot feed several devices yet")
 EXPERTS = ("strategy=moe: memory can be estimated", "mixtures of experts are estimated, but not trained yet")
-
-
-def many_ranks(gpus):
-    return MANY_RANKS[0].format(gpus), MANY_RANKS[1]
-
-
 WAITING = {
-    "Python API": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(8),
-    },
-    "Quick Start / Python API": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(8),
-    },
-    "LLaMA 3 Quick Examples / LLaMA 3 8B Training": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(4),
-    },
-    "LLaMA 3 Quick Examples / LLaMA 3 70B with LoRA Fine-tuning": {
-        "orchestrator.launch_training(finetune_dataloader)": many_ranks(8),
-    },
-    "LLaMA 3 Quick Examples / LLaMA 3 405B Mega Model Training": {
-        "orchestrator.launch_training(massive_dataloader)": many_ranks(64),
-    },
     "LLaMA 3 Quick Examples / Custom Configuration": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": many_ranks(8),
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": EXPERTS,
     },
     "Performance Benchmarking": {
         "from training_infra.benchmarking import PerformanceBenchmark": ("No module named", UNBUILT),

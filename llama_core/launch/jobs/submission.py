@@ -181,6 +181,17 @@ def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
         yield lock
 
 
+def private_place(logs: Path) -> Path:
+    """Return a folder for what the ranks of a run unpickle, where nobody else may write.
+
+    Raises:
+        RunDirectoryError: if there is none.
+    """
+    place = _place_of_submissions(logs)
+    place.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    return place
+
+
 def submission_folders(logs: Path) -> list[Path]:
     """Return the folders that submitit was given, one for each submission, oldest first."""
     return sorted(_place_of_submissions(logs).glob("submission-*"))

@@ -26,6 +26,7 @@ from llama_core.data.datasets import BatchStream, load_datasets, validation_batc
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
+from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, STOPPED_EXIT
 from llama_core.machine.detect import device_label
 from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m llama_core.launch.rank.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--loader", type=Path, metavar="FILE", help="train on the dataloader pickled in it")
     parser.add_argument("--only", choices=get_args(Part), help="leave the other part out")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1)  # how the supervisor asks a worker that hangs where it is
@@ -56,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = RunDirectory(options.run_dir)
     with ExitStack() as ranks:
         try:
-            outcome = run_to_end(run, lambda should_stop: _trainer(run, ranks, should_stop), options.only)
+            outcome = run_to_end(
+                run, lambda should_stop: _trainer(run, ranks, should_stop, options.loader), options.only
+            )
         except LostPeersError as error:
             logger.error("%s", error)
             code = LOST_PEERS_EXIT
@@ -114,7 +118,7 @@ def _of_rank(reason: str) -> str:
     return f"rank {dist.get_rank()}: {reason}" if dist.is_initialized() else reason
 
 
-def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool]) -> Trainer:
+def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool], loader: Path | None) -> Trainer:
     config = RunConfig.load(run.config)
     training = config.training
     plan = ParallelPlan.from_dict(read_json(run.plan))
@@ -122,6 +126,8 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     check_own_device(config)
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
     check_ranks_agree(run, config)
+    if loader is not None:
+        return loader_trainer(run, unpickled(loader) if is_first_rank() else None, should_stop)
     with one_per_machine_first():
         datasets = load_datasets(config.data, config.spec, seq_len=config.seq_len, seed=training.seed)
     if is_first_rank():

@@ -1,0 +1,212 @@
+"""Runs on batches that the caller's own loader gives: in this process, in a group that was started, or on ranks here.
+
+* One device: training happens in this process.
+* Under torchrun or srun: every rank calls this with the same arguments; the first one prepares the run and reports.
+* Several devices of this machine otherwise: a job of so many ranks is started, to whose first the loader is sent.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_core.chain import steps as chain_steps
+from llama_core.chain.chain import Steps, run_chain
+from llama_core.chain.console import watch
+from llama_core.chain.planned import with_keys
+from llama_core.chain.prepare import prepare_run, refuse_untrainable
+from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFailedError
+from llama_core.launch.jobs import submission
+from llama_core.launch.jobs.handle import WORKER, JobHandle
+from llama_core.launch.rank.supervisor import rendezvous_port
+from llama_core.machine.defaults import resolve_machine_defaults
+from llama_core.machine.detect import detect_machine
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import StepRecord, TrainingSummary
+
+if TYPE_CHECKING:
+    from llama_core.launch.rank.loader import Loaders
+
+
+def run_loader_chain(
+    config: RunConfig, train: Any, validation: Any, steps: Steps, run_dir: Path | None = None, *, resume: bool = False
+) -> RunDirectory:
+    """Take the steps of a run that is trained on ``train``, an iterable of global batches or a function that makes one.
+
+    Args:
+        config: the run.
+        train: what it is trained on.
+        validation: held-out batches in the same forms; None for none.
+        steps: the steps of other runs, some of which are replaced.
+        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+
+    Raises:
+        TrainingInfraError: as ``run_chain``, or if the loader cannot be sent to the ranks.
+    """
+    from llama_core.launch.rank.loader import Loaders, pickled
+
+    refuse_untrainable(config)
+    loaders, gpus = Loaders(train, validation), config.parallel.gpus
+    num_ranks = _started_ranks()
+    if num_ranks > 1:
+        if num_ranks != gpus:
+            raise ConfigError(f"gpus={gpus}, but {num_ranks} processes were started; use --gpus {num_ranks}")
+        return _with_group(config, loaders, steps, run_dir, resume=resume)
+    if config.launch.launcher == "slurm":
+        raise ConfigError(
+            "launcher=slurm starts no ranks for a dataloader, which lives in this process; start the script on every "
+            f"rank: srun --ntasks={gpus} {_script()}"
+        )
+
+    def prepare() -> RunDirectory:
+        return prepare_loader_run(config, loaders, run_dir, resume=resume)
+
+    if gpus == 1:
+        own = replace(steps, submit=lambda run: None, train=lambda run: train_in_process(run, loaders))
+        return run_chain(replace(own, prepare=prepare))
+    resolve_machine_defaults(config, detect_machine())  # what is not here is not worth a pickle
+    try:
+        content = pickled(loaders)
+    except Exception as error:  # whatever the caller's own objects raise
+        raise ConfigError(
+            f"the dataloader cannot be sent to {gpus} processes ({type(error).__name__}: {error}); give a function "
+            f"that makes it, or start them yourself: torchrun --nproc-per-node={gpus} {_script()}"
+        ) from None
+
+    def submit(run: RunDirectory) -> JobHandle | None:
+        return None if is_finished(run) else _submit(run, content)
+
+    return run_chain(replace(steps, prepare=prepare, submit=submit))
+
+
+def prepare_loader_run(
+    config: RunConfig, loaders: "Loaders", run_dir: Path | None = None, *, resume: bool = False
+) -> RunDirectory:
+    """Make the directory of a run on batches that the caller's loader gives; see ``prepare_run``.
+
+    The sizes of the loader's first batch are the run's batch size and sequence length; its length, if it has one, is
+    an epoch's.
+
+    Raises:
+        DataError, ConfigError: if the first batch is none, or the number of steps cannot be known.
+    """
+    from llama_core.data.loaders import LoaderBatches, made
+
+    resolve_machine_defaults(config, detect_machine())  # the devices come before what is done with them
+    train, validation = made(loaders.train), made(loaders.validation)
+    if validation is not None:  # looked at before training, rather than after
+        LoaderBatches(validation, config.spec.vocab_size).next_batch()
+    num_sequences, seq_len = LoaderBatches(train, config.spec.vocab_size).next_batch().tokens_BS.shape
+    num_steps = config.training.steps
+    if num_steps is None:
+        num_steps = max(1, round(config.training.epochs * _length(train)))
+    sizes = {"batch_size": num_sequences, "seq_len": seq_len, "steps": num_steps}
+    return prepare_run(
+        with_keys(config, training=sizes, data={"source": DATALOADER, "document_mask": False}), run_dir, resume=resume
+    )
+
+
+def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
+    """Train in this process, alone or as one rank of a group; Ctrl-C saves a checkpoint and stops.
+
+    Raises:
+        TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
+    """
+    from llama_core.launch.rank.loader import loader_trainer
+    from llama_core.launch.rank.worker import LostPeersError, run_to_end
+    from llama_core.parallel.ranks import is_first_rank
+
+    if is_finished(run):
+        return chain_steps.training_summary(run)
+    with watch(run) as show:
+
+        def on_step(record: StepRecord) -> None:
+            if is_first_rank():
+                show(record)
+
+        try:
+            outcome = run_to_end(run, lambda should_stop: loader_trainer(run, loaders, should_stop, on_step))
+        except LostPeersError as error:
+            raise TrainingFailedError(str(error)) from None
+    if outcome.status == "cancelled":
+        raise chain_steps.stopped(run, outcome)
+    chain_steps.check_outcome(outcome)
+    return chain_steps.training_summary(run)
+
+
+def _with_group(
+    config: RunConfig, loaders: "Loaders", steps: Steps, run_dir: Path | None, *, resume: bool
+) -> RunDirectory:
+    """Take the steps of a run as one rank of a group; the first one prepares it while the others wait."""
+    from llama_core.parallel.ranks import is_joined
+
+    if is_joined():
+        raise EnvironmentMismatchError("torch.distributed is initialised already; leave init_process_group out")
+    device = resolve_machine_defaults(config, detect_machine()).config.launch.device
+    if os.environ["RANK"] != "0":
+        return RunDirectory(Path(_as_a_rank(config, device, loaders, lambda: "")))
+
+    def train(run: RunDirectory) -> TrainingSummary:
+        _as_a_rank(config, device, loaders, lambda: str(run.path.resolve()))
+        return chain_steps.training_summary(run)
+
+    def prepare() -> RunDirectory:
+        return prepare_loader_run(config, loaders, run_dir, resume=resume)
+
+    return run_chain(replace(steps, prepare=prepare, submit=lambda run: None, train=train))
+
+
+def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callable[[], str]) -> str:
+    """Join the others, train with them, and return the run's directory, which rank 0 names."""
+    from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
+    from llama_core.parallel.ranks import from_first_rank, joined_ranks
+
+    with joined_ranks(device, config.launch.collective_timeout_s):
+        run = RunDirectory(Path(from_first_rank(path())))
+        own = load_config(run)
+        check_own_device(own)
+        check_ranks_agree(run, own)
+        train_in_process(run, loaders)
+    return str(run.path)
+
+
+def _started_ranks() -> int:
+    """Return how many processes torchrun or srun has started, of which this is one; 1 where neither has.
+
+    What srun says is put where torchrun says it.
+    """
+    variables: Mapping[str, str] = os.environ
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        return int(variables["WORLD_SIZE"])
+    if "SLURM_STEP_ID" not in variables or int(variables.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+        return 1
+    from submitit.helpers import TorchDistributedEnvironment
+
+    port = rendezvous_port(int(variables["SLURM_JOB_ID"]), int(variables.get("SLURM_RESTART_COUNT", "0")))
+    os.environ.setdefault("MASTER_PORT", str(port))
+    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _submit(run: RunDirectory, content: bytes) -> JobHandle:
+    """Start a job of as many ranks as the plan has, the first of which reads the loader from a file."""
+    file = submission.private_place(RunDirectory(run.path.resolve()).logs) / "dataloader.pkl"
+    file.write_bytes(content)
+    worker = (*WORKER, "--loader", str(file))
+    return submission.submit(run, load_config(run), load_plan(run).world_size, worker=worker)
+
+
+def _script() -> str:
+    return sys.argv[0] if sys.argv[0].endswith(".py") else "SCRIPT.py"
+
+
+def _length(loader: Iterable[Any]) -> int:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # also from a DataLoader over an iterable dataset
+        raise ConfigError("the dataloader has no length; set training.steps: configure(steps=...)") from None

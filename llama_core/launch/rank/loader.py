@@ -1,0 +1,181 @@
+"""Training on batches that the user's own loader gives, in one process or on every rank of a group.
+
+Rank 0 alone reads the loader, whatever copies of it others have: so all ranks see the same batches in the same order,
+shuffled ones too. It sends each batch to the others, and every data-parallel rank takes its rows.
+"""
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama_core.config.run import RunConfig
+from llama_core.data.loaders import LoaderBatches, as_batch, made
+from llama_core.errors import DataError, TrainingInfraError
+from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.parallel.ranks import from_first_rank, is_first_rank
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+from llama_core.records.measurements import StepRecord
+from llama_core.training.metrics import print_record
+from llama_core.training.trainer import BatchSource, Trainer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """What a run on a loader trains and is evaluated on: iterables of global batches, or functions that make them."""
+
+    train: Any
+    validation: Any = None
+
+
+def loader_trainer(
+    run: RunDirectory,
+    loaders: Loaders | None,
+    should_stop: Callable[[], bool],
+    on_step: Callable[[StepRecord], None] = print_record,
+) -> Trainer:
+    """Return the trainer of this rank; where there are several, the default process group has to exist.
+
+    Args:
+        run: the run, which ``prepare_loader_run`` has prepared.
+        loaders: what is trained on; looked at on rank 0 alone, and None on the others if need be.
+        should_stop: asked after every step.
+        on_step: told of every step on rank 0.
+    """
+    config, plan = RunConfig.load(run.config), ParallelPlan.from_dict(read_json(run.plan))
+    total_steps = config.training.steps
+    if total_steps is None:
+        raise ValueError(f"{run.config} names no training.steps; prepare the run with prepare_loader_run")
+    vocab_size = config.spec.vocab_size
+    train, validation = (made(loaders.train), made(loaders.validation)) if loaders else (None, None)
+    source = LoaderBatches(train, vocab_size) if train is not None else None
+    batches: BatchSource
+    if source is not None and not dist.is_initialized():
+        batches = source
+    else:
+        batches = SharedBatches(source, plan, config.batch_size)
+    evaluates = from_first_rank(validation is not None)
+
+    def held_out() -> Iterator[Batch]:
+        items = iter(validation if validation is not None else ())
+        while (batch := _of_first_rank(lambda: _next_batch(items, vocab_size))) is not None:
+            yield from own_rows(batch, plan, len(batch.tokens_BS)).split(plan.microbatch_size)
+
+    return Trainer(
+        run,
+        config,
+        plan,
+        batches=batches,
+        validation=held_out if evaluates else None,
+        total_steps=total_steps,
+        should_stop=should_stop,
+        on_step=on_step,
+    )
+
+
+class SharedBatches:
+    """This rank's rows of the batches that rank 0 reads.
+
+    Args:
+        source: on rank 0, what it reads.
+        plan: how a batch is divided.
+        batch_size: rows of every batch but a shorter last one of a pass.
+    """
+
+    def __init__(self, source: LoaderBatches | None, plan: ParallelPlan, batch_size: int) -> None:
+        self.source, self.plan, self.batch_size = source, plan, batch_size
+
+    def next_batch(self) -> Batch:
+        """Return the rows of this rank.
+
+        Raises:
+            DataError: on every rank, if the loader gives something else than a batch, or a larger one than at first.
+        """
+        batch: Batch = _of_first_rank(self._read)
+        return own_rows(batch, self.plan, self.batch_size if self.plan.pp > 1 else len(batch.tokens_BS))
+
+    def _read(self) -> Batch:
+        if self.source is None:
+            raise ValueError("rank 0 has no loader")
+        batch = self.source.next_batch()
+        if len(batch.tokens_BS) > self.batch_size:
+            raise DataError(
+                f"the dataloader gives a batch of {len(batch.tokens_BS)} sequences after one of {self.batch_size}; "
+                "give batches of one size, of which the last may be smaller"
+            )
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the loader, which rank 0 has."""
+        return {} if self.source is None else self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the place that ``state_dict`` returned on rank 0."""
+        if self.source is not None:
+            self.source.load_state_dict(state)
+
+
+def own_rows(batch: Batch, plan: ParallelPlan, num_rows: int) -> Batch:
+    """Return the rows of this rank, of a batch that is filled up to at least ``num_rows`` with rows without targets.
+
+    The loss is the mean over all targets of all ranks, so that rows without any change nothing.
+    """
+    share = -(-num_rows // plan.dp)
+    missing = share * plan.dp - len(batch.tokens_BS)
+    tokens_BS, targets_BS = _filled(batch.tokens_BS, missing, 0), _filled(batch.targets_BS, missing, IGNORE_INDEX)
+    first = plan.dp_rank(dist.get_rank() if dist.is_initialized() else 0) * share
+    return Batch(tokens_BS[first : first + share], targets_BS[first : first + share], None)
+
+
+def _filled(x_BS: Tensor, num_rows: int, value: int) -> Tensor:
+    return torch.cat([x_BS, x_BS.new_full((num_rows, x_BS.shape[1]), value)]) if num_rows else x_BS
+
+
+def _next_batch(items: Iterator[Any], vocab_size: int) -> Batch | None:
+    for item in items:
+        return as_batch(item, vocab_size)
+    return None
+
+
+def _of_first_rank(make: Callable[[], T]) -> T:
+    """Return on all ranks what ``make`` returns on rank 0, or raise there what a user can mend."""
+    result: T | None = None
+    error: TrainingInfraError | None = None
+    if is_first_rank():
+        try:
+            result = make()
+        except TrainingInfraError as caught:
+            error = caught
+    result, error = from_first_rank((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def pickled(loaders: Loaders) -> bytes:
+    """Return loaders as bytes for another process of this machine, with where their modules are.
+
+    Raises:
+        Exception: of whatever kind, if they cannot be pickled.
+    """
+    import cloudpickle
+
+    return pickle.dumps((sys.path, cloudpickle.dumps(loaders)))
+
+
+def unpickled(file: Path) -> Loaders:
+    """Return what ``pickled`` left in a file, which nobody else can write to."""
+    places, content = pickle.loads(file.read_bytes())
+    sys.path += [place for place in places if place not in sys.path]
+    loaders: Loaders = pickle.loads(content)
+    return loaders

@@ -1,0 +1,134 @@
+"""A dataloader that lives in the caller's process, for several devices: the numbers are those of one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import training_infra
+from llama_core.errors import ConfigError, RequestError
+from llama_core.records.directory import RunDirectory
+from llama_core.records.metrics import read_metrics
+
+FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
+QUICKLY = {"device": "cpu", "precision": "fp32", "tensorboard": False, "checkpoint_every": 2, "learning_rate": 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def orchestrator(num_gpus, **settings):
+    return training_infra.quick_start(
+        "tiny_llama3_50m", "standard", num_gpus, **FEW_PARAMETERS | QUICKLY | {"steps": 1} | settings
+    )
+
+
+def batches(rows=14):
+    """Return batches of 4 sequences, and a shorter last one."""
+    return list(torch.randint(0, 128, (rows, 17), generator=torch.Generator().manual_seed(0)).split(4))
+
+
+class Shuffled:
+    """Gives its batches in another order in every process."""
+
+    def __iter__(self):
+        order = torch.randperm(4, generator=torch.Generator().manual_seed(os.getpid()))
+        yield from (batches(16)[place] for place in order)
+
+    def __len__(self):
+        return 4
+
+
+def losses(one):
+    return read_metrics(RunDirectory(one.run_dir)).column("loss").to_pylist()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of one process, and then the one on the held-out batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("alone"))
+        one = orchestrator(1, steps=6)
+        summary = one.launch_training(batches(), batches(6))
+        return [*losses(one), summary.eval_loss]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pp": 2, "tp": 1}], ids=["data-parallel", "pipeline"])
+def test_ranks_that_are_started_here_train_as_one_process_does(alone, degrees):
+    one = orchestrator(2, steps=6, **degrees)
+    summary = one.launch_training(batches(), batches(6))
+    assert [*losses(one), summary.eval_loss] == pytest.approx(alone, rel=1e-4)  # sums in another order
+    assert RunDirectory(one.run_dir).report.exists()
+
+
+def test_a_function_that_makes_the_loader_is_called_there_and_shuffled_batches_are_shared():
+    one = orchestrator(2, steps=2)
+    one.launch_training(Shuffled)
+    assert len(losses(one)) == 2
+
+
+def test_a_loader_that_cannot_be_sent_is_refused_with_the_line_that_starts_the_ranks(tmp_path):
+    class Here(list):
+        def __reduce__(self):
+            raise TypeError("it holds a socket")
+
+    with pytest.raises(ConfigError, match=r"TypeError: it holds a socket.*torchrun --nproc-per-node=2 \S+"):
+        orchestrator(2).launch_training(Here(batches()))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_larger_batch_than_the_first_is_refused():
+    uneven = [batches()[0][:2], *batches()]
+    with pytest.raises(RequestError, match="a batch of 4 sequences after one of 2") as caught:
+        orchestrator(2, steps=3).launch_training(uneven)
+    assert "\n" not in str(caught.value)
+
+
+def test_slurm_is_not_asked_to_start_ranks_for_a_loader():
+    with pytest.raises(ConfigError, match=r"launcher=slurm starts no ranks for a dataloader.*srun --ntasks=2"):
+        orchestrator(2, launcher="slurm").launch_training(batches())
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+from test_live_dataloader import batches, losses, orchestrator
+
+one = orchestrator({gpus}, steps=6)
+summary = one.launch_training(batches(), batches(6))
+print("LOSSES", *losses(one), summary.eval_loss, flush=True)
+again = orchestrator({gpus}, steps=1)
+again.launch_training(batches())
+print("AGAIN", len(losses(again)), flush=True)
+"""
+
+
+def torchrun(tmp_path, num_ranks, gpus):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent), gpus=gpus))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500)
+
+
+def test_under_torchrun_the_ranks_are_those_that_were_started(tmp_path, alone):
+    done = torchrun(tmp_path, 2, 2)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"LOSSES ([\d. ]+)", done.stdout)
+    assert len(told) == 2
+    for line in told:
+        assert list(map(float, line.split())) == pytest.approx(alone, rel=1e-4)
+    assert done.stdout.count("AGAIN 1") == 2
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_under_torchrun_another_number_of_processes_is_refused(tmp_path):
+    done = torchrun(tmp_path, 2, 4)
+    assert done.returncode != 0
+    assert "num_gpus=4, but 2 processes were started; use num_gpus=2" in done.stderr
