@@ -115,9 +115,17 @@ def _parser() -> _Parser:
         "--twin", action="store_true", help="also train the plan's tiny twin on real processes against one process"
     )
 
-    bench = command("benchmark", _benchmark, "time optimizer steps on this machine, or on the cluster")
+    bench = command("benchmark", _benchmark, "time optimizer steps on this machine or the cluster, or predict them")
     _add_config_flags(bench, MODEL_FLAGS + RUN_FLAGS)
     _add_run_dir_flags(bench)
+    bench.add_argument(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="compare these: measured where the devices are, else predicted; --run-dir is then a sweep's directory",
+    )
+    bench.add_argument("--save-results", type=Path, metavar="FILE", help="write the comparison as JSON")
 
     sweep = command("sweep", _sweep, "time every combination of a grid of settings, and compare them in one report")
     sweep.add_argument("--config", type=Path, metavar="FILE", help="the sweep in YAML: name, base, grid, exclude")
@@ -304,6 +312,29 @@ def _preview(config: RunConfig, *, here: bool, twin: bool = False, as_json: bool
 
 
 def _benchmark(options: argparse.Namespace) -> None:
+    if options.batch_sizes or options.save_results:
+        _compare(options)
+    else:
+        _time_steps(options)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from training_infra.benchmarking import benchmark_from_terminal
+
+    config = _config(options)
+    record = benchmark_from_terminal(
+        config,
+        options.batch_sizes or [config.batch_size],
+        options.run_dir,
+        resume=options.resume,
+        results=options.save_results,
+        as_json=options.json,
+    )
+    if options.json:
+        _print_json(record)
+
+
+def _time_steps(options: argparse.Namespace) -> None:
     from llama_core.chain import steps
     from llama_core.chain.chain import run_chain
     from llama_core.chain.console import say

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from llama_core.planning.memory.peaks import STATES, Category, MemoryProfile, Phase
-from llama_core.units import format_bytes, format_count
+from llama_core.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from llama_core.chain.planned import PlannedRun
+    from llama_core.sweep.comparison import Comparison
 
 
 def print_plan(planned: "PlannedRun") -> None:
@@ -54,3 +55,21 @@ def print_choice(planned: "PlannedRun") -> None:
     """Print why the plan is as it is, where it was searched for."""
     if planned.choice is not None:
         print("\n".join(planned.choice.lines()[1:]) + "\n")  # the plan itself stands above the tables
+
+
+def print_comparison(comparison: "Comparison") -> None:
+    """Print a line for each element: whether it was measured or predicted, its figures, and what kept it from them."""
+    keys = [key.rpartition(".")[2] for key in comparison.rows[0].settings]
+    print(f"{' '.join(keys):<16}{'how':<11}{'tokens/s':>12}{'step':>10}{'MFU':>8}{'memory':>13}  plan, or why not")
+    for row in comparison.rows:
+        values = " ".join(map(str, row.settings.values()))
+        rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+        step = "" if row.step_seconds is None else _short_duration(row.step_seconds)
+        mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
+        memory = "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
+        told = f"{row.plan} on {row.device}" if row.status == "finished" else f"{row.status}: {row.reason}"
+        print(f"{values:<16}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
+
+
+def _short_duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)

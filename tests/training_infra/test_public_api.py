@@ -83,28 +83,13 @@ NOT_OURS = {
 }
 """Programs of the installation that are not run, and what takes their place."""
 
-UNBUILT = "not built yet"
 EXPERTS = ("strategy=moe: memory can be estimated", "mixtures of experts are estimated, but not trained yet")
 WAITING = {
     "LLaMA 3 Quick Examples / Custom Configuration": {
         "orchestrator.launch_training(train_dataloader, val_dataloader)": EXPERTS,
     },
-    "Performance Benchmarking": {
-        "from training_infra.benchmarking import PerformanceBenchmark": ("No module named", UNBUILT),
-        'benchmark = PerformanceBenchmark("llama2_7b")': ("name 'PerformanceBenchmark' is not", UNBUILT),
-        "results = benchmark.run_comprehensive_benchmark()": ("name 'benchmark' is not", UNBUILT),
-        "benchmark.print_summary()": ("name 'benchmark' is not", UNBUILT),
-    },
 }
 """Exemptions: statements that do not work yet, by block: how the one line begins that they end with, and why."""
-
-WAITING_COMMANDS = {
-    "benchmark --model llama2_7b --gpus 4 --batch-sizes 1 2 4 8 --save-results benchmark_results.json": (
-        "unrecognized arguments: --batch-sizes",
-        UNBUILT,
-    ),
-}
-"""Exemptions: commands that do not work yet, alike."""
 
 
 @pytest.fixture
@@ -132,7 +117,7 @@ def ends_of_python(place):
     }
 
 
-def verdict(end, absent, waiting):
+def verdict(end, absent, waiting=None):
     """Return how a statement or command is judged, given how it ended and how that is listed."""
     begins, why = waiting or (absent, "this machine has not the devices")
     if begins is None:
@@ -142,7 +127,7 @@ def verdict(end, absent, waiting):
     return f"refused: {why}" if re.match(rf"\w+Error: {re.escape(begins)}[^\n]*$", end) else end
 
 
-def listed(absent, waiting):
+def listed(absent, waiting=None):
     return f"refused: {waiting[1] if waiting else 'this machine has not the devices'}" if absent or waiting else "runs"
 
 
@@ -171,14 +156,14 @@ def test_every_command_of_the_page_works_or_is_listed(place, command):
     arguments = [*shlex.split(command), *SHORTENED.get(command, [])]
     ended = run(place, [sys.executable, "-m", "training_infra.cli", *arguments])
     end = None if ended.returncode == 0 else f"CommandError: {ended.stderr.removeprefix('error: ').rstrip()}"
-    absent, waiting = REFUSED.get(command), WAITING_COMMANDS.get(command)
-    print(f"{COMMANDS[command]} | {command} | {verdict(end, absent, waiting)}")
-    assert verdict(end, absent, waiting) == listed(absent, waiting), ended.stdout
+    absent = REFUSED.get(command)
+    print(f"{COMMANDS[command]} | {command} | {verdict(end, absent)}")
+    assert verdict(end, absent) == listed(absent), ended.stdout
     assert ended.returncode in {0, 2, 3}
 
 
 def test_no_command_is_listed_that_the_page_has_not():
-    assert {*REFUSED, *SHORTENED, *WAITING_COMMANDS} <= COMMANDS.keys()
+    assert {*REFUSED, *SHORTENED} <= COMMANDS.keys()
 
 
 FLAGS = [command for block in blocks("bash") for command in block.commands if command.startswith("--")]

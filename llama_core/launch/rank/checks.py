@@ -6,7 +6,10 @@ A login node knows neither. What the ranks found goes to ``environment.json``, b
 import hashlib
 import os
 import platform
+import re
+import resource
 import socket
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +22,7 @@ import llama_core
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.machine.detect import device_label
+from llama_core.machine.detect import detect_machine, device_label
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
@@ -79,6 +82,17 @@ def check_own_device(config: RunConfig) -> None:
             f"{where}: {device.name} has {format_bytes(device.total_memory)}, but the run was planned for "
             f"{planned.label}; ask Slurm for such nodes (launch.slurm.constraint), or plan with their launch.gpu_type"
         )
+
+
+def limit_own_memory(config: RunConfig) -> None:
+    """Have a rank on the CPU that would take more than its share of the machine's memory end, and not the machine."""
+    if config.launch.device != "cpu" or sys.platform != "linux":
+        return
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    data = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    held = int(data[1]) * 1024 if data else 0
+    limit, most = held + detect_machine().memory_bytes // num_ranks, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
 
 
 def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
 from llama_core.launch.outcome import record_outcome
-from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
+from llama_core.launch.rank.checks import check_own_device, check_ranks_agree, limit_own_memory
 from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, STOPPED_EXIT
 from llama_core.machine.detect import device_label
@@ -124,6 +124,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     plan = ParallelPlan.from_dict(read_json(run.plan))
     alone = plan.zero_backend == "deepspeed"
     check_own_device(config)
+    limit_own_memory(config)
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
     check_ranks_agree(run, config)
     if loader is not None:

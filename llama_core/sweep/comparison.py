@@ -1,0 +1,166 @@
+"""Comparing the elements of a sweep wherever their devices are: measured where this machine can, else predicted.
+
+What cannot be run, does not fit or runs out of memory is a result like any other, with its reason.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llama_core.chain import steps as chain_steps
+from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
+from llama_core.chain.prepare import refuse_untrainable
+from llama_core.chain.runs import load_plan
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, StoppedError, TrainingFailedError
+from llama_core.launch.outcome import read_outcome
+from llama_core.sweep import steps as sweeps
+from llama_core.sweep.chain import SweepSteps, run_sweep
+from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
+from llama_core.sweep.grid import Element, GridValue, SweepConfig
+
+How = Literal["measured", "predicted"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one element."""
+
+    name: str
+    settings: Mapping[str, GridValue]
+    """Its value of each key of the grid."""
+    how: How
+    """Whether the figures, or the reason why there are none, come from running it or from arithmetic."""
+    status: str
+    """finished, or what kept it from that: impossible, does-not-fit, oom and the other outcomes of a run."""
+    reason: str = ""
+    """Why it is not finished, or what is not known of it."""
+    device: str = ""
+    plan: str = ""
+    step_seconds: float | None = None
+    """Seconds of an optimizer step: the median of those that were timed, or the estimate."""
+    tokens_per_second: float | None = None
+    """Of all devices together."""
+    mfu: float | None = None
+    memory_bytes: int | None = None
+    """Peak of the fullest device."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as a record."""
+        return asdict(self) | {"settings": dict(self.settings)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of all elements, in the order of the grid."""
+
+    rows: tuple[Row, ...]
+    sweep: SweepDirectory | None
+    """The directory of what was measured; None where nothing was."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the comparison as a record."""
+        return {"sweep_dir": str(self.sweep.path) if self.sweep else None, "rows": [row.as_dict() for row in self.rows]}
+
+
+def compare(
+    config: SweepConfig, steps: SweepSteps, sweep_dir: Path | None = None, *, resume: bool = False
+) -> Comparison:
+    """Measure the elements of a sweep that this machine, or Slurm, can run, and predict the others.
+
+    Args:
+        config: the sweep.
+        steps: how what can be run is run.
+        sweep_dir: where; by default ``sweeps/<name>-<date>``.
+        resume: continue the sweep there, or the newest unfinished one of its name.
+
+    Raises:
+        TrainingInfraError: if the request is wrong for every element, or the sweep is interrupted.
+    """
+    refuse_untrainable(config.base)
+    elements = config.elements()
+    rows = {element.name: row for element in elements if (row := _without_running(element, config.base)) is not None}
+    sweep = None
+    if len(rows) < len(elements):
+        elsewhere = [dict(element.settings) for element in elements if element.name in rows]
+        left = SweepConfig.from_mapping(config.model_dump() | {"exclude": [*config.exclude, *elsewhere]})
+        sweep = sweeps.prepare(left, sweep_dir, resume=resume)
+        try:
+            run_sweep(sweep, steps)
+        except StoppedError:
+            raise
+        except (ConfigError, TrainingFailedError):
+            pass  # nothing could be timed: the rows say why
+        rows |= {row.name: row for row in _measured(sweep)}
+    return Comparison(tuple(rows[element.name] for element in elements), sweep)
+
+
+def _without_running(element: Element, base: RunConfig) -> Row | None:
+    """Return the row of an element that is not run here; None of one that is."""
+    try:
+        config = element.config(base)
+        here = _plan_here(config)
+        if here is not None and (here.estimate.fits or config.launch.force):
+            return None
+        may_go_elsewhere = here is None or (config.launch.device == "auto" and here.config.launch.device == "cpu")
+        return _predicted(element, plan_for_gpu(config) if may_go_elsewhere else here)
+    except (ConfigError, PlanError) as error:
+        return Row(element.name, element.settings, "predicted", "impossible", str(error))
+
+
+def _plan_here(config: RunConfig) -> PlannedRun | None:
+    """Return the plan of a run on this machine, or through Slurm; None where that has not the devices."""
+    try:
+        return plan_run(config)
+    except EnvironmentMismatchError:
+        return None
+
+
+def _predicted(element: Element, planned: PlannedRun | None) -> Row:
+    if planned is None:
+        raise ValueError("there is nothing to predict from")
+    estimate = planned.estimate
+    step = planned.choice.step if planned.choice and estimate.fits else None
+    reason = "" if step else "no speed model for this strategy or device"
+    return Row(
+        element.name,
+        element.settings,
+        "predicted",
+        "finished" if estimate.fits else "does-not-fit",
+        reason if estimate.fits else "; ".join(estimate.notes),
+        estimate.device,
+        planned.plan.summary(),
+        step_seconds=step.total if step else None,
+        tokens_per_second=step.tokens_per_second if step else None,
+        mfu=step.mfu if step else None,
+        memory_bytes=estimate.profile.peak_bytes,
+    )
+
+
+def _measured(sweep: SweepDirectory) -> list[Row]:
+    rows = []
+    for element in read_record(sweep).elements:
+        run = sweep.run(element.name)
+        if element.skipped:
+            rows.append(Row(element.name, element.settings, "predicted", "does-not-fit", element.skipped))
+        elif is_timed(run):
+            timed = chain_steps.benchmark(run)
+            rows.append(
+                Row(
+                    element.name,
+                    element.settings,
+                    "measured",
+                    "finished",
+                    device=timed.device,
+                    plan=load_plan(run).summary(),
+                    step_seconds=timed.median_seconds,
+                    tokens_per_second=timed.tokens_per_second,
+                    mfu=timed.mfu,
+                    memory_bytes=timed.memory_peak_bytes,
+                )
+            )
+        else:
+            outcome = read_outcome(run)
+            rows.append(Row(element.name, element.settings, "measured", outcome.status, outcome.reason))
+    return rows

@@ -1,0 +1,116 @@
+"""Benchmarks over batch sizes: measured where this machine has the devices, predicted where not."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_core.chain.console import say
+from llama_core.config.run import RunConfig
+from llama_core.records.files import atomic_write
+from llama_core.sweep.comparison import Comparison, compare
+from llama_core.sweep.grid import SweepConfig
+from training_infra.config import TrainingStrategy
+from training_infra.local import local_sweep_steps
+from training_infra.orchestrator import LlamaTrainingOrchestrator
+from training_infra.spelling import python_spelling
+from training_infra.tables import print_comparison
+
+BATCH_SIZES = (1, 2, 4, 8)
+"""Batch sizes that are compared where none are named."""
+
+
+class PerformanceBenchmark:
+    """The speed and memory of one model over several batch sizes.
+
+    Args:
+        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        num_gpus: devices in all.
+        batch_sizes: sequences per optimizer step over all devices.
+        strategy: the strategy or its name.
+        **settings: as ``LlamaTrainingOrchestrator.configure``.
+
+    Raises:
+        ConfigError: naming every setting that is wrong.
+    """
+
+    def __init__(
+        self,
+        model_variant: str,
+        num_gpus: int = 1,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        strategy: TrainingStrategy | str = "standard",
+        **settings: Any,
+    ) -> None:
+        self.config = LlamaTrainingOrchestrator(model_variant, strategy, num_gpus, **settings).config
+        self.batch_sizes = tuple(batch_sizes)
+        self._comparison: Comparison | None = None
+
+    @python_spelling()
+    def run_comprehensive_benchmark(self, *, sweep_dir: Path | str | None = None) -> list[dict[str, Any]]:
+        """Time what this machine can run, predict the rest, and return a record for each batch size.
+
+        ``how`` says which; ``status`` and ``reason`` what kept one from being timed, such as ``does-not-fit``.
+
+        Args:
+            sweep_dir: where what is measured is kept; by default ``sweeps/<name>-<date>``.
+
+        Raises:
+            TrainingInfraError: if the request is wrong, or the sweep is interrupted.
+        """
+        path = None if sweep_dir is None else Path(sweep_dir)
+        self._comparison = compare_batch_sizes(self.config, self.batch_sizes, path)
+        return [row.as_dict() for row in self._comparison.rows]
+
+    def print_summary(self) -> None:
+        """Print a line for each batch size, after they have been compared, which is done if need be."""
+        if self._comparison is None:
+            self.run_comprehensive_benchmark()
+        if self._comparison is not None:
+            print_comparison(self._comparison)
+
+
+def compare_batch_sizes(
+    config: RunConfig, batch_sizes: Sequence[int], sweep_dir: Path | None = None, *, resume: bool = False
+) -> Comparison:
+    """Measure or predict a run with each of some batch sizes; see ``llama_core.sweep.comparison``."""
+    sweep = SweepConfig.from_mapping(
+        {
+            "name": f"{config.spec.name}_batch_sizes",
+            "base": config.model_dump(),
+            "grid": {"training.batch_size": list(batch_sizes)},
+        }
+    )
+    return compare(sweep, local_sweep_steps(), sweep_dir, resume=resume)
+
+
+def benchmark_from_terminal(
+    config: RunConfig,
+    batch_sizes: Sequence[int],
+    sweep_dir: Path | None,
+    *,
+    resume: bool,
+    results: Path | None,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Compare batch sizes, print a table unless a record is wanted, and return the record.
+
+    Args:
+        config: the run.
+        batch_sizes: those to compare.
+        sweep_dir: where what is measured is kept; by default ``sweeps/<name>-<date>``.
+        resume: continue the sweep there.
+        results: a file that takes the record, if any.
+        as_json: print nothing.
+    """
+    with say.silenced(as_json):
+        comparison = compare_batch_sizes(config, batch_sizes, sweep_dir, resume=resume)
+        record = {"model": config.model, "gpus": config.parallel.gpus} | comparison.as_dict()
+        if results is not None:
+            results.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(results) as temporary:
+                temporary.write_text(json.dumps(record, indent=2) + "\n")
+            say("results", str(results))
+    if not as_json:
+        print_comparison(comparison)
+    return record
