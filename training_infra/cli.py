@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llama_core.config.models import model_names, model_spec
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import DATALOADER, RunConfig, config_keys
 from llama_core.errors import (
     ConfigError,
@@ -29,7 +29,7 @@ from llama_core.errors import (
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
 from training_infra.flags import MODEL_FLAGS, RUN_FLAGS, Flag
-from training_infra.tables import print_choice, print_plan, print_profile, print_ranks
+from training_infra.tables import print_choice, print_plan, print_profile, print_ranks, print_variants
 
 FOLLOW_SECONDS = 0.5
 """How often ``logs --follow`` looks for more."""
@@ -166,7 +166,9 @@ def _parser() -> _Parser:
         "--merged", action="store_true", help="of a run with strategy=lora: the full model, rather than a PEFT folder"
     )
 
-    models = command("models", _models, "list the model variants")
+    models = command("models", _models, "list the model variants, and the fewest GPUs that each can be trained on")
+    models.add_argument("--gpu-type", metavar="NAME", default=DEFAULT_GPU_TYPE, help="GPU that is counted in")
+    models.add_argument("--markdown", action="store_true", help="print the table of the README")
     models.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -419,16 +421,13 @@ def _export_hf(options: argparse.Namespace) -> None:
 
 
 def _models(options: argparse.Namespace) -> None:
-    specs = [model_spec(name) for name in model_names()]
+    from llama_core.chain.variants import list_variants
+
+    variants = list_variants(options.gpu_type)
     if options.json:
-        _print_json({spec.name: asdict(spec) | {"num_parameters": spec.num_parameters} for spec in specs})
-        return
-    print(f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}")
-    for spec in specs:
-        print(
-            f"{spec.name:<22}{spec.num_parameters:>18,}{spec.num_layers:>8}{spec.hidden_size:>8}{spec.num_heads:>7}"
-            f"{spec.num_kv_heads:>5}{spec.vocab_size:>9,}{spec.max_context:>9,}"
-        )
+        _print_json({variant.spec.name: variant.as_dict() for variant in variants})
+    else:
+        print_variants(variants, gpu_spec(options.gpu_type).label, markdown=options.markdown)
 
 
 def _print_json(record: Mapping[str, Any]) -> None:

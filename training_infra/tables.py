@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from llama_core.planning.memory.peaks import STATES, Category, MemoryProfile, Phase
-from llama_core.units import format_bytes, format_count, format_duration
+from llama_core.units import GB, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from llama_core.chain.planned import PlannedRun
+    from llama_core.chain.variants import Variant
+    from llama_core.planning.search.leanest import Least
     from llama_core.sweep.comparison import Comparison
 
 
@@ -73,3 +75,34 @@ def print_comparison(comparison: "Comparison") -> None:
 
 def _short_duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
+
+
+def print_variants(variants: "Sequence[Variant]", device: str, *, markdown: bool) -> None:
+    """Print a line for each model variant; in Markdown, what the README has."""
+    if markdown:
+        print(f"| model | parameters | context | vocabulary | full: {device}, GB each | LoRA: {device}, GB each |")
+        print("|---|---|---|---|---|---|")
+        for one in variants:
+            spec = one.spec
+            print(
+                f"| `{spec.name}` | {format_count(spec.num_parameters)} | {spec.max_context:,} | {spec.vocab_size:,} | "
+                f"{_least(one.full)} | {_least(one.lora)} |"
+            )
+        return
+    print(
+        f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}",
+        end="",
+    )
+    print(f"{'full':>16}{'LoRA':>16}   fewest {device}, and GB that each holds")
+    for one in variants:
+        spec = one.spec
+        print(
+            f"{spec.name:<22}{spec.num_parameters:>18,}{spec.num_layers:>8}{spec.hidden_size:>8}{spec.num_heads:>7}"
+            f"{spec.num_kv_heads:>5}{spec.vocab_size:>9,}{spec.max_context:>9,}"
+            f"{_least(one.full):>16}{_least(one.lora):>16}",
+            flush=True,
+        )
+
+
+def _least(least: "Least | None") -> str:
+    return "none found" if least is None else f"{least.gpus} x {least.peak_bytes / GB:.1f}"

@@ -1,8 +1,9 @@
 """The plans that hold least: whether anything fits at all, by how much not, and what would."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
@@ -17,6 +18,8 @@ from llama_core.units import GB, format_bytes
 
 _HALVES_MORE = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Halves of the devices there are that are tried where those do not do."""
+MOST_DEVICES = 1024
+"""Devices up to which the fewest that do are looked for."""
 MIN_SEQ_LEN = 512
 """Tokens down to which shorter sequences are tried."""
 STATE_BYTES = 4 * FP32_BYTES
@@ -66,6 +69,36 @@ def leanest_plan(
     if not plans:
         raise problems[0] if problems else PlanError("no division of the devices is a plan")
     return min(plans, key=fitting.glance)
+
+
+class Least(NamedTuple):
+    """The fewest devices that a run fits."""
+
+    gpus: int
+    peak_bytes: int
+    """What the fullest of them holds."""
+    plan: ParallelPlan
+
+
+def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
+    """Return the fewest devices, of powers of two, that a plan of ``config`` fits, with the leanest plan.
+
+    None where ``MOST_DEVICES`` do not do.
+    """
+    held = STATE_BYTES * config.spec.num_trainable_parameters + _frozen_bytes(config)
+    gpus = 1
+    while held > gpus * FILL_LIMIT * device.usable_bytes:
+        gpus *= 2
+    while gpus <= MOST_DEVICES:
+        nodes = max(1, gpus // device.gpus_per_node)
+        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes})
+        fitting = Fitting(more, device.usable_bytes)
+        with suppress(PlanError):  # so many divide neither the batch nor the model
+            plan = leanest_plan(Candidates(more, device), fitting)
+            if fitting.fits(plan):
+                return Least(gpus, fitting.peak_bytes(plan), plan)
+        gpus *= 2
+    return None
 
 
 def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:

@@ -1,0 +1,60 @@
+"""The model variants, each with the fewest GPUs of a kind that it can be trained on."""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.models import ModelSpec, model_names, model_spec
+from llama_core.config.run import RunConfig, StrategyName
+from llama_core.planning.search.leanest import Least, least_devices
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One variant, and what training it takes at its usual sequence length and the smallest microbatch."""
+
+    spec: ModelSpec
+    full: Least | None
+    """The fewest GPUs to train every weight on; None where there are not enough."""
+    lora: Least | None
+    """The fewest to train adapters on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the variant as a record."""
+        found = {"full": self.full, "lora": self.lora}
+        return (
+            asdict(self.spec)
+            | {"num_parameters": self.spec.num_parameters}
+            | {f"min_gpus_{name}": least and least.gpus for name, least in found.items()}
+            | {f"bytes_per_gpu_{name}": least and least.peak_bytes for name, least in found.items()}
+        )
+
+
+def list_variants(gpu_type: str) -> list[Variant]:
+    """Return every variant, in the registry's order.
+
+    Raises:
+        ConfigError: if there is no such GPU.
+    """
+    gpu_spec(gpu_type)
+    return [Variant(model_spec(name), *_least(name, gpu_type)) for name in model_names()]
+
+
+def _least(name: str, gpu_type: str) -> tuple[Least | None, Least | None]:
+    weights = name.removesuffix("_instruct")
+    same = weights if weights in model_names() else name
+    return _of_strategy(same, gpu_type, "standard"), _of_strategy(same, gpu_type, "lora")
+
+
+@cache
+def _of_strategy(name: str, gpu_type: str, strategy: StrategyName) -> Least | None:
+    config = RunConfig.from_mapping(
+        {
+            "model": name,
+            "strategy": strategy,
+            "training": {"precision": "bf16"},
+            "launch": {"device": "cuda", "gpu_type": gpu_type},
+        }
+    )
+    return least_devices(config, gpu_spec(gpu_type))
