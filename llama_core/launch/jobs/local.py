@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from llama_core.records.job import JobRecord, Outcome
 if TYPE_CHECKING:
     import psutil
 
+_PORTS = range(20000, 32000)
 _NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs cannot do without a limit
 
 
@@ -152,10 +154,12 @@ def _start_controller(request: _Request) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a free port below those that a system hands out by itself: the ranks take it some seconds later."""
+    for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise EnvironmentMismatchError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks to meet at")
 
 
 if __name__ == "__main__":
