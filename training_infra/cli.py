@@ -366,10 +366,10 @@ def _validate_environment(options: argparse.Namespace) -> int:
         _print_json(report.as_dict())
     else:
         for name, fact in report.facts.items():
-            print(f"{name:<24} {fact}")
-        for level, problems in (("warning", report.warnings), ("error", report.errors)):
+            print(f"{'ok':<9} {name:<18} {fact}")
+        for level, problems in (("warning:", report.warnings), ("error:", report.errors)):
             for problem in problems:
-                print(f"{level}: {problem}")
+                print(f"{level:<9} {problem}")
         print("environment ready for training" if not report.errors else f"{len(report.errors)} errors")
     return 2 if report.errors else 0
 

@@ -15,6 +15,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, cpu_model, detect_machine, visible_gpus
+from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ((2, 11), (2, 13))
@@ -66,6 +67,11 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
+    def add(self, finding: Finding) -> None:
+        """Take what was found, and what is wrong with it."""
+        self.facts[finding.name] = finding.fact
+        self.warnings += [finding.warning] if finding.warning else []
+
     def report(self) -> EnvironmentReport:
         """Return what has been found."""
         return EnvironmentReport(tuple(self.errors), tuple(self.warnings), self.facts)
@@ -82,6 +88,9 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path) -> N
     machine = detect_machine()
     _check_packages(found)
     _describe_machine(found, machine)
+    gpus, nodes = (config.parallel.gpus, config.launch.nodes) if config else (1, 1)
+    for finding in look_at_machine(gpus, nodes):
+        found.add(finding)
     _check_disk(found, run_dir, config)
     if config is not None:
         _check_request(found, config, machine)
@@ -131,8 +140,6 @@ def _check_torch(found: Findings) -> None:
     if not oldest <= (major, minor) <= newest:
         tested = f"{_dotted(oldest)} to {_dotted(newest)}"
         found.warnings.append(f"torch {version} is outside the tested range; pip install a version from {tested}")
-    # The model's attention is torch's own everywhere; an installed flash-attn is listed but not called.
-    found.facts["attention"] = "torch scaled_dot_product_attention"
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -181,10 +188,13 @@ def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> Non
         return
     free = shutil.disk_usage(existing).free
     found.facts["disk"] = f"{format_bytes(free)} free in {existing}"
+    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * config.spec.num_trainable_parameters if config else 0
+    for finding in look_at_disk(existing, checkpoint_bytes):
+        found.add(finding)
     if config is not None:
         # One more than are kept: the oldest is removed only after the newest is complete.
         checkpoints = config.training.keep_checkpoints + 1
-        needed = checkpoints * CHECKPOINT_BYTES_PER_PARAMETER * config.spec.num_parameters
+        needed = checkpoints * checkpoint_bytes
         if free < needed:
             found.warnings.append(
                 f"{checkpoints} checkpoints of {config.model} take {format_bytes(needed)} but {existing} has "

@@ -1,0 +1,203 @@
+"""What runs fail on in practice though everything is installed: drivers, limits, disks, clocks, names of machines."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from llama_core.machine.detect import visible_gpus
+from llama_core.units import GIB, MIB, format_bytes, format_duration
+
+FEW_FILES = 1024
+"""Open files below which many ranks, data files and sockets run out of them."""
+LITTLE_SHARED_MEMORY = GIB
+"""Shared memory below which ranks of one machine, or their data loaders, may not get what they exchange."""
+PROBE_BYTES = 16 * MIB
+"""What is written to a disk to see how fast it is."""
+SLOW_CHECKPOINT_SECONDS = 600.0
+"""Time to write a checkpoint from which it is worth a warning."""
+CLOCK_SECONDS = 5.0
+"""How far the clock of a file system may be from this machine's."""
+_OLDEST_DRIVER = {12: 525, 13: 580}
+"""The first driver for each major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor version compatibility."""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    fact: str
+    """What was found."""
+    warning: str = ""
+    """What is wrong with it and what to do; empty if nothing is."""
+
+
+def look_at_machine(num_gpus: int, nodes: int) -> Iterator[Finding]:
+    """Yield what was found of drivers, limits, shared memory, the machine's name, Prefect and Slurm.
+
+    Args:
+        num_gpus: devices that the run asks for.
+        nodes: machines that they are on.
+    """
+    yield from _cuda()
+    yield _attention()
+    yield _open_files()
+    yield from _shared_memory(num_gpus)
+    yield _address(nodes)
+    yield _prefect()
+    yield Finding(
+        "slurm client", "sbatch is here" if shutil.which("sbatch") else "absent: this is no node of a cluster"
+    )
+
+
+def look_at_disk(folder: Path, checkpoint_bytes: int) -> Iterator[Finding]:
+    """Yield how fast ``folder`` takes data, and whether its clock is this machine's.
+
+    Args:
+        folder: a folder that can be written to.
+        checkpoint_bytes: size of a checkpoint of the run; 0 where there is no run.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
+            began = time.perf_counter()
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+            seconds, written = time.perf_counter() - began, os.fstat(probe.fileno()).st_mtime
+    except OSError as error:
+        yield Finding("write speed", "unknown", f"cannot write {PROBE_BYTES} bytes to {folder}: {error.strerror}")
+        return
+    rate = PROBE_BYTES / seconds
+    takes = checkpoint_bytes / rate
+    slow = takes > SLOW_CHECKPOINT_SECONDS
+    yield Finding(
+        "write speed",
+        f"{format_bytes(int(rate))}/s in {folder}",
+        f"a checkpoint of {format_bytes(checkpoint_bytes)} takes about {format_duration(takes)} there; raise "
+        "training.checkpoint_every, or choose another --run-dir"
+        if slow
+        else "",
+    )
+    ahead = written - time.time()
+    yield Finding(
+        "clock",
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC",
+        f"the clock of {folder} is {ahead:+.0f} s from this machine's; have both kept by NTP"
+        if abs(ahead) > CLOCK_SECONDS + seconds
+        else "",
+    )
+
+
+def _cuda() -> Iterator[Finding]:
+    built_for = _torch_cuda()
+    gpus = visible_gpus()
+    if built_for is None or not gpus:
+        return
+    nccl = next((v for p in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(p))), "torch's own")
+    fact = f"torch is built for {built_for}, driver {gpus[0].driver}, NCCL {nccl}"
+    yield Finding("cuda", fact, driver_problem(built_for, gpus[0].driver))
+
+
+def driver_problem(cuda: str, driver: str) -> str:
+    """Return what is wrong where a driver is older than a version of CUDA needs; empty if nothing is."""
+    oldest = _OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0] or 0) >= oldest:
+        return ""
+    return (
+        f"torch is built for CUDA {cuda}, which needs driver {oldest} or newer, and this one is {driver}; update the "
+        "driver, or install a build for an older CUDA (https://pytorch.org/get-started)"
+    )
+
+
+def _torch_cuda() -> str | None:
+    """Return the version of CUDA that torch was built for, without importing it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    version = re.search(
+        r"^cuda\b[^=]*= *'([\d.]+)'", (Path(found.origin).parent / "version.py").read_text(), re.MULTILINE
+    )
+    return version[1] if version else None
+
+
+def _attention() -> Finding:
+    # the model's attention is torch's own everywhere; an installed flash-attn is listed but not called
+    installed = [f"{name} {v}" for name in ("flash-attn-4", "flash-attn-3", "flash-attn") if (v := _version(name))]
+    unused = (
+        f"; {', '.join(installed)} is installed and not used" if installed else "; flash-attn is absent, not needed"
+    )
+    return Finding("attention", f"torch scaled_dot_product_attention and varlen_attn{unused}")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = 0 <= soft < FEW_FILES
+    return Finding(
+        "open files",
+        f"ulimit -n {'unlimited' if soft < 0 else soft}",
+        f"this shell allows {soft} open files, which many ranks and data files exceed; ulimit -n {hard}" if low else "",
+    )
+
+
+def _shared_memory(num_gpus: int) -> Iterator[Finding]:
+    if sys.platform != "linux" or not Path("/dev/shm").is_dir():
+        return
+    total, _, free = shutil.disk_usage("/dev/shm")
+    little = num_gpus > 1 and free < LITTLE_SHARED_MEMORY
+    yield Finding(
+        "/dev/shm",
+        f"{format_bytes(free)} free of {format_bytes(total)}",
+        f"/dev/shm has {format_bytes(free)} free, which several ranks may exceed; give the container --shm-size=8g"
+        if little
+        else "",
+    )
+
+
+def _address(nodes: int) -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        problem = f"the name of this machine, {name}, has no address, and other nodes could not meet it; add it to DNS"
+        return Finding("address", f"{name} has none", problem if nodes > 1 else "")
+    is_local = address.startswith("127.")
+    return Finding(
+        "address",
+        f"{name} is {address}",
+        f"{name} is {address}, which other nodes cannot reach; have it resolve to the address of a network interface"
+        if is_local and nodes > 1
+        else "",
+    )
+
+
+def _prefect() -> Finding:
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return Finding(
+            "prefect server", "none is named (PREFECT_API_URL): --flow starts one for as long as a run lasts"
+        )
+    parts = urlsplit(url)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=2).close()
+    except (OSError, ValueError) as error:
+        problem = f"PREFECT_API_URL={url} does not answer ({error}); start it with make serve, or unset the variable"
+        return Finding("prefect server", f"{url} does not answer", problem)
+    return Finding("prefect server", f"{url} answers")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,85 @@
+"""What runs fail on in practice: each finding, and the warning where it is one."""
+
+import resource
+import socket
+import time
+from collections import namedtuple
+
+import pytest
+
+from llama_core.chain.environment import validate_environment
+from llama_core.machine import hazards
+from llama_core.machine.hazards import driver_problem, look_at_disk, look_at_machine
+from llama_core.units import MIB
+
+
+def found(num_gpus=1, nodes=1):
+    return {finding.name: finding for finding in look_at_machine(num_gpus, nodes)}
+
+
+def test_all_of_it_is_among_the_facts():
+    facts = validate_environment().facts
+    names = {"attention", "open files", "/dev/shm", "address", "prefect server", "slurm client", "write speed", "clock"}
+    assert names <= set(facts)
+
+
+DRIVERS = [
+    ("12.8", "570.86.10", ""),
+    ("12.8", "470.82.01", "needs driver 525 or newer"),
+    ("13.0", "570.86.10", "needs driver 580 or newer"),
+]
+
+
+@pytest.mark.parametrize(("cuda", "driver", "problem"), DRIVERS)
+def test_a_driver_that_is_older_than_cuda_needs_is_named(cuda, driver, problem):
+    assert problem in driver_problem(cuda, driver)
+    assert bool(problem) == bool(driver_problem(cuda, driver))
+
+
+def test_few_open_files_are_a_warning(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 8192))
+    assert found()["open files"].warning.endswith("exceed; ulimit -n 8192")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert found()["open files"] == ("open files", "ulimit -n unlimited", "")
+
+
+def test_little_shared_memory_is_a_warning_for_several_ranks(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(hazards.shutil, "disk_usage", lambda path: usage(64 * MIB, 0, 64 * MIB))
+    assert not found()["/dev/shm"].warning
+    assert "--shm-size=8g" in found(num_gpus=2)["/dev/shm"].warning
+
+
+def test_an_address_that_other_nodes_cannot_reach_is_a_warning_for_several_nodes(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert not found()["address"].warning
+    assert "which other nodes cannot reach" in found(nodes=2)["address"].warning
+
+
+def test_a_prefect_server_that_does_not_answer_is_a_warning(monkeypatch):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{listener.getsockname()[1]}/api")
+        assert found()["prefect server"].fact.endswith("/api answers")
+    assert "does not answer" in found()["prefect server"].fact
+    assert "make serve" in found()["prefect server"].warning
+
+
+def test_a_disk_is_timed_and_left_as_it_was(tmp_path):
+    speed, clock = look_at_disk(tmp_path, 0)
+    assert speed.fact.endswith(f"/s in {tmp_path}")
+    assert not (speed.warning or clock.warning)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_takes_long_is_a_warning(tmp_path):
+    speed, _ = look_at_disk(tmp_path, 10**15)
+    assert "raise training.checkpoint_every" in speed.warning
+
+
+def test_a_file_system_with_another_clock_is_a_warning(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    _, clock = look_at_disk(tmp_path, 0)
+    assert "from this machine's; have both kept by NTP" in clock.warning
