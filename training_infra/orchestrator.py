@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llama_core.chain import environment, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
-from llama_core.chain.loader import run_loader_chain
+from llama_core.chain.loader import refuse_started_ranks, run_loader_chain
 from llama_core.chain.planned import plan_anywhere, plan_for_gpu
 from llama_core.chain.preview import preview
 from llama_core.config.run import SAMPLE, RunConfig
@@ -173,6 +173,7 @@ class LlamaTrainingOrchestrator:
         if train_dataloader is not None:
             run = run_loader_chain(self.config, train_dataloader, val_dataloader, own, path, resume=resume)
         else:
+            refuse_started_ranks()
             if self.config.data.source == SAMPLE:
                 say("data", "no dataloader was given: training on the sample, the sources of Python's standard library")
             run = run_chain(own)

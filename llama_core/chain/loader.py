@@ -84,6 +84,20 @@ def run_loader_chain(
     return run_chain(replace(steps, prepare=prepare, submit=submit))
 
 
+def refuse_started_ranks() -> None:
+    """Refuse to start ranks of a run's own from one of several processes, each of which would do so.
+
+    Raises:
+        ConfigError: naming how many they are.
+    """
+    num_ranks = _started_ranks()
+    if num_ranks > 1:
+        raise ConfigError(
+            f"this is one of {num_ranks} processes that torchrun or srun has started, but without a dataloader a run "
+            "starts ranks of its own; start the script once, by itself"
+        )
+
+
 def prepare_loader_run(
     config: RunConfig, loaders: "Loaders", run_dir: Path | None = None, *, resume: bool = False
 ) -> RunDirectory:

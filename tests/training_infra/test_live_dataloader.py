@@ -96,6 +96,14 @@ def test_slurm_is_not_asked_to_start_ranks_for_a_loader():
         orchestrator(2, launcher="slurm").launch_training(batches())
 
 
+def test_one_of_several_processes_starts_no_ranks_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="this is one of 2 processes that torchrun or srun has started"):
+        orchestrator(2).launch_training()
+    assert not (tmp_path / "runs").exists()
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
