@@ -70,11 +70,11 @@ class ParallelLlama:
             parallel = {"gpus": gpus} | asked
         else:
             given = config.model_dump()
-            names = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "recompute": "recompute"}
+            names = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
             problems = [
                 f"{names[key]}={value} of the model, but {given[key]} of distributed_config; give both the same"
                 for key, value in asked.items()
-                if key in {"tp", "pp"} and given[key] not in {"auto", value}
+                if key in names and given[key] not in {"auto", value}
             ]
             if problems:
                 raise ConfigError(*problems)
