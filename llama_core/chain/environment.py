@@ -31,6 +31,5 @@ def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) 
             found.warnings += check_initial_weights(config, RunDirectory(run_dir))
         except RequestError as error:
             found.errors.append(str(error))
-        if config.launch.launcher == "slurm":
-            check_slurm(found, config)
+    check_slurm(found, config if config is not None and config.launch.launcher == "slurm" else None)
     return found.report()

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,18 +93,34 @@ def device_label(device: str) -> str:
 def installed_gpus() -> tuple[Gpu, ...]:
     """Return the devices that NVIDIA's driver knows; none where it does not answer."""
     fields = "index,uuid,name,memory.total,driver_version"
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    rows = csv.reader(listed.stdout.splitlines(), skipinitialspace=True)
+    listed = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    rows = csv.reader(listed.splitlines(), skipinitialspace=True)
     return tuple(Gpu(*row) for row in rows if len(row) == 5)
+
+
+def gpu_links() -> dict[tuple[str, str], str]:
+    """Return what joins every pair of visible devices, by their indexes, as ``nvidia-smi topo`` names it.
+
+    ``NV18`` is 18 links of NVLink; ``PIX`` and ``PXB`` are PCIe switches; ``PHB``, ``NODE`` and ``SYS`` go through the
+    processor.
+    """
+    head, _, body = re.sub(r"\x1b\[[\d;]*m", "", _nvidia_smi("topo", "-m")).partition("\n")
+    columns = head.split()
+    rows = {row[0]: row[1:] for row in map(str.split, body.splitlines()) if row}
+    pairs = combinations([gpu.index for gpu in visible_gpus()], 2)
+    return {
+        (one, other): rows[f"GPU{one}"][columns.index(f"GPU{other}")]
+        for one, other in pairs
+        if f"GPU{one}" in rows and f"GPU{other}" in columns
+    }
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Return what NVIDIA's driver says; nothing where it does not answer."""
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def visible_gpus() -> tuple[Gpu, ...]:

@@ -10,12 +10,13 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from llama_core.machine.detect import visible_gpus
+from llama_core.machine.detect import gpu_links, visible_gpus
 from llama_core.units import GIB, MIB, format_bytes, format_duration
 
 FEW_FILES = 1024
@@ -28,6 +29,7 @@ SLOW_CHECKPOINT_SECONDS = 600.0
 """Time to write a checkpoint from which it is worth a warning."""
 CLOCK_SECONDS = 5.0
 """How far the clock of a file system may be from this machine's."""
+_THROUGH_THE_PROCESSOR = frozenset(("PHB", "NODE", "SYS"))
 _OLDEST_DRIVER = {12: 525, 13: 580}
 """The first driver for each major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor version compatibility."""
 
@@ -43,21 +45,19 @@ class Finding(NamedTuple):
 
 
 def look_at_machine(num_gpus: int, nodes: int) -> Iterator[Finding]:
-    """Yield what was found of drivers, limits, shared memory, the machine's name, Prefect and Slurm.
+    """Yield what was found of drivers, links, limits, shared memory, the machine's name and Prefect.
 
     Args:
         num_gpus: devices that the run asks for.
         nodes: machines that they are on.
     """
     yield from _cuda()
+    yield from _links(num_gpus)
     yield _attention()
     yield _open_files()
     yield from _shared_memory(num_gpus)
     yield _address(nodes)
     yield _prefect()
-    yield Finding(
-        "slurm client", "sbatch is here" if shutil.which("sbatch") else "absent: this is no node of a cluster"
-    )
 
 
 def look_at_disk(folder: Path, checkpoint_bytes: int) -> Iterator[Finding]:
@@ -116,6 +116,22 @@ def driver_problem(cuda: str, driver: str) -> str:
     return (
         f"torch is built for CUDA {cuda}, which needs driver {oldest} or newer, and this one is {driver}; update the "
         "driver, or install a build for an older CUDA (https://pytorch.org/get-started)"
+    )
+
+
+def _links(num_gpus: int) -> Iterator[Finding]:
+    links = gpu_links()
+    if not links:
+        return
+    counts = Counter(links.values()).most_common()
+    slow = [pair for pair, link in links.items() if link in _THROUGH_THE_PROCESSOR]
+    yield Finding(
+        "gpu links",
+        ", ".join(f"{link} between {count} of {len(links)} pairs" for link, count in counts),
+        f"GPU {slow[0][0]} and GPU {slow[0][1]} ({len(slow)} of {len(links)} pairs) are joined through the processor, "
+        "where tensor parallelism is slow; choose others with CUDA_VISIBLE_DEVICES, or lower parallel.tp"
+        if slow and num_gpus > 1
+        else "",
     )
 
 

@@ -103,8 +103,9 @@ def _without_running(element: Element, base: RunConfig) -> Row | None:
         here = _plan_here(config)
         if here is not None and (here.estimate.fits or config.launch.force):
             return None
-        may_go_elsewhere = here is None or (config.launch.device == "auto" and here.config.launch.device == "cpu")
-        return _predicted(element, plan_for_gpu(config) if may_go_elsewhere else here)
+        if here is None or (config.launch.device == "auto" and here.config.launch.device == "cpu"):
+            return _predicted(element, plan_for_gpu(config))
+        return _predicted(element, here)
     except (ConfigError, PlanError) as error:
         return Row(element.name, element.settings, "predicted", "impossible", str(error))
 
@@ -117,9 +118,7 @@ def _plan_here(config: RunConfig) -> PlannedRun | None:
         return None
 
 
-def _predicted(element: Element, planned: PlannedRun | None) -> Row:
-    if planned is None:
-        raise ValueError("there is nothing to predict from")
+def _predicted(element: Element, planned: PlannedRun) -> Row:
     estimate = planned.estimate
     step = planned.choice.step if planned.choice and estimate.fits else None
     reason = "" if step else "no speed model for this strategy or device"

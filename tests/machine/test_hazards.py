@@ -19,7 +19,7 @@ def found(num_gpus=1, nodes=1):
 
 def test_all_of_it_is_among_the_facts():
     facts = validate_environment().facts
-    names = {"attention", "open files", "/dev/shm", "address", "prefect server", "slurm client", "write speed", "clock"}
+    names = {"attention", "open files", "/dev/shm", "address", "prefect server", "slurm", "write speed", "clock"}
     assert names <= set(facts)
 
 

@@ -14,9 +14,11 @@ from llama_core.machine.detect import (
     cgroup_memory,
     detect_machine,
     device_label,
+    gpu_links,
     installed_gpus,
     visible_gpus,
 )
+from llama_core.machine.hazards import look_at_machine
 
 CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
 GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
@@ -117,17 +119,32 @@ def test_the_cores_a_process_is_bound_to_are_all_it_has():
         os.sched_setaffinity(0, before)
 
 
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-15\t0\t\tN/A
+GPU1\tNV18\t X \tNODE\tSYS\t0-15\t0\t\tN/A
+GPU2\tSYS\tNODE\t X \tSYS\t16-31\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+"""
+
+
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
     """Put a driver with three devices on the path."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\n"
+        '[ "$1" = topo ] && exec cat "$0.topology"\n'
         "echo '0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 570.86'\n"
         "echo '1, GPU-bb22, NVIDIA H100 80GB HBM3, 81559, 570.86'\n"
         "echo '2, GPU-cc33, Tesla T4, 15360, 570.86'\n"
     )
     program.chmod(0o755)
+    (tmp_path / "nvidia-smi.topology").write_text(TOPOLOGY)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     installed_gpus.cache_clear()
@@ -148,6 +165,16 @@ def test_devices_are_listed_with_memory_driver_and_the_name_they_are_planned_by(
     devices = validate_environment().facts["devices"]
     assert "NVIDIA H100 80GB HBM3 (81559 MiB, driver 570.86, known as h100)" in devices
     assert "Tesla T4 (15360 MiB, driver 570.86, not in the table of devices)" in devices
+
+
+def test_what_joins_devices_is_listed_and_a_pair_that_the_processor_joins_is_a_warning(nvidia_smi, monkeypatch):
+    assert gpu_links() == {("0", "1"): "NV18", ("0", "2"): "SYS", ("1", "2"): "NODE"}
+    (links,) = (finding for finding in look_at_machine(3, 1) if finding.name == "gpu links")
+    assert links.fact == "NV18 between 1 of 3 pairs, SYS between 1 of 3 pairs, NODE between 1 of 3 pairs"
+    assert links.warning.startswith("GPU 0 and GPU 2 (2 of 3 pairs) are joined through the processor")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    (links,) = (finding for finding in look_at_machine(2, 1) if finding.name == "gpu links")
+    assert (links.fact, links.warning) == ("NV18 between 1 of 1 pairs", "")
 
 
 def test_a_device_is_called_what_its_driver_calls_it(nvidia_smi):

@@ -11,25 +11,36 @@ from llama_core.machine.validate import Findings
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
 
 
-def check_slurm(found: Findings, config: RunConfig) -> None:
-    """Find whether this is a node of a cluster whose Slurm would take the job of ``config``."""
+def check_slurm(found: Findings, config: RunConfig | None = None) -> None:
+    """Find whether this is a node of a cluster, and whether its Slurm would take the job of ``config``.
+
+    Args:
+        found: takes what is found.
+        config: a run that Slurm is to start; None if it is not asked to, and then nothing is an error.
+    """
     missing = [command for command in _SLURM_COMMANDS if shutil.which(command) is None]
     if missing:
-        found.errors.append(
-            f"launch.launcher=slurm: this machine has no {', '.join(missing)}; "
-            "log in to a node of the cluster, or use --launcher local"
-        )
+        found.facts["slurm"] = f"no {', '.join(missing)}: this is no node of a cluster"
+        if config is not None:
+            found.errors.append(
+                f"launch.launcher=slurm: this machine has no {', '.join(missing)}; "
+                "log in to a node of the cluster, or use --launcher local"
+            )
         return
     try:
         answer = subprocess.run(
             ["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        found.errors.append(f"Slurm's controller does not answer ({str(detail).strip()}); ask its administrators")
+        found.facts["slurm"] = "the controller does not answer"
+        if config is not None:
+            detail = getattr(error, "stderr", None) or error
+            found.errors.append(f"Slurm's controller does not answer ({str(detail).strip()}); ask its administrators")
         return
     partitions = sorted(set(answer.stdout.split()))
-    found.facts["slurm partitions"] = ", ".join(partitions)
+    found.facts["slurm"] = f"partitions {', '.join(partitions)}"
+    if config is None:
+        return
     wanted = config.launch.slurm.partition
     if wanted is not None and wanted not in partitions:
         nearest = did_you_mean(wanted, partitions) or f"; choose one of {', '.join(partitions)}"
