@@ -11,7 +11,7 @@ from llama_core.chain.console import say
 from llama_core.chain.loader import refuse_started_ranks, run_loader_chain
 from llama_core.chain.planned import plan_anywhere, plan_for_gpu
 from llama_core.chain.preview import preview
-from llama_core.config.run import SAMPLE, RunConfig
+from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -174,8 +174,6 @@ class LlamaTrainingOrchestrator:
             run = run_loader_chain(self.config, train_dataloader, val_dataloader, own, path, resume=resume)
         else:
             refuse_started_ranks()
-            if self.config.data.source == SAMPLE:
-                say("data", "no dataloader was given: training on the sample, the sources of Python's standard library")
             run = run_chain(own)
         self.run_dir = run.path
         return steps.training_summary(run)

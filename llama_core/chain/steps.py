@@ -13,7 +13,7 @@ from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import refuse_unfit
 from llama_core.chain.runs import is_finished, load_config, load_plan
-from llama_core.config.run import DATALOADER, RANDOM_BASE, RunConfig
+from llama_core.config.run import DATALOADER, RANDOM_BASE, SAMPLE, RunConfig
 from llama_core.errors import (
     CancelledError,
     DoesNotFitError,
@@ -267,6 +267,8 @@ def say_weights(run: RunDirectory) -> None:
 def say_data(run: RunDirectory) -> None:
     """Announce the run's data, as far as they are known here: all of them, or what the first records are."""
     if run.data.exists():
+        if load_config(run).data.source == SAMPLE:
+            say("data", "no data was given: this trains on the sample, the source of Python's standard library")
         data = read_json(run.data)
         say("data", data["summary"])
         for note in data["notes"]:

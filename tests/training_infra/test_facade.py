@@ -229,7 +229,7 @@ def test_a_trainer_without_data_trains_on_the_sample_says_so_and_the_model_has_t
     quickly = {"steps": 2, "seq_len": 16, "batch_size": 2, "eval_sequences": 2, "tensorboard": False}
     trainer = create_distributed_trainer(model, TrainingConfig(model_name="quick", device="cpu", **quickly))
     assert trainer.fit().steps == 2
-    assert "no dataloader was given: training on the sample" in capsys.readouterr().out
+    assert "no data was given: this trains on the sample" in capsys.readouterr().out
     assert model.run_dir.name.startswith("quick-")
     assert {parameter.device.type for _, parameter in model.named_parameters()} == {"cpu"}
 
