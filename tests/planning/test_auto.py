@@ -193,6 +193,7 @@ PASSED_ON = {
     "recompute": {"recompute": "selective"},
     "gradient_compression": {"gpus": 2, "gradient_compression": "bf16"},
     "compile": {"compile": True},
+    "attention": {"attention": "math"},
 }
 
 
