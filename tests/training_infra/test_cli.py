@@ -84,7 +84,7 @@ def test_a_memory_estimate_is_a_table_by_category_without_torch(shell):
 
 
 def test_an_estimate_of_a_pipeline_has_a_row_for_each_rank(shell):
-    flags = ("--gpus=64", "--tensor-parallel=8", "--pipeline-parallel=8", "--gpu-type=h200", "--batch-size=64")
+    flags = ("--gpus=64", "--tensor-parallel=8", "--pipeline-parallel=8", "--gpu-type=h200", "--schedule=1f1b")
     ended = shell("estimate-memory", "--model=llama3_405b", *flags, "--activation-checkpointing", "--zero-stage=3")
     rows = ended.stdout[ended.stdout.index("pipeline rank") :].splitlines()[1:9]
     assert [row.split()[:2] for row in rows][::7] == [["0", "0-14"], ["7", "111-125"]]
