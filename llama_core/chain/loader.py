@@ -199,12 +199,23 @@ def _started_ranks() -> int:
         return int(variables["WORLD_SIZE"])
     if "SLURM_STEP_ID" not in variables or int(variables.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return 1
-    from submitit.helpers import TorchDistributedEnvironment
+    from submitit.slurm.slurm import SlurmJobEnvironment
 
-    port = rendezvous_port(int(variables["SLURM_JOB_ID"]), int(variables.get("SLURM_RESTART_COUNT", "0")))
-    os.environ.setdefault("MASTER_PORT", str(port))
-    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    return int(os.environ["WORLD_SIZE"])
+    class Step(SlurmJobEnvironment):
+        """The step of srun, which may have fewer nodes and tasks than its job."""
+
+        _env = SlurmJobEnvironment._env | {
+            "num_tasks": "SLURM_STEP_NUM_TASKS",
+            "nodes": "SLURM_STEP_NODELIST",
+        }
+
+    step = Step()
+    number = int(variables.get("SLURM_RESTART_COUNT", "0")) + int(variables["SLURM_STEP_ID"])
+    os.environ.setdefault("MASTER_ADDR", step.hostnames[0])
+    os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(variables["SLURM_JOB_ID"]), number)))
+    os.environ["RANK"], os.environ["LOCAL_RANK"] = str(step.global_rank), str(step.local_rank)
+    os.environ["WORLD_SIZE"] = str(step.num_tasks)
+    return step.num_tasks
 
 
 def _submit(run: RunDirectory, content: bytes) -> JobHandle:

@@ -1,5 +1,8 @@
 import json
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import cluster
 import pytest
@@ -7,6 +10,9 @@ from launch_harness import eventually, is_alive
 
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_job_of_two_nodes_runs_to_the_end_and_reports_its_steps(submit):
@@ -131,3 +137,18 @@ def test_a_run_directory_that_slurm_would_take_for_another_is_refused(submit, tm
     with pytest.raises(EnvironmentMismatchError, match="run directory"):
         submit("finish", run=run)
     assert not run.job.exists()
+
+
+def test_a_script_with_its_own_dataloader_trains_on_the_ranks_that_srun_starts(tmp_path):
+    ranks = ("--nodes=2", "--ntasks=2", "--cpus-per-task=1", "--mem=3G", "--time=10")
+    sizes = ("--model=tiny_llama3_50m", "--gpus=2", "--device=cpu", "--steps=1", "--seq-len=16", "--batch-size=2")
+    ended = subprocess.run(
+        ["srun", *ranks, sys.executable, ROOT / "examples" / "custom_data_loading.py", *sizes],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (trained,) = tmp_path.glob("runs/*/training.json")
+    assert len({rank["host"] for rank in read_json(trained.with_name("environment.json"))["ranks"]}) == 2
