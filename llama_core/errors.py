@@ -1,7 +1,7 @@
-"""The errors a user can meet: what is wrong, with which values, and what to do.
+"""The errors that users see. Each message says what is wrong, with which values, and what to do.
 
-One class per kind of remedy. The CLI prints the message on one line and exits with the class's ``exit_code``;
-a traceback is for what only a developer can mend.
+One class per kind of remedy. The CLI prints the message on one line and exits with the class's ``exit_code``; a
+traceback means a bug.
 """
 
 from collections.abc import Iterable
@@ -9,24 +9,24 @@ from difflib import get_close_matches
 
 
 class TrainingInfraError(Exception):
-    """The base of every error that is the user's to mend."""
+    """Base class of every error that the user can fix."""
 
     exit_code = 1
 
 
 class RequestError(TrainingInfraError):
-    """The request cannot be served as it was made; nothing has been started."""
+    """The request cannot be served; nothing has been started."""
 
     exit_code = 2
 
 
 class ConfigError(RequestError, ValueError):
-    """A configuration that is wrong in itself: edit the keys it names.
+    """An invalid configuration: edit the keys that the message names.
 
-    It is a ``ValueError`` so that Pydantic reports it with a model's other problems.
+    It is a ``ValueError`` so that Pydantic reports it together with the other validation errors.
 
     Args:
-        problems: one sentence for each problem found; all of them are reported at once.
+        problems: one sentence for each problem; all of them are reported at once.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -35,21 +35,21 @@ class ConfigError(RequestError, ValueError):
 
 
 class PlanError(RequestError):
-    """A configuration that does not go with the model or the machines: choose other sizes."""
+    """A configuration that does not suit the model or the machines: choose other sizes."""
 
 
 class DoesNotFitError(PlanError):
-    """A plan that needs more memory than its device has: take what the message lists, or more devices."""
+    """A plan that needs more memory than the device has: use a remedy that the message lists, or more devices."""
 
     exit_code = 3
 
 
 class DataError(RequestError):
-    """Training data or a tokenizer that cannot be used: mend the files it names."""
+    """Unusable training data or tokenizer: fix the files that the message names."""
 
 
 class WeightsError(RequestError):
-    """Weights that cannot be read or written as asked: choose the folder, or the model, that the message says."""
+    """Weights that cannot be read or written: use the folder or model that the message names."""
 
 
 class EnvironmentMismatchError(RequestError):
@@ -73,7 +73,7 @@ class CancelledError(TrainingFailedError):
 
 
 class NonFiniteError(TrainingFailedError):
-    """The loss or gradient stayed NaN or infinite: lower the learning rate, or look at the data of those steps."""
+    """The loss or gradient stayed NaN or infinite: lower the learning rate, or check the data of those steps."""
 
 
 class StoppedError(TrainingFailedError):

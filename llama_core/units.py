@@ -1,6 +1,6 @@
-"""Bytes, counts, FLOPs and durations, and how they are written.
+"""Units of bytes, counts, FLOPs and durations, and functions that format them.
 
-Code keeps integers in bytes and seconds; units appear only where a number is printed.
+Values are in plain bytes and seconds; units appear only in printed text.
 GB is 1e9 bytes (data sheets), GiB is 2**30 bytes (allocators).
 """
 
@@ -28,7 +28,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``seconds`` as a person would say it, such as ``'1 h 02 min'`` or ``'3.2 s'``."""
+    """Return ``seconds`` in readable form, such as ``'1 h 02 min'`` or ``'3.2 s'``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The architecture of a run's model: that of a variant or of a Hugging Face folder, and what is set to differ."""
+"""The architecture of a run's model: a variant or a Hugging Face folder, plus the settings that override it."""
 
 from dataclasses import asdict, fields, replace
 from typing import Any, Literal, Self
@@ -22,28 +22,28 @@ _SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": Lin
 
 
 class RopeScalingConfig(Section):
-    """How the rotary embedding is stretched, for sequences longer than the model was first trained on."""
+    """Scaling of the rotary embedding, for sequences longer than the model was first trained on."""
 
     kind: Literal["none", "linear", "llama3"] | None = None
-    """none, linear (every wavelength) or llama3 (the long ones); default: the model's, or linear with a factor."""
+    """none, linear (all wavelengths) or llama3 (long ones); default: the model's, else linear if factor is set."""
     factor: float | None = Field(None, ge=1)
-    """How many times longer sequences get; default: the model's. max_context grows with it unless it is set too."""
+    """How many times longer sequences get; default: the model's. max_context grows in proportion, unless it is set."""
     low_freq_factor: float | None = Field(None, gt=0)
-    """llama3 stretches wavelengths above original_context / low_freq_factor in full; default: the model's, or 1."""
+    """llama3 fully stretches wavelengths above original_context / low_freq_factor; default: the model's, or 1."""
     high_freq_factor: float | None = Field(None, gt=0)
-    """llama3 keeps wavelengths below original_context / high_freq_factor; default: the model's, or 4."""
+    """llama3 keeps wavelengths below original_context / high_freq_factor unchanged; default: the model's, or 4."""
     original_context: int | None = Field(None, ge=1)
-    """Tokens of llama3's longest sequence before the stretching; default: the model's, or its max_context."""
+    """Context before llama3 scaling, in tokens; default: the model's, or its max_context."""
 
     def over(self, own: RopeScaling | None, max_context: int) -> RopeScaling | None:
-        """Return the scaling of a model with what is set here.
+        """Return a model's scaling with these settings applied.
 
         Args:
-            own: the scaling that the model has.
-            max_context: its longest sequence, in tokens.
+            own: the model's own scaling.
+            max_context: the model's longest sequence, in tokens.
 
         Raises:
-            ConfigError: if a setting is missing or does not go with the kind.
+            ConfigError: if a setting is missing or has no effect with this kind.
         """
         given: dict[str, Any] = self.model_dump(exclude_none=True)
         if not given:
@@ -70,7 +70,7 @@ class RopeScalingConfig(Section):
 
 
 class ArchitectureConfig(Section):
-    """Sizes and traits that differ from the model's own; the name then stands for the family."""
+    """Sizes and traits that override the model's own. The model's name then stands for its family."""
 
     hidden_size: int | None = Field(None, ge=1)
     """Width of the residual stream."""
@@ -79,50 +79,50 @@ class ArchitectureConfig(Section):
     num_heads: int | None = Field(None, ge=1)
     """Query heads."""
     num_kv_heads: int | None = Field(None, ge=1)
-    """Key/value heads; they divide the query heads."""
+    """Key/value heads; must divide the query heads."""
     head_dim: int | None = Field(None, ge=2, multiple_of=2)
-    """Width of a head; even, since the rotary embedding turns pairs."""
+    """Width of a head; must be even, since the rotary embedding rotates pairs."""
     ffn_size: int | None = Field(None, ge=1)
     """Width of the feed-forward layers."""
     vocab_size: int | None = Field(None, ge=1)
     """Tokens in the vocabulary."""
     tied_embeddings: bool | None = None
-    """Whether the head is the embedding."""
+    """Whether the output head shares the embedding's weights."""
     norm_eps: float | None = Field(None, gt=0)
-    """What the norms add to the mean square."""
+    """Epsilon that the norms add to the mean square."""
     rope_theta: float | None = Field(None, gt=0)
-    """Base of the rotary embedding; a larger one turns slower, for longer sequences."""
+    """Base of the rotary embedding; a larger base rotates slower, for longer sequences."""
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
-    """How the rotary embedding is stretched."""
+    """Scaling of the rotary embedding."""
     max_context: int | None = Field(None, ge=2)
-    """Longest sequence that may be trained at, in tokens; default: the model's, times what rope_scaling adds."""
+    """Longest sequence allowed in training, in tokens; default: the model's, extended by rope_scaling."""
     instruct: bool | None = None
-    """Whether the model is trained on conversations; default: as the variant, or if a folder has a chat template."""
+    """Whether it is trained on conversations; default: the variant's, or true if the folder has a chat template."""
 
     recorded_from: str | None = None
-    """The folder that a run has read all of this from, and need not open again. Written by runs, not by hand."""
+    """Folder that a run read the architecture from and need not open again. Written by runs, not by hand."""
 
     @classmethod
     def record(cls, folder: str, spec: ModelSpec) -> Self:
-        """Return all of what the model in a folder is, from which ``spec`` makes it without the folder."""
+        """Return every trait of the model in a folder, so that ``spec`` can rebuild it without the folder."""
         traits = {name: getattr(spec, name) for name in cls.model_fields if name in _TRAITS}
         scaling = asdict(spec.rope_scaling) if spec.rope_scaling else {"kind": "none"}
         traits["rope_scaling"] = RopeScalingConfig(**scaling)
         return cls(**traits, recorded_from=absolute_path(folder))
 
     def identity(self) -> dict[str, Any]:
-        """Return what is set, as nested keys."""
+        """Return the keys that are set, nested."""
         given = self.model_dump(exclude_none=True, exclude={"recorded_from"})
         return {key: value for key, value in given.items() if value != {}}
 
     def spec(self, model: str) -> ModelSpec:
-        """Return the architecture of a variant, or of the model in a folder, with what is set here.
+        """Return the architecture of a variant, or of the model in a folder, with these settings applied.
 
-        The folder is not opened where a run has recorded what it held.
+        If a run has recorded the folder's traits, the folder is not opened.
 
         Raises:
-            ConfigError: if there is no such model, or it is unlike Llama, or the settings contradict each other or are
-                on record for another folder.
+            ConfigError: if the model does not exist or is not a Llama, or if the settings contradict each other or were
+                recorded from another folder.
         """
         folder = absolute_path(model) if is_folder(model) else None
         if self.recorded_from not in (None, folder):

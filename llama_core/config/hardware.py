@@ -1,11 +1,11 @@
-"""The devices a run may be planned for: peak rates, memory and links, and how much of a peak programs reach.
+"""The devices a run can be planned for: peak rates, memory, links, and the share of the peak that programs reach.
 
-Peaks are those of the makers' data sheets. The share of the bf16 peak that matrix products reach is measured: the
-"maximum achievable matmul FLOPS" of Bekman, *Machine Learning Engineering*, chapter Accelerators, and for cards in a
-PCIe slot of github.com/mag-/gpu_benchmark, which runs the same search. That of attention is of a flash kernel, forward
-and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao 2023, arXiv:2307.08691, figures 4 to 6) and 31 %
-with the same kernel, which torch has for it, on Hopper (Shah et al. 2024, arXiv:2407.08608, figures 5 and 6). Devices
-without a published figure take that of their generation, AMD's that of Hopper.
+Peaks come from the makers' data sheets. The share of the bf16 peak that matrix products reach is measured: it is the
+"maximum achievable matmul FLOPS" of Bekman, *Machine Learning Engineering*, chapter Accelerators. For PCIe cards it
+comes from github.com/mag-/gpu_benchmark, which runs the same search. The share that attention reaches is that of a
+flash kernel, forward and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao 2023, arXiv:2307.08691,
+figures 4 to 6) and 31 % on Hopper, where torch uses the same kernel (Shah et al. 2024, arXiv:2407.08608, figures 5
+and 6). Devices without a published figure take their generation's; AMD devices take Hopper's.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class DeviceSpec:
 
     name: str
     label: str
-    """The name as its maker writes it."""
+    """Name as the maker writes it."""
     bf16_flops: float
     """Peak dense bf16 rate in FLOP/s."""
     memory_bytes: int
@@ -37,19 +37,19 @@ class DeviceSpec:
     memory_bandwidth: float
     """Bytes per second from device memory."""
     link_bandwidth: float
-    """Bytes per second to a neighbour in the node, each way; 0 where only PCIe connects them."""
+    """Bytes per second to another device of the node, each way; 0 if only PCIe connects them."""
     reported_names: tuple[str, ...] = ()
-    """Fragments of the name its driver reports, by which an installed device is recognised."""
+    """Fragments of the name that the driver reports, to recognise an installed device."""
     fp32_flops: float = 0.0
     """Peak fp32 rate in FLOP/s without tensor cores, as torch multiplies fp32 matrices."""
     matmul_share: float = 0.8
     """Share of its peak that large matrix products reach."""
     attention_share: float = 0.31
-    """Share of its peak that flash attention reaches, of the scores it computes."""
+    """Share of its peak that flash attention reaches, counting only the scores it computes."""
     gpus_per_node: int = GPUS_PER_NODE
     """Devices that ``link_bandwidth`` connects."""
     network_bandwidth: float = INTER_NODE_BANDWIDTH
-    """Bytes per second and device to other nodes, each way."""
+    """Bytes per second per device to other nodes, each way."""
 
     @property
     def usable_bytes(self) -> int:
@@ -58,7 +58,7 @@ class DeviceSpec:
 
     @property
     def neighbour_bandwidth(self) -> float:
-        """Bytes per second to another device of the node, each way, whatever connects them."""
+        """Bytes per second to another device of the node, each way, over the link or else PCIe."""
         return self.link_bandwidth or PCIE_BANDWIDTH
 
 
@@ -89,11 +89,11 @@ def _device(
 
 # fmt: off
 _DEVICES = (
-    #       name          label                bf16, fp32     GB, TB/s     link products, attention as its driver says
+    #       name          label                bf16, fp32     GB, TB/s     link products, attention  driver's names
     _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB"),
     _device("a100",       "A100 SXM 80 GB",   ( 312,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB", "A100"),
     _device("h100",       "H100 SXM 80 GB",   ( 989,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
-    # capped at 500 W: its products lie as far between the PCIe card's, at 350 W, and the others', at 700 W
+    # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
     _device("h100_96gb",  "H100 SXM 96 GB",   ( 989,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
     _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
     _device("h200",       "H200 141 GB",      ( 989,  67.0), (141, 4.8),  450,  (0.80, 0.31), "H200"),
@@ -129,7 +129,7 @@ def gpu_spec(name: str) -> DeviceSpec:
 
 
 def recognise_gpu(reported_name: str) -> DeviceSpec | None:
-    """Return the device whose driver calls it ``reported_name``, or None if the table does not know it."""
+    """Return the device that a driver reports as ``reported_name``, or None if it is not in the table."""
     matches = [
         (len(fragment), device)
         for device in _DEVICES

@@ -1,9 +1,9 @@
-"""The architecture of a Llama from its Hugging Face folder: ``config.json``, read without transformers.
+"""Read the architecture of a Llama from the ``config.json`` of a Hugging Face folder, without transformers.
 
 Keys have the meaning and the defaults of transformers' ``LlamaConfig``, in the spelling of version 4 (``rope_theta``,
-``rope_scaling``) or 5 (``rope_parameters``). A key that makes another function of the same weights is refused. The
-rest is left alone: ``attention_dropout`` and ``initializer_range`` are settings of a training, ``use_cache`` one of
-generation, and ``pretraining_tp`` only cuts a product into slices, which are added up again.
+``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the weights compute is refused. Other
+keys are ignored: ``attention_dropout`` and ``initializer_range`` are training settings, ``use_cache`` is a generation
+setting, and ``pretraining_tp`` only splits a product into slices that are added up again.
 """
 
 import json
@@ -28,7 +28,7 @@ from llama_core.errors import ConfigError
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
 _THETA = 10_000.0
-"""What transformers takes where no ``rope_theta`` is given."""
+"""Default of ``rope_theta`` in transformers."""
 
 _Size = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
@@ -36,37 +36,37 @@ _One = Annotated[float, Field(ge=1, le=1)]
 
 
 def is_folder(model: str) -> bool:
-    """Return whether ``model`` is the path of a folder: it has a separator, or is one and not a variant's name."""
+    """Return whether ``model`` is a path (it has a separator, or holds a ``config.json``) and not a variant's name."""
     if os.sep in model or model in model_names():
         return os.sep in model
     try:
         return (Path(model) / _CONFIG).is_file()
-    except OSError:  # a name too long, or a folder that may not be entered
+    except OSError:  # the name is too long, or the folder is not accessible
         return False
 
 
 def folder_name(model: str) -> str:
-    """Return what the model in a folder is called: as the folder is."""
+    """Return the name of the model in a folder, which is the folder's name."""
     return _folder(model).resolve().name
 
 
 def absolute_path(model: str) -> str:
-    """Return the path of a folder as seen from anywhere."""
+    """Return the absolute path of a folder."""
     return str(_folder(model).absolute())
 
 
 def read_folder(model: str) -> ModelSpec:
-    """Return the architecture that the ``config.json`` of a folder describes.
+    """Return the architecture that a folder's ``config.json`` describes.
 
-    The model counts as trained on conversations if its tokenizer comes with a chat template, since ``config.json``
-    does not say. Its context is ``max_position_embeddings`` as written, also under linear scaling, where some authors
-    write the length before the scaling.
+    The model counts as trained on conversations if its tokenizer has a chat template, since ``config.json`` does not
+    say. Its context is ``max_position_embeddings`` as written, even with linear scaling, where some authors write the
+    length before scaling.
 
     Args:
         model: the folder; ``~`` is the home directory.
 
     Raises:
-        ConfigError: naming every key that is missing, wrong, or unlike Llama, or why the folder holds no model.
+        ConfigError: naming every key that is missing, wrong or unlike Llama, or saying why the folder holds no model.
     """
     folder = _folder(model)
     _refuse_other_folders(folder, model)
@@ -76,7 +76,7 @@ def read_folder(model: str) -> ModelSpec:
         config = _LlamaJson.model_validate(given)
     except ValidationError as error:
         problems = [problem for detail in error.errors() for problem in _describe(detail)]
-        if given.get("model_type", "llama") != "llama":  # whose sizes have other names
+        if given.get("model_type", "llama") != "llama":  # other models name their sizes differently
             problems = [problem for problem in problems if not problem.endswith(_MISSING)]
         raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
     return ModelSpec(
@@ -102,7 +102,7 @@ def read_folder(model: str) -> ModelSpec:
 def _folder(model: str) -> Path:
     try:
         return Path(model).expanduser()
-    except RuntimeError:  # nobody of this name has a home
+    except RuntimeError:  # no user of this name
         return Path(model)
 
 
@@ -118,17 +118,17 @@ def _refuse_other_folders(folder: Path, model: str) -> None:
 
 
 def _what_is_wrong(folder: Path) -> str:
-    """Return why a folder is not that of a model, or nothing if it is."""
+    """Return why a folder holds no model; empty if it holds one."""
     if (folder / _CONFIG).is_file():
         return ""
     if not folder.exists():
-        return "is no folder here, and nothing is downloaded"
+        return "is not a folder here, and nothing is downloaded"
     if not folder.is_dir():
         return "is a file"
     if not (folder / _ADAPTERS).is_file():
         return f"has no {_CONFIG}"
     base = _read_json(folder / _ADAPTERS).get("base_model_name_or_path") or "another model"
-    return f"holds adapters of {base} ({_ADAPTERS}), and no model of its own"
+    return f"holds adapters for {base} ({_ADAPTERS}), but no model"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -136,10 +136,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:  # of JSON or of UTF-8
-        raise ConfigError(f"{file} is not JSON: {error}; copy it anew") from None
+    except ValueError as error:  # invalid JSON or UTF-8
+        raise ConfigError(f"{file} is not JSON: {error}; copy it again") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} is not a mapping of keys to values; copy it anew")
+        raise ConfigError(f"{file} is not a mapping of keys to values; copy it again")
     return value
 
 
@@ -155,7 +155,7 @@ class _Json(BaseModel):
 
 
 class _Rope(_Json, extra="forbid"):
-    """The rotary embedding as it was first."""
+    """An unscaled rotary embedding."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -164,12 +164,12 @@ class _Rope(_Json, extra="forbid"):
     """Llama rotates the whole of every head"""
 
     def scaling(self, max_context: int) -> RopeScaling | None:
-        """Return how it is stretched, if the model's longest sequence has ``max_context`` tokens."""
+        """Return the scaling of a model whose longest sequence has ``max_context`` tokens; None without scaling."""
         return None
 
 
 class _LinearRope(_Rope):
-    """One whose positions are divided."""
+    """A rotary embedding with all positions divided by a factor."""
 
     factor: Annotated[float, Field(ge=1)]
     original_max_position_embeddings: _Size | None = None
@@ -179,7 +179,7 @@ class _LinearRope(_Rope):
 
 
 class _Llama3Rope(_LinearRope):
-    """One whose long wavelengths are stretched."""
+    """A rotary embedding with long wavelengths stretched."""
 
     low_freq_factor: _Positive
     high_freq_factor: _Positive
@@ -207,7 +207,7 @@ _AnyRope = Annotated[
 
 
 class _LlamaJson(_Json):
-    """What a ``config.json`` may say; the text below a key is why it is refused."""
+    """The values that a ``config.json`` may have; the text below a key is the error message for any other value."""
 
     model_type: Literal["llama"]
     """only llama can be trained"""
@@ -237,7 +237,7 @@ class _LlamaJson(_Json):
     partial_rotary_factor: _One = 1.0
     """Llama rotates the whole of every head"""
     quantization_config: None = None
-    """quantised weights cannot be trained; give the folder of the model before it was quantised"""
+    """quantised weights cannot be trained; give the folder of the unquantised model"""
 
     @property
     def width_of_head(self) -> int:
@@ -251,7 +251,7 @@ class _LlamaJson(_Json):
 
     @property
     def scaling(self) -> RopeScaling | None:
-        """How the rotary embedding is stretched; ``rope_scaling`` and ``rope_parameters`` say the same."""
+        """Scaling of the rotary embedding; ``rope_scaling`` and ``rope_parameters`` agree if both are given."""
         rope = self.rope_scaling or self.rope_parameters
         return rope.scaling(self.max_position_embeddings) if rope else None
 
@@ -274,9 +274,9 @@ class _LlamaJson(_Json):
         if kv_heads and heads % kv_heads:
             yield f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
         if self.head_dim is None and self.hidden_size % heads:
-            yield f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, without a head_dim"
+            yield f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}; add head_dim"
         elif self.width_of_head % 2:
-            yield f"head_dim={self.width_of_head} is odd, and the rotary embedding turns pairs"
+            yield f"head_dim={self.width_of_head} is odd, but the rotary embedding rotates pairs"
         thetas = list(self._thetas())
         if len({theta for _, theta in thetas}) > 1:
             yield f"{' contradicts '.join(f'{key}={theta:g}' for key, theta in thetas)}; keep the right one"
@@ -292,7 +292,7 @@ class _LlamaJson(_Json):
 
 
 def _describe(detail: ErrorDetails) -> Iterator[str]:
-    """Yield the sentences for one of Pydantic's error details, in the spelling of the file."""
+    """Yield the problems in one of Pydantic's error details, with keys spelled as in the file."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         yield from cause.problems
@@ -308,7 +308,7 @@ def _describe(detail: ErrorDetails) -> Iterator[str]:
     elif detail["type"] == _UNKNOWN_ROPE:
         key, value = f"{key}.rope_type", _rope_type(value)
     elif detail["type"] == "extra_forbidden":
-        message = "unknown to the rotary embedding of Llama"
+        message = "not a setting of Llama's rotary embedding"
     else:
         owner = _Rope if len(path) > 1 else _LlamaJson
         field = owner.model_fields.get(path[-1])

@@ -7,24 +7,24 @@ from llama_core.config.strategy import EMBEDDING, HEAD, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 
 Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama"]
-"""The generation of a variant; ``llama`` for a model from a folder, which does not say."""
+"""The generation of a variant; ``llama`` for a model from a folder, whose generation is unknown."""
 
 LONGEST_DEFAULT = 8192
-"""Longest sequence that is trained at where none is asked for, by a model whose folder does not say, in tokens."""
+"""Upper limit on the default sequence length of a model from a folder, in tokens."""
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """A rotary embedding whose positions are all divided by ``factor``.
+    """Scaling of the rotary embedding that divides all positions by ``factor``.
 
     Raises:
-        ConfigError: if it would shorten them.
+        ConfigError: if ``factor`` is below 1.
 
     Source: Chen et al. 2023, arXiv:2306.15595 (position interpolation).
     """
 
     kind: Literal["linear"] = field(default="linear", init=False)
-    """What Hugging Face calls it: its ``rope_type``."""
+    """Its ``rope_type`` in Hugging Face."""
     factor: float
 
     def __post_init__(self) -> None:
@@ -39,13 +39,13 @@ class Llama3Scaling:
     ``original_context / high_freq_factor`` are kept, and those between are blended.
 
     Raises:
-        ConfigError: if it would shorten them, or no wavelengths are between the two.
+        ConfigError: unless ``factor >= 1`` and ``0 < low_freq_factor < high_freq_factor``.
 
     Source: Meta's llama-models reference code, ``apply_scaling``.
     """
 
     kind: Literal["llama3"] = field(default="llama3", init=False)
-    """What Hugging Face calls it: its ``rope_type``."""
+    """Its ``rope_type`` in Hugging Face."""
     factor: float
     original_context: int
     """Longest sequence before the stretching, in tokens."""
@@ -56,8 +56,8 @@ class Llama3Scaling:
         _refuse_to_shorten(self.factor)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not above "
-                f"low_freq_factor={self.low_freq_factor:g}, which is above 0"
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} must be above "
+                f"low_freq_factor={self.low_freq_factor:g}, and both above 0"
             )
 
 
@@ -67,15 +67,15 @@ def _refuse_to_shorten(factor: float) -> None:
 
 
 RopeScaling = LinearScaling | Llama3Scaling
-"""How a rotary embedding is stretched for sequences longer than the model was first trained on."""
+"""Scaling of a rotary embedding, for sequences longer than the model was first trained on."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The architecture of one variant, enough to build it, count it and plan for it.
+    """The architecture of one model: enough to build it, count its parameters and plan for it.
 
     Raises:
-        ConfigError: if there are no such layers as are to have experts, or both adapters and experts.
+        ConfigError: if ``moe`` names layers that do not exist, or both ``lora`` and ``moe`` are set.
     """
 
     name: str
@@ -92,24 +92,24 @@ class ModelSpec:
     max_context: int
     """Longest sequence the position embedding was made for, in tokens."""
     default_seq_len: int
-    """Sequence length trained at when none is asked for, in tokens."""
+    """Default sequence length of training, in tokens."""
     tied_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
     instruct: bool = False
-    """Whether the variant is trained on conversations: same weights, another template and loss mask."""
+    """Whether the model is trained on conversations: same sizes, but another template and loss mask."""
     lora: LoRA | None = None
-    """The adapters that are trained in place of everything else; None where there are none."""
+    """Adapters to train while all other weights are frozen; None without adapters."""
     moe: MoE | None = None
-    """The experts that some layers have in place of their feed-forward; None where no layer has."""
+    """Experts that replace the feed-forward of some or all layers; None without experts."""
 
     def __post_init__(self) -> None:
         outside = [layer for layer in (self.moe and self.moe.moe_layers) or () if not 0 <= layer < self.num_layers]
         if outside:
             raise ConfigError(
-                f"moe_layers={outside} are not layers of {self.name}, which has 0 to {self.num_layers - 1}"
+                f"moe_layers={outside} are not layers of {self.name}, which has layers 0 to {self.num_layers - 1}"
             )
         if self.lora and self.moe:
-            raise ConfigError("adapters over experts are not planned for; use either lora or moe")
+            raise ConfigError("adapters over experts are not supported; use either lora or moe")
 
     @property
     def q_size(self) -> int:
@@ -123,19 +123,19 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding, and of the head where it is not tied."""
+        """Parameters of the token embedding; an untied head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Columns and rows of the matrices of one layer, or of one expert where it has experts."""
+        """Columns and rows of each matrix of one layer, counting only one of its experts."""
         h, q, kv, ffn = self.hidden_size, self.q_size, self.kv_size, self.ffn_size
         attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
         return attention | {"gate_proj": (h, ffn), "up_proj": (h, ffn), "down_proj": (ffn, h)}
 
     @property
     def target_shapes(self) -> dict[str, tuple[int, int]]:
-        """Columns and rows of every matrix that adapters can be beside; the embedding is one over tokens."""
+        """Columns and rows of every matrix that can have an adapter; the embedding is a matrix over tokens."""
         tables = {EMBEDDING: (self.vocab_size, self.hidden_size), HEAD: (self.hidden_size, self.vocab_size)}
         return self.matrix_shapes | tables
 
@@ -147,7 +147,7 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one dense layer, its two norm vectors included and adapters not."""
+        """All parameters of one dense layer, with its two norm vectors but without adapters."""
         return self.layer_matmul_parameters + 2 * self.hidden_size
 
     @property
@@ -164,11 +164,11 @@ class ModelSpec:
 
     @property
     def trains_embedding(self) -> bool:
-        """Whether the embedding, or an adapter beside it, gets gradients."""
+        """Whether the embedding, or an adapter on it, gets gradients."""
         return self.lora is None or EMBEDDING in self.lora.target_modules
 
     def table_adapter_parameters(self, table: str) -> int:
-        """Return the parameters of the adapter beside ``embed_tokens`` or ``lm_head``; 0 where there is none."""
+        """Return the parameters of the adapter on ``embed_tokens`` or ``lm_head``; 0 without one."""
         if self.lora is None or table not in self.lora.target_modules:
             return 0
         return self.lora.lora_rank * sum(self.target_shapes[table])
@@ -193,21 +193,20 @@ class ModelSpec:
 
     @property
     def num_trainable_parameters(self) -> int:
-        """Parameters that get gradients and moments: the adapters where there are any, else all."""
+        """Parameters that get gradients and moments: the adapters if there are any, else all."""
         return self.num_adapter_parameters if self.lora else self.num_parameters
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token meets: all but those of the experts it does not go through."""
+        """Parameters that one token uses: all except the experts that it is not routed to."""
         idle = self.moe.num_experts - self.moe.experts_per_token if self.moe else 0
         return self.num_parameters - self.num_sparse_layers * idle * self.expert_parameters
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters every token is multiplied with: all layers and the head, but not the embedding look-up.
+        """Parameters that every token is multiplied with: all layers and the head, but not the embedding look-up.
 
-        Of the experts those that a token goes through count, with the router. Adapters do not: see
-        ``matmul_flops_per_token``.
+        The router and the experts that a token is routed to count. Adapters do not: see ``matmul_flops_per_token``.
         """
         dense = self.num_layers * self.layer_matmul_parameters + self.embedding_parameters
         return dense + self._beside_one_expert(self.moe.experts_per_token if self.moe else 1)
@@ -216,8 +215,8 @@ class ModelSpec:
     def matmul_flops_per_token(self) -> int:
         """FLOPs of a token's products with parameters, forward and backward: 2 per parameter and product.
 
-        A trained parameter takes part in three products; a frozen one has no gradient, and takes part in two. Of an
-        adapter beside the embedding, A is looked up.
+        A trained parameter takes part in three products. A frozen one has no gradient and takes part in two. For an
+        adapter on the embedding, A is a look-up and counts no FLOPs.
         """
         adapters = self.num_adapter_parameters
         if self.lora and EMBEDDING in self.lora.target_modules:
@@ -225,7 +224,7 @@ class ModelSpec:
         return (4 if self.lora else 6) * self.num_matmul_parameters + 6 * adapters
 
     def _beside_one_expert(self, num_experts: int) -> int:
-        """Return what the layers with experts have beside a dense layer's feed-forward: routers and further experts."""
+        """Return the parameters that experts add to dense layers: routers, and all but one of ``num_experts`` per layer."""
         router = self.hidden_size * self.moe.num_experts if self.moe else 0
         return self.num_sparse_layers * ((num_experts - 1) * self.expert_parameters + router)
 

@@ -1,4 +1,4 @@
-"""What weights bring along: the settings of a run that begins with them, where the run itself names no others."""
+"""Settings that a run takes over from its initial weights, unless it sets them itself."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 import yaml
 
 _PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
-"""Keys of PEFT's ``adapter_config.json`` and ours."""
+"""Maps keys of PEFT's ``adapter_config.json`` to ours."""
 
 
 def settings_of_weights(path: str) -> dict[str, Any]:
     """Return the model, tokenizer and adapters of weights, as nested keys of a run configuration.
 
-    Of what cannot be read nothing is returned: it is refused where the weights are looked at.
+    The result is empty if the files cannot be read; the later check of the weights reports why.
 
     Args:
         path: a Hugging Face folder, a folder of PEFT's adapters, a run's directory or one of its checkpoints.
@@ -27,12 +27,12 @@ def settings_of_weights(path: str) -> dict[str, Any]:
         if (folder / "adapter_config.json").is_file():
             return _of_adapters(folder, json.loads((folder / "adapter_config.json").read_bytes()))
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        pass  # a file that is damaged, or no mapping
+        pass  # a damaged file, or not a mapping
     return {}
 
 
 def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """Return a run's nested keys with what its weights bring along, wherever ``given`` says nothing else."""
+    """Return ``given``, the nested keys of a run, with the settings of its weights where it sets none."""
     brought = settings_of_weights(init_from)
     if "model" in given or "architecture" in given:
         brought = {key: value for key, value in brought.items() if key not in {"model", "architecture"}}

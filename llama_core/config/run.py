@@ -1,7 +1,7 @@
-"""``RunConfig``: everything that defines one run, from YAML, the command line, Python or a Prefect form alike.
+"""``RunConfig``: everything that defines one run, whether from YAML, the command line, Python or a Prefect form.
 
-Parsing is strict: an unknown key, a wrong type, a key given twice or two settings that contradict each other is an
-error, and all problems are reported at once.
+Parsing is strict: unknown keys, wrong types, keys given twice and contradictory settings are errors, and all problems
+are reported at once.
 """
 
 import hashlib
@@ -40,11 +40,13 @@ from llama_core.errors import ConfigError, did_you_mean
 from llama_core.schedules.registry import schedule_names
 
 SAMPLE = "sample"
-"""The data source that every machine has: the sources of Python's own standard library."""
+"""The data source that every machine has: the source files of Python's standard library."""
 DATALOADER = "dataloader"
-"""The data source of a run whose batches the caller's own code makes."""
-RANDOM_BASE = "base weights are random, and so is what comes of them; --init-from PATH begins with trained ones"
-"""What is said of a run for which ``RunConfig.has_random_base`` holds."""
+"""The data source of a run whose batches come from the caller's own code."""
+RANDOM_BASE = (
+    "base weights are random, so the trained model will be useless; use --init-from PATH to start from trained weights"
+)
+"""The note on a run for which ``RunConfig.has_random_base`` is true."""
 
 AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -61,14 +63,14 @@ StrategyName = Literal["standard", "lora", "moe"]
 WandbMode = Literal["off", "offline", "online"]
 
 Auto = Literal["auto"]
-"""What a request leaves to the planner."""
+"""A choice left to the planner."""
 OffloadRequest = Literal["auto", Offload]
 RecomputeRequest = Literal["auto", "adaptive", RecomputeMode]
 ZeroStageRequest = Literal["auto", ZeroStage]
 
 
 def _count_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check a number that may be left to the planner, and report what is wrong with it in one line."""
+    """Check a number that may be ``auto``, and report a wrong one in one line."""
     try:
         return check(value)
     except ValidationError:
@@ -89,49 +91,49 @@ def _known_schedule(name: str) -> str:
 ScheduleRequest = Annotated[
     str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": ["auto", *schedule_names()]})
 ]
-"""A schedule by its name, or ``auto``."""
+"""The name of a schedule, or ``auto``."""
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The training data."""
 
     source: str = SAMPLE
     """'sample' (Python's own standard library), or a .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
     validation: str | None = None
-    """Held-out documents, in the same forms; without them a fraction of the source is held out."""
+    """Held-out documents, in the same formats; default: a fraction of the source."""
     validation_fraction: float = Field(0.02, ge=0, lt=1)
-    """Fraction of the documents held out when no validation source is given."""
+    """Fraction of the documents to hold out if no validation source is given."""
     text_field: str = "text"
-    """The field of each record that holds the document; a record with `messages` is a conversation."""
+    """Field of each record that holds the text; a record with `messages` is a conversation."""
     tokenizer: str = "bytes"
-    """'bytes' (built in), or the path of a Hugging Face tokenizer.json or of a folder that holds one."""
+    """'bytes' (built in), or the path of a Hugging Face tokenizer.json or its folder."""
     chat_template: str | None = None
-    """Template of conversations: 'llama2', 'llama3' or a Jinja file; default: the tokenizer's, else the family's."""
+    """Chat template: 'llama2', 'llama3' or a Jinja file; default: the tokenizer's, else the family's."""
     loss_on: LossOn = "assistant"
-    """Tokens of a conversation that count in the loss: assistant (its turns only) or all. Texts count whole."""
+    """Tokens of a conversation that count in the loss: assistant (its turns only) or all. Plain texts count in full."""
     document_mask: bool = True
-    """Keep attention inside each packed document; without it a sequence is one causal text."""
+    """Keep attention within each packed document; otherwise a sequence is one causal text."""
     max_bad_lines: int = Field(100, ge=0)
-    """Unusable lines (no JSON, no UTF-8, no text, no assistant turn, a wrong type) tolerated before stopping."""
+    """Unusable lines (not JSON or UTF-8, no text, no assistant turn, wrong type) tolerated before stopping."""
     cache_dir: str | None = None
-    """Where token caches are kept; default: $XDG_CACHE_HOME/llama-training-infra."""
+    """Folder for token caches; default: $XDG_CACHE_HOME/llama-training-infra."""
 
 
 class TrainingConfig(Section):
     """How the model is trained."""
 
     seq_len: int | None = Field(None, ge=2)
-    """Tokens per sequence; default: the length the model was made for."""
+    """Tokens per sequence; default: the model's."""
     batch_size: int | None = Field(None, ge=1)
-    """Sequences per optimizer step, over all devices (the global batch); default: 8, or a microbatch per device."""
+    """Global batch: sequences per optimizer step over all devices; default: 8, rounded up to full microbatches."""
     steps: int | None = Field(None, ge=1)
-    """Optimizer steps; default: as many as the epochs take."""
+    """Optimizer steps; default: as many as the epochs need."""
     epochs: float = Field(1.0, gt=0)
-    """Passes over the training documents, when no number of steps is given; default: 1, in fine-tuning 2."""
+    """Passes over the training documents if steps is not given; default: 1, or 2 in fine-tuning."""
     precision: Precision = "auto"
-    """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling) or fp32; auto: bf16 where the device has it."""
+    """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling) or fp32; auto: bf16 if the device supports it."""
     learning_rate: float = Field(3e-4, gt=0)
-    """Peak learning rate; default: 3e-4, of adapters 2e-4, of a whole model with init_from 2e-5."""
+    """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     lr_schedule: LrSchedule = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant; each after a linear warm-up."""
     warmup_steps: int | None = Field(None, ge=0)
@@ -141,7 +143,7 @@ class TrainingConfig(Section):
     decay_fraction: float = Field(0.2, gt=0, le=1)
     """Fraction of the steps that the wsd schedule spends decaying."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay of the matrices; norm vectors are not decayed. Default: 0.1, of adapters 0."""
+    """Decoupled weight decay of the matrices; norm vectors are not decayed. Default: 0.1, for adapters 0."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's decay of the first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -151,13 +153,13 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Global gradient norm above which gradients are scaled down."""
     max_skipped_steps: int = Field(3, ge=0)
-    """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops."""
+    """Consecutive steps with a non-finite loss or gradient to skip before the run stops."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None
-    """Weights to begin with: a Hugging Face or PEFT folder, or a run's directory. Unless named, the model is theirs."""
+    """Weights to start from: a Hugging Face or PEFT folder, or a run directory. Also sets the model, unless given."""
     deterministic: bool = False
-    """Use only deterministic kernels on CUDA (the CPU is deterministic as it is)."""
+    """Use only deterministic kernels on CUDA (the CPU's always are)."""
     eval_every: int = Field(0, ge=0)
     """Steps between evaluations on held-out documents; 0: only after the last step."""
     eval_sequences: int = Field(64, ge=1)
@@ -169,10 +171,10 @@ class TrainingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the work is divided: a request, whose ``auto`` (or null) the planner turns into what is fastest and fits."""
+    """How the work is divided. For ``auto`` (or null), the planner chooses the fastest setting that fits."""
 
     gpus: int = Field(1, ge=1)
-    """Devices in all: GPUs, or processes with --device cpu."""
+    """Total devices: GPUs, or processes with --device cpu."""
     tp: Count = "auto"
     """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
     pp: Count = "auto"
@@ -182,31 +184,31 @@ class ParallelConfig(Section):
     ep: int = Field(1, ge=1)
     """Expert-parallel ranks, which divide the experts of a mixture."""
     dp_replicate: Count = "auto"
-    """Copies of the group that shards (hybrid sharding); with zero_stage=0 all data-parallel ranks are copies."""
+    """Replicas of the sharding group (hybrid sharding); with zero_stage=0 every data-parallel rank is a replica."""
     sequence_parallel: bool = True
-    """Divide the sequence between tensor-parallel ranks outside the matrices; no effect with tp=1."""
+    """Divide the sequence over tensor-parallel ranks outside the matrix products; no effect with tp=1."""
     zero_stage: ZeroStageRequest = "auto"
     """What data-parallel ranks shard: 1 optimizer states, 2 also gradients, 3 also weights; no effect on one device."""
     zero_backend: ZeroBackend = "native"
-    """Who shards: native (torch's fully_shard) or deepspeed."""
+    """Sharding implementation: native (torch's fully_shard) or deepspeed."""
     offload: OffloadRequest = "auto"
-    """What DeepSpeed keeps in host memory: none, the optimizer, or the optimizer and the parameters."""
+    """What DeepSpeed keeps in host memory: none, optimizer, or parameters (and the optimizer)."""
     schedule: ScheduleRequest = "auto"
-    """Pipeline schedule; chimera becomes doubling or halving where memory allows. No effect with pp=1."""
+    """Pipeline schedule; chimera becomes doubling or halving if memory allows. No effect with pp=1."""
     num_chunks: Count = "auto"
-    """Stages per pipeline rank under the interleaved schedule."""
+    """Stages per pipeline rank with the interleaved schedule."""
     microbatch_size: int | None = Field(None, ge=1)
-    """Sequences per forward pass and rank; default: what fits the memory, and keeps a pipeline busy."""
+    """Sequences per forward pass on each rank; default: chosen to fit memory and keep a pipeline busy."""
     num_microbatches: int | None = Field(None, ge=1)
-    """Forward passes per rank and optimizer step, in place of their size."""
+    """Forward passes per rank in one optimizer step; an alternative to microbatch_size."""
     recompute: RecomputeRequest = "auto"
-    """Activation checkpointing: none, selective, full, or adaptive: the least of them that fits, as auto has it."""
+    """Activation checkpointing: none, selective, full, or adaptive (same as auto): the least of them that fits."""
     gradient_compression: GradientCompression = "none"
-    """Gradients between data-parallel ranks: as they are, in bf16, or as low-rank factors (powersgd)."""
+    """Compression of gradients between data-parallel ranks: none, bf16, or powersgd (low-rank factors)."""
     compile: bool = False
     """Compile every block with torch.compile."""
     attention: AttentionKernel = "auto"
-    """Kernel of attention: auto, as torch and the data choose it, or math, which holds all scores."""
+    """Attention kernel: auto (chosen by torch and the data) or math, which keeps all scores in memory."""
 
     @field_validator(
         "tp", "pp", "cp", "dp_replicate", "zero_stage", "offload", "schedule", "num_chunks", "recompute", mode="before"
@@ -217,13 +219,13 @@ class ParallelConfig(Section):
 
     @property
     def inner(self) -> dict[str, int]:
-        """The degrees asked for of those that keep devices from being data-parallel."""
+        """The requested tensor-, pipeline- and context-parallel degrees, without those left to the planner."""
         degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
         return {name: size for name, size in degrees.items() if isinstance(size, int)}
 
     @property
     def most_data_parallel(self) -> int:
-        """Devices that the degrees asked for leave."""
+        """Most data-parallel ranks that the requested degrees leave."""
         return max(1, self.gpus // math.prod(self.inner.values()))
 
 
@@ -233,28 +235,28 @@ class LaunchConfig(Section):
     launcher: LauncherName = "local"
     """local (this machine) or slurm."""
     device: Device = "auto"
-    """cpu or cuda; auto: cuda where present, else the CPU for a run on one device."""
+    """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
     gpu_type: str | None = None
-    """Device planned for; default: the GPU present, else h100."""
+    """GPU to plan for; default: the one present, else h100."""
     nodes: int = Field(1, ge=1)
     """Machines the devices are spread over."""
     collective_timeout_s: int = Field(600, ge=1)
-    """Seconds that ranks wait for each other before the run is given up as hung."""
+    """Seconds that ranks wait for each other before the run counts as hung."""
     hang_timeout_s: int = Field(1800, ge=1)
-    """Seconds without a step, after the first, before the run is given up as hung."""
+    """Seconds without a step, after the first, before the run counts as hung."""
     save_timeout_s: int = Field(300, ge=1)
-    """Seconds that a run which is to stop gets for its step and a checkpoint, at a time limit and when cancelled."""
+    """Seconds to finish a step and save a checkpoint when the run reaches its time limit or is cancelled."""
     force: bool = False
-    """Submit even what does not fit the memory of the device."""
+    """Submit the run even if it does not fit in device memory."""
     slurm: SlurmConfig = SlurmConfig()
-    """What a Slurm job asks for."""
+    """Settings of the Slurm job."""
 
 
 class TrackingConfig(Section):
     """Where metrics go besides the console and the run directory's Parquet files."""
 
     run_name: str | None = Field(None, pattern=r"^\w[\w.-]*$", max_length=80)
-    """What the run is called, which its directory begins with; default: the model's name."""
+    """Name of the run, which its directory's name begins with; default: the model's name."""
     tensorboard: bool = True
     """Write TensorBoard events to <run>/logs/tensorboard."""
     wandb: WandbMode = "off"
@@ -276,9 +278,9 @@ class RunConfig(Section):
     """Everything that defines one run."""
 
     model: str = "tiny_llama3_50m"
-    """A variant that `training-infra models` lists, or the path of a Hugging Face folder of a Llama."""
+    """A variant that `training-infra models` lists, or the path of a Llama's Hugging Face folder."""
     strategy: StrategyName = "standard"
-    """What is trained: every weight (standard), adapters over a frozen model (lora), or layers of experts (moe)."""
+    """What is trained: every weight (standard), adapters over a frozen model (lora), or layers with experts (moe)."""
     lora: LoRA = LoRA()
     """The adapters that strategy=lora trains."""
     moe: MoE = MoE()
@@ -286,7 +288,7 @@ class RunConfig(Section):
     architecture: ArchitectureConfig = ArchitectureConfig()
     """Sizes and traits that differ from the model's own."""
     data: DataConfig = DataConfig()
-    """What is trained on."""
+    """The training data."""
     training: TrainingConfig = TrainingConfig()
     """How the model is trained."""
     parallel: ParallelConfig = ParallelConfig()
@@ -304,7 +306,7 @@ class RunConfig(Section):
         """Fill in the defaults that depend on other settings."""
         training = given.get("training", {}) if isinstance(given, dict) else None
         if not isinstance(training, dict):
-            return given  # what is wrong is found after this
+            return given  # validation reports it
         init_from = training.get("init_from")
         if isinstance(init_from, str):
             given = with_settings_of_weights(given, init_from)
@@ -358,7 +360,7 @@ class RunConfig(Section):
             )
         elif len(asked) == 3:
             yield from self._misdivisions_of_batch(parallel.most_data_parallel, "data-parallel ranks")
-        else:  # how many ranks are data-parallel is still open, but not that these copies are
+        else:  # the planner still chooses the data-parallel degree, a multiple of these copies
             yield from self._misdivisions_of_batch(copies, "copies")
 
     def _misdivisions_of_batch(self, ranks: int, kind: str) -> Iterator[str]:
@@ -402,21 +404,21 @@ class RunConfig(Section):
 
     @property
     def has_random_base(self) -> bool:
-        """Whether the run fine-tunes, adapters or an instruct model, what nobody has trained."""
+        """Whether the run fine-tunes (adapters or an instruct model) from random weights."""
         return self.training.init_from is None and (self.strategy == "lora" or self.spec.instruct)
 
     @property
     def fine_tuning_defaults(self) -> dict[str, float]:
-        """The settings of ``training`` that are as fine-tuning has them by default, unlike other training."""
+        """The settings of ``training`` that have their fine-tuning default."""
         defaults = fine_tuning_defaults(
             adapters=self.strategy == "lora", trained_before=self.training.init_from is not None
         )
         return {key: value for key, value in defaults.items() if getattr(self.training, key) == value}
 
     def self_contained(self) -> Self:
-        """Return the same run in need of no model folder: its path from anywhere, and all that its files say.
+        """Return the same run with the model folder's absolute path and traits, so that the folder is no longer needed.
 
-        A run records this, so that it stays the model it began as when the folder changes or goes.
+        A run records this, so that it keeps its model even if the folder changes or disappears.
         """
         if not is_folder(self.model):
             return self
@@ -425,7 +427,10 @@ class RunConfig(Section):
 
     @property
     def batch_size(self) -> int:
-        """Sequences per optimizer step: those asked for, else the least that is a multiple of a pass and at least 8."""
+        """Sequences per optimizer step: as requested, else the smallest multiple of one pass that is at least 8.
+
+        It is exactly one pass if both ``microbatch_size`` and ``num_microbatches`` are set.
+        """
         if self.training.batch_size:
             return self.training.batch_size
         parallel = self.parallel
@@ -434,13 +439,13 @@ class RunConfig(Section):
 
     @property
     def seq_len(self) -> int:
-        """Tokens per sequence: the one asked for, else the one the model was made for."""
+        """Tokens per sequence: as requested, else the model's default."""
         return self.training.seq_len or self.spec.default_seq_len
 
     def identity(self) -> dict[str, Any]:
-        """Return what is trained, as nested keys: model, data and training.
+        """Return the settings that decide what is trained, as nested keys: model, data and training.
 
-        Where it runs, how it is divided and how often it is logged, evaluated or saved are left out.
+        Where it runs, how it is divided, and how often it evaluates or saves are left out.
         """
         whole = self.self_contained()
         return {
@@ -454,7 +459,7 @@ class RunConfig(Section):
         }
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that two configurations share exactly when they train the same thing."""
+        """Return 16 hex digits that are equal exactly for configurations that train the same thing."""
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
@@ -464,7 +469,7 @@ class RunConfig(Section):
         Raises:
             ConfigError: naming every unknown key (with the nearest known one), wrong type and contradiction.
         """
-        merged = json.loads(json.dumps(dict(mapping), default=str))  # Python callers give paths, for instance
+        merged = json.loads(json.dumps(dict(mapping), default=str))  # Python callers may pass paths
         problems: list[str] = []
         for override in overrides:
             problems.extend(_apply_override(merged, override))
@@ -505,7 +510,7 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
     def with_overrides(self, *overrides: str) -> Self:
-        """Return a copy with ``section.key=value`` overrides applied; defaults follow the strategy.
+        """Return a copy with ``section.key=value`` overrides applied; defaults follow the new strategy.
 
         Raises:
             ConfigError: as ``from_mapping``.
@@ -519,7 +524,7 @@ class RunConfig(Section):
 
 
 _TUNED = ("learning_rate", "weight_decay", "epochs")
-"""What fine-tuning has other defaults of."""
+"""Settings with other defaults in fine-tuning."""
 _CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps")
 
 
@@ -544,7 +549,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the YAML value in ``text``; ``name`` says in errors where it came from.
+    """Return the YAML value in ``text``; errors call its source ``name``.
 
     Raises:
         ConfigError: if it is not YAML, or a mapping holds a key twice.
@@ -575,7 +580,7 @@ def _apply_override(mapping: dict[str, Any], override: str) -> list[str]:
 
 
 def _describe(detail: ErrorDetails) -> Iterable[str]:
-    """Return the sentences for one of Pydantic's error details."""
+    """Return the problems in one of Pydantic's error details."""
     key = ".".join(str(part) for part in detail["loc"])
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
@@ -591,7 +596,7 @@ def _describe(detail: ErrorDetails) -> Iterable[str]:
 
 
 def _drop(mapping: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove the setting a problem was reported for; one inside a list takes the whole list with it."""
+    """Remove the setting that a problem was reported for; for an item of a list, remove the whole list."""
     match location:
         case (str() as key,):
             mapping.pop(key, None)
@@ -602,7 +607,7 @@ def _drop(mapping: dict[str, Any], location: tuple[int | str, ...]) -> None:
 
 
 def config_keys() -> dict[str, str]:
-    """Return every dotted key of a run configuration with its description, sections left out."""
+    """Return every dotted key of a run configuration with its description, without the sections."""
     return dict(_keys(RunConfig, ""))
 
 

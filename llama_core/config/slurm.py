@@ -1,4 +1,4 @@
-"""What a Slurm job asks for, checked before Slurm sees it: nothing that is typed may become a line of a job script."""
+"""Settings of a Slurm job, checked so that no value can inject a line into the job script."""
 
 import re
 from typing import Annotated, Any
@@ -14,12 +14,12 @@ _TAKEN = frozenset(
      "multi-prog", "no-kill", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
      "partition", "qos", "quiet", "requeue", "signal", "test-only", "time", "usage", "version", "wait", "wrap")
 )  # fmt: skip
-"""Options that have keys of their own here, or that this software relies on."""
+"""Options that have their own keys here, or that this software relies on."""
 
 
 def _one_word(text: str) -> str:
     if not re.fullmatch(r"[\w.,:&|!()\[\]*@+-]+", text):
-        raise PydanticCustomError("word", "input should be a name as Slurm knows it, without spaces or quotes")
+        raise PydanticCustomError("word", "input should be a Slurm name, without spaces or quotes")
     return text
 
 
@@ -33,7 +33,7 @@ def _option(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
         raise PydanticCustomError("option", "input should be the long name of an option, such as 'reservation'")
     if name in _TAKEN:
-        raise PydanticCustomError("taken", "this option follows from other keys of launch and parallel; use these")
+        raise PydanticCustomError("taken", "this option is set from other keys of launch and parallel; use those")
     return name
 
 
@@ -52,10 +52,10 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class SlurmConfig(Section):
-    """What a Slurm job asks for."""
+    """Settings of a Slurm job."""
 
     partition: SlurmName | None = None
-    """Partition, or several with commas between; default: the cluster's."""
+    """Partition, or several separated by commas; default: the cluster's."""
     account: SlurmName | None = None
     """Account to charge; default: the user's."""
     qos: SlurmName | None = None
@@ -71,12 +71,12 @@ class SlurmConfig(Section):
     setup: list[Line] = Field(default_factory=list)
     """Shell lines to run on the first node before the ranks start, such as 'module load cuda'."""
     options: dict[OptionName, OptionValue] = Field(default_factory=dict)
-    """Further options of sbatch by their long names, such as {reservation: training, exclusive: true}."""
+    """Further sbatch options by their long names, such as {reservation: training, exclusive: true}."""
     srun_options: dict[OptionName, OptionValue] = Field(default_factory=dict)
-    """Further options of srun, which starts the ranks, such as {container-image: /images/llama.sqsh}."""
+    """Further srun options for starting the ranks, such as {container-image: /images/llama.sqsh}."""
     requeue: bool = True
-    """Let the job start again after preemption, at its time limit, and when a node fails."""
+    """Requeue the job after preemption, at its time limit, and after a node failure."""
     max_attempts: int = Field(20, ge=1)
-    """Starts of one job after which it is given up."""
+    """Give up on a job after this many starts."""
     max_parallel_jobs: int = Field(256, ge=1)
-    """Elements of a job array that run at once."""
+    """Maximum number of array elements that run at once."""

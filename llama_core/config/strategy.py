@@ -1,4 +1,4 @@
-"""What a training strategy does to a model: low-rank adapters beside its matrices, or experts in its layers."""
+"""Settings of the training strategies: low-rank adapters on a model's matrices, or experts in its layers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
@@ -14,17 +14,17 @@ MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
 """The matrices of a layer, as Hugging Face calls them."""
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 TARGETS = (*MATRICES, EMBEDDING, HEAD)
-"""All that adapters can be beside."""
+"""Every matrix that can have an adapter."""
 
 ALL_LINEAR = "all-linear"
-"""What PEFT calls all matrices but the head, and so all of ``MATRICES``."""
+"""PEFT's name for all linear layers but the head, which is all of ``MATRICES``."""
 
 _Listed = Field(strict=False)
 """Marks a tuple that YAML and JSON write as a list."""
 
 
 class _Strategy(Section):
-    """Settings that are refused, all at once, where they contradict themselves."""
+    """Base class of the strategies' settings; reports all contradictions at once."""
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
@@ -34,12 +34,12 @@ class _Strategy(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield one sentence for each setting that is wrong beyond its type and bounds."""
+        """Yield one sentence for each problem beyond types and bounds."""
         yield from ()
 
 
 class LoRA(_Strategy):
-    """Adapters: the model is frozen, and beside a matrix W, ``lora_alpha / lora_rank * B A`` is trained.
+    """Adapters: the model is frozen, and ``lora_alpha / lora_rank * B A`` is trained on top of each target matrix W.
 
     Raises:
         ConfigError: naming every target that is wrong.
@@ -50,9 +50,9 @@ class LoRA(_Strategy):
     lora_rank: int = Field(16, ge=1)
     """Rank of the adapters: rows of every A, and columns of every B."""
     lora_alpha: float | None = Field(None, gt=0)
-    """The adapters' output counts lora_alpha / lora_rank times; default: twice."""
+    """The adapters' output is scaled by lora_alpha / lora_rank; default: by 2."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are left out of a step, drawn anew for every token."""
+    """Fraction of an adapter's inputs to drop, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
     """Matrices with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, embed_tokens, lm_head.
 
@@ -66,25 +66,25 @@ class LoRA(_Strategy):
 
     @property
     def in_layers(self) -> tuple[str, ...]:
-        """The targets that every layer has."""
+        """Targets inside the layers."""
         return tuple(target for target in self.target_modules if target in MATRICES)
 
     @property
     def outside_layers(self) -> tuple[str, ...]:
-        """The others: the embedding, the head or both."""
+        """Targets outside the layers: the embedding, the head or both."""
         return tuple(target for target in self.target_modules if target in {EMBEDDING, HEAD})
 
     @property
     def scale(self) -> float:
-        """What the adapters' output is multiplied with."""
+        """Factor on the adapters' output."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
     def _problems(self) -> Iterator[str]:
         unknown = [target for target in self.target_modules if target not in TARGETS]
         if unknown or not self.in_layers:
             hint = did_you_mean(unknown[0], TARGETS) if unknown else ""
-            some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}, besides {EMBEDDING} or {HEAD}"
-            yield f"target_modules={list(self.target_modules)} has to name {some}{hint}"
+            some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}, and otherwise only {EMBEDDING} or {HEAD}"
+            yield f"target_modules={list(self.target_modules)} must name {some}{hint}"
         elif len(set(self.target_modules)) < len(self.target_modules):
             yield f"target_modules={list(self.target_modules)} names a matrix twice"
 
@@ -92,21 +92,21 @@ class LoRA(_Strategy):
         """Yield a sentence for each reason why a model cannot have these adapters.
 
         Args:
-            shapes: columns and rows of every matrix that adapters can be beside.
-            tied: whether the model's head is its embedding.
+            shapes: columns and rows of every matrix that can have an adapter.
+            tied: whether the model's head shares the embedding's weights.
         """
         if tied and self.outside_layers:
             yield (
                 f"lora.target_modules has {' and '.join(self.outside_layers)}, but this model uses one matrix as both "
-                "embedding and head, so that such an adapter could not be merged; leave it out"
+                "embedding and head, so the adapter could not be merged; leave it out"
             )
         lowest, matrix = min((min(shapes[name]), name) for name in self.target_modules)
         if self.lora_rank > lowest:
-            yield f"lora.lora_rank={self.lora_rank} is above the rank that {matrix} can have; use at most {lowest}"
+            yield f"lora.lora_rank={self.lora_rank} is above the largest rank of {matrix}; use at most {lowest}"
 
 
 class MoE(_Strategy):
-    """A mixture of experts: in some layers, each token goes through a few of many feed-forwards, chosen by a router.
+    """A mixture of experts: in some layers, a router sends each token through a few of many feed-forwards.
 
     Raises:
         ConfigError: naming every setting that is wrong.
@@ -115,9 +115,9 @@ class MoE(_Strategy):
     """
 
     num_experts: int = Field(8, ge=1)
-    """Feed-forwards of a layer, each as wide as the model's."""
+    """Experts per layer, each a feed-forward as wide as the model's."""
     experts_per_token: int = Field(2, ge=1)
-    """How many of them a token goes through."""
+    """Experts that each token is routed to."""
     moe_layers: Annotated[tuple[int, ...], _Listed] | None = None
     """Layers that have experts, counted from 0; default: all."""
 
@@ -125,7 +125,7 @@ class MoE(_Strategy):
         if self.experts_per_token > self.num_experts:
             yield f"experts_per_token={self.experts_per_token} is not between 1 and num_experts={self.num_experts}"
         if self.moe_layers is not None and len(set(self.moe_layers)) < max(1, len(self.moe_layers)):
-            yield f"moe_layers={list(self.moe_layers)} has to name some layers, each of them once"
+            yield f"moe_layers={list(self.moe_layers)} must name at least one layer, and none twice"
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -137,14 +137,14 @@ _WHOLE_MODEL = {"learning_rate": 2e-5, "epochs": 2.0}
 
 
 def fine_tuning_defaults(*, adapters: bool, trained_before: bool) -> dict[str, float]:
-    """Return the settings of ``training`` whose defaults are others than those of training from the beginning.
+    """Return the settings of ``training`` whose defaults differ from those of training from scratch.
 
     Args:
         adapters: whether adapters are trained.
-        trained_before: whether the run begins with trained weights.
+        trained_before: whether the run starts from trained weights.
 
     Source: adapters, Dettmers et al. 2023, arXiv:2305.14314, table 9 (7B and 13B); whole models, Touvron et al. 2023,
-    arXiv:2307.09288, section 3.1, whose two epochs adapters get too.
+    arXiv:2307.09288, section 3.1. Adapters take their two epochs from the latter.
     """
     if adapters:
         return _ADAPTERS

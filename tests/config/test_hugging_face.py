@@ -131,8 +131,8 @@ def test_a_chat_template_says_that_a_model_is_trained_on_conversations(folder, f
         ({"hidden_size": "64"}, ['hidden_size="64": input should be a valid integer']),
         ({"vocab_size": 0}, ["vocab_size=0: input should be greater than or equal to 1"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3 does not divide num_attention_heads=4"]),
-        ({"hidden_size": 66}, ["hidden_size=66 is not a multiple of num_attention_heads=4, without a head_dim"]),
-        ({"head_dim": 15}, ["head_dim=15 is odd, and the rotary embedding turns pairs"]),
+        ({"hidden_size": 66}, ["hidden_size=66 is not a multiple of num_attention_heads=4; add head_dim"]),
+        ({"head_dim": 15}, ["head_dim=15 is odd, but the rotary embedding rotates pairs"]),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 32}},
             ['rope_scaling.rope_type="yarn": choose one of default, linear, llama3'],
@@ -148,11 +148,11 @@ def test_a_chat_template_says_that_a_model_is_trained_on_conversations(folder, f
         ),
         (
             {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
-            ["rope_scaling.high_freq_factor=1 is not above low_freq_factor=1, which is above 0"],
+            ["rope_scaling.high_freq_factor=1 must be above low_freq_factor=1, and both above 0"],
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            ["rope_parameters.full_attention: unknown to the rotary embedding of Llama"],
+            ["rope_parameters.full_attention: not a setting of Llama's rotary embedding"],
         ),
         ({"rope_parameters": 3}, ["rope_parameters=3: is not a mapping of keys to values"]),
         (
@@ -205,7 +205,7 @@ def test_keys_that_make_no_other_function_change_nothing(folder, keys):
         (
             "adapter_config.json",
             '{"base_model_name_or_path": "meta-llama/Llama-2-7b-hf"}',
-            r"holds adapters of meta-llama/Llama-2-7b-hf \(adapter_config.json\), and no model of its own",
+            r"holds adapters for meta-llama/Llama-2-7b-hf \(adapter_config.json\), but no model",
         ),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, name, text, c
 
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "./here", "~nobody-of-this-name/model"])
 def test_a_path_that_leads_nowhere_is_refused(model):
-    with pytest.raises(ConfigError, match=f"model='{model}' is no folder here, and nothing is downloaded"):
+    with pytest.raises(ConfigError, match=f"model='{model}' is not a folder here, and nothing is downloaded"):
         config_of(model)
 
 

@@ -210,7 +210,7 @@ def test_a_rotary_embedding_is_stretched_as_set_and_the_context_with_it(model, s
         ),
         (
             ["kind=llama3", "factor=2", "low_freq_factor=4"],
-            "rope_scaling.high_freq_factor=4 is not above low_freq_factor=4, which is above 0",
+            "rope_scaling.high_freq_factor=4 must be above low_freq_factor=4, and both above 0",
         ),
         (["factor=0.5"], f"{ROPE}.factor=0.5: input should be greater than or equal to 1"),
         (["kind=yarn"], f"{ROPE}.kind='yarn': input should be 'none', 'linear' or 'llama3'"),

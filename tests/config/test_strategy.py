@@ -96,27 +96,27 @@ def test_runs_with_other_adapters_are_other_runs():
         ({"lora": {"lora_rank": 8}}, "lora.lora_rank=8 needs strategy=lora, not standard"),
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_proj", "wq"]}},
-            "target_modules=['q_proj', 'wq'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj, or all-linear, besides embed_tokens or lm_head",
+            "target_modules=['q_proj', 'wq'] must name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+            "down_proj, or all-linear, and otherwise only embed_tokens or lm_head",
         ),
         (
             {"strategy": "lora", "lora": {"target_modules": ["lm_head"]}},
-            "target_modules=['lm_head'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj, or all-linear, besides embed_tokens or lm_head",
+            "target_modules=['lm_head'] must name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+            "down_proj, or all-linear, and otherwise only embed_tokens or lm_head",
         ),
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}},
             "lora.target_modules has embed_tokens and lm_head, but this model uses one matrix as both embedding and "
-            "head, so that such an adapter could not be merged; leave it out",
+            "head, so the adapter could not be merged; leave it out",
         ),
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_porj"]}},
-            "target_modules=['q_porj'] has to name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-            "down_proj, or all-linear, besides embed_tokens or lm_head; did you mean 'q_proj'?",
+            "target_modules=['q_porj'] must name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+            "down_proj, or all-linear, and otherwise only embed_tokens or lm_head; did you mean 'q_proj'?",
         ),
         (
             {"strategy": "lora", "lora": {"lora_rank": 129, "target_modules": ["q_proj", "v_proj"]}},
-            "lora.lora_rank=129 is above the rank that v_proj can have; use at most 128",
+            "lora.lora_rank=129 is above the largest rank of v_proj; use at most 128",
         ),
         (
             {"strategy": "moe", "moe": {"num_experts": 4, "experts_per_token": 5}},
@@ -124,11 +124,11 @@ def test_runs_with_other_adapters_are_other_runs():
         ),
         (
             {"strategy": "moe", "moe": {"moe_layers": [3, 16]}},
-            "moe_layers=[16] are not layers of tiny_llama3_50m, which has 0 to 15",
+            "moe_layers=[16] are not layers of tiny_llama3_50m, which has layers 0 to 15",
         ),
         (
             {"strategy": "moe", "moe": {"moe_layers": [3, 3]}},
-            "moe_layers=[3, 3] has to name some layers, each of them once",
+            "moe_layers=[3, 3] must name at least one layer, and none twice",
         ),
     ],
 )

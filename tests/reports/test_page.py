@@ -148,7 +148,7 @@ def test_settings_that_differ_from_their_defaults_stand_out(run):
 def test_a_page_begins_with_the_word_that_the_base_is_random(run):
     assert "are random" not in report(run).text
     run.config.write_text(RunConfig.from_mapping({"strategy": "lora"}).to_yaml())
-    assert "Base weights are random, and so is what comes of them" in report(run).text
+    assert "Base weights are random, so the trained model will be useless" in report(run).text
 
 
 def test_what_was_trained_on_is_said_with_what_may_not_be_as_meant(run):
