@@ -1,1 +1,1 @@
-"""The machine: what it has, the defaults that follow from it, and whether a run can start here."""
+"""This machine: its hardware, the defaults that follow from it, and whether a run can start here."""

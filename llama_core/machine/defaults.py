@@ -10,7 +10,7 @@ from llama_core.machine.detect import Machine
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration without ``auto``, and how it came about."""
+    """A configuration with the machine's defaults filled in, and their reasons."""
 
     config: RunConfig
     choices: tuple[str, ...]
@@ -38,13 +38,13 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
 
 
 def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
-    """Return the device to use and why it was chosen; the reason is empty where the configuration names it."""
+    """Return the device to use and the reason; the reason is empty if the configuration names the device."""
     device, gpus = config.launch.device, config.parallel.gpus
     if config.launch.launcher == "slurm":
         return ("cuda", "the default on Slurm") if device == "auto" else (device, "")
     if config.launch.nodes > 1:
         raise EnvironmentMismatchError(
-            f"launch.nodes={config.launch.nodes}: the local launcher has this machine only; use --launcher slurm"
+            f"launch.nodes={config.launch.nodes}: the local launcher uses only this machine; use --launcher slurm"
         )
     if device == "cpu":
         return device, ""
@@ -70,4 +70,4 @@ def _gpu_type(machine: Machine) -> tuple[str, str]:
     if machine.gpu_type is not None:
         return machine.gpu_type.name, "the device here"
     here = f"{machine.gpus[0]!r} is not in the table of devices" if machine.gpus else "no device here"
-    return DEFAULT_GPU_TYPE, f"{here}: planned for this one; --gpu-type chooses another"
+    return DEFAULT_GPU_TYPE, f"{here}, so the plan assumes this one; --gpu-type chooses another"

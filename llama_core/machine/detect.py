@@ -1,4 +1,4 @@
-"""What this machine has for a process: devices, cores and memory, found without torch."""
+"""Detect the devices, cores and memory that a process may use on this machine, without torch."""
 
 import csv
 import importlib.metadata
@@ -40,11 +40,11 @@ class Machine:
     gpus: tuple[str, ...]
     """Names of the CUDA devices that the installed torch can use."""
     gpu_type: DeviceSpec | None
-    """The first of them, if it is in the table of devices."""
+    """The first one, or None if it is not in the table of devices."""
     cpu_native_bf16: bool
     """Whether the CPU multiplies bf16 matrices in hardware."""
     memory_bytes: int
-    """Host memory, or the limit set on this process's control group where that is less."""
+    """Host memory, or the limit of this process's control group if that is lower."""
     available_memory_bytes: int
     """Part of it that is free or can be freed."""
     cores: int
@@ -82,7 +82,7 @@ def detect_machine() -> Machine:
 
 
 def device_label(device: str) -> str:
-    """Return the name its maker gives to the device that ``'cuda'`` or ``'cpu'`` stands for here."""
+    """Return the maker's name for this machine's ``'cuda'`` or ``'cpu'`` device."""
     if device == "cuda":
         gpus = visible_gpus()
         return gpus[0].name if gpus else "unknown CUDA device"
@@ -91,7 +91,7 @@ def device_label(device: str) -> str:
 
 @cache
 def installed_gpus() -> tuple[Gpu, ...]:
-    """Return the devices that NVIDIA's driver knows; none where it does not answer."""
+    """Return the devices that NVIDIA's driver lists; empty if it does not answer."""
     fields = "index,uuid,name,memory.total,driver_version"
     listed = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     rows = csv.reader(listed.splitlines(), skipinitialspace=True)
@@ -99,10 +99,9 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_links() -> dict[tuple[str, str], str]:
-    """Return what joins every pair of visible devices, by their indexes, as ``nvidia-smi topo`` names it.
+    """Return the link between every pair of visible devices, by index, as ``nvidia-smi topo`` names it.
 
-    ``NV18`` is 18 links of NVLink; ``PIX`` and ``PXB`` are PCIe switches; ``PHB``, ``NODE`` and ``SYS`` go through the
-    processor.
+    ``NV18`` is 18 NVLinks; ``PIX`` and ``PXB`` are PCIe switches; ``PHB``, ``NODE`` and ``SYS`` go through the CPU.
     """
     head, _, body = re.sub(r"\x1b\[[\d;]*m", "", _nvidia_smi("topo", "-m")).partition("\n")
     columns = head.split()
@@ -116,7 +115,7 @@ def gpu_links() -> dict[tuple[str, str], str]:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Return what NVIDIA's driver says; nothing where it does not answer."""
+    """Return the output of ``nvidia-smi``; empty if it fails."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -124,13 +123,13 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the installed devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+    """Return the installed devices that ``CUDA_VISIBLE_DEVICES`` selects, in its order."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return installed_gpus() if chosen is None else tuple(_choose(installed_gpus(), chosen))
 
 
 def _choose(gpus: tuple[Gpu, ...], chosen: str) -> Iterator[Gpu]:
-    """Yield the devices named by index or by the beginning of their UUID, up to the first name that fits none."""
+    """Yield the devices named by index or by a prefix of their UUID, up to the first name that matches none."""
     for name in filter(None, map(str.strip, chosen.split(","))):
         match = next((gpu for gpu in gpus if gpu.index == name or gpu.uuid.startswith(name)), None)
         if match is None:
@@ -139,11 +138,11 @@ def _choose(gpus: tuple[Gpu, ...], chosen: str) -> Iterator[Gpu]:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch was built for CUDA; True where none is installed, since that says nothing."""
+    """Return whether the installed torch was built for CUDA; True without torch, since nothing is known then."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return True
-    # Importing torch takes seconds; its build is a line of text.
+    # Importing torch takes seconds; version.py names the build in one line.
     version = (Path(found.origin).parent / "version.py").read_text()
     return re.search(r"^cuda\b[^=]*= *'", version, re.MULTILINE) is not None
 
@@ -160,9 +159,9 @@ def available_cores() -> int:
 
 
 def cgroup_memory(mounted_at: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[tuple[int, int]]:
-    """Return the limit and the use, in bytes, of each control group around this process that limits its memory.
+    """Return the limit and the usage, in bytes, of each control group around this process that limits memory.
 
-    Memory that only caches files counts as unused: the kernel takes it back.
+    Inactive file cache counts as unused, since the kernel can reclaim it.
 
     Args:
         mounted_at: where the control groups are mounted.
@@ -179,7 +178,7 @@ def cgroup_memory(mounted_at: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -
 
 
 def _cgroup_cpus() -> Iterator[float]:
-    """Yield the CPUs' worth of time that each control group around this process may use, where there is a quota."""
+    """Yield the quota, in CPUs, of each control group around this process that has one."""
     for group, version in _cgroups("cpu", _CGROUPS, _MEMBERSHIP):
         if version == 2:
             quota, _, period = _read(group / "cpu.max").strip().partition(" ")
@@ -192,7 +191,7 @@ def _cgroup_cpus() -> Iterator[float]:
 def _cgroups(controller: str, mounted_at: Path, membership: Path) -> Iterator[tuple[Path, int]]:
     """Yield the control groups this process is in, innermost first, with the version of their interface.
 
-    In a container the path may be the host's; what is visible then is the container's group, mounted as the root.
+    In a container the path may be the host's; then only the container's group is visible, mounted as the root.
     """
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -223,6 +222,6 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def cpu_model() -> str:
-    """Return the name its maker gives to the processor."""
+    """Return the maker's name for the CPU."""
     model = re.search(r"^model name\s*: (.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return model[1].strip() if model else platform.processor() or platform.machine()

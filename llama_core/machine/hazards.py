@@ -1,4 +1,4 @@
-"""What runs fail on in practice though everything is installed: drivers, limits, disks, clocks, names of machines."""
+"""What makes runs fail on a fully installed machine: drivers, limits, disks, clocks, host names."""
 
 import importlib.metadata
 import importlib.util
@@ -20,36 +20,36 @@ from llama_core.machine.detect import gpu_links, visible_gpus
 from llama_core.units import GIB, MIB, format_bytes, format_duration
 
 FEW_FILES = 1024
-"""Open files below which many ranks, data files and sockets run out of them."""
+"""Limit on open files below which many ranks, data files and sockets may exceed it."""
 LITTLE_SHARED_MEMORY = GIB
-"""Shared memory below which ranks of one machine, or their data loaders, may not get what they exchange."""
+"""Shared memory below which the ranks of one machine, or their data loaders, may run out of it."""
 PROBE_BYTES = 16 * MIB
-"""What is written to a disk to see how fast it is."""
+"""Bytes written to a disk to measure its speed."""
 SLOW_CHECKPOINT_SECONDS = 600.0
-"""Time to write a checkpoint from which it is worth a warning."""
+"""Time to write a checkpoint above which we warn."""
 CLOCK_SECONDS = 5.0
-"""How far the clock of a file system may be from this machine's."""
+"""Largest accepted difference between the clock of a file system and this machine's."""
 _THROUGH_THE_PROCESSOR = frozenset(("PHB", "NODE", "SYS"))
 _OLDEST_DRIVER = {12: 525, 13: 580}
-"""The first driver for each major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor version compatibility."""
+"""The oldest driver for each major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor version compatibility."""
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     fact: str
     """What was found."""
     warning: str = ""
-    """What is wrong with it and what to do; empty if nothing is."""
+    """The problem and its remedy; empty if there is none."""
 
 
 def look_at_machine(num_gpus: int, nodes: int) -> Iterator[Finding]:
-    """Yield what was found of drivers, links, limits, shared memory, the machine's name and Prefect.
+    """Yield findings about drivers, links, limits, shared memory, the machine's name and Prefect.
 
     Args:
         num_gpus: devices that the run asks for.
-        nodes: machines that they are on.
+        nodes: machines that the devices are on.
     """
     yield from _cuda()
     yield from _links(num_gpus)
@@ -61,11 +61,11 @@ def look_at_machine(num_gpus: int, nodes: int) -> Iterator[Finding]:
 
 
 def look_at_disk(folder: Path, checkpoint_bytes: int) -> Iterator[Finding]:
-    """Yield how fast ``folder`` takes data, and whether its clock is this machine's.
+    """Yield the write speed of ``folder``, and whether its clock agrees with this machine's.
 
     Args:
-        folder: a folder that can be written to.
-        checkpoint_bytes: size of a checkpoint of the run; 0 where there is no run.
+        folder: a writable folder.
+        checkpoint_bytes: size of a checkpoint of the run; 0 without a run.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
@@ -92,7 +92,7 @@ def look_at_disk(folder: Path, checkpoint_bytes: int) -> Iterator[Finding]:
     yield Finding(
         "clock",
         f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC",
-        f"the clock of {folder} is {ahead:+.0f} s from this machine's; have both kept by NTP"
+        f"the clock of {folder} is {ahead:+.0f} s from this machine's; synchronise both with NTP"
         if abs(ahead) > CLOCK_SECONDS + seconds
         else "",
     )
@@ -109,12 +109,12 @@ def _cuda() -> Iterator[Finding]:
 
 
 def driver_problem(cuda: str, driver: str) -> str:
-    """Return what is wrong where a driver is older than a version of CUDA needs; empty if nothing is."""
+    """Return the problem with a driver that is too old for a version of CUDA; empty if there is none."""
     oldest = _OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
     if int(driver.partition(".")[0] or 0) >= oldest:
         return ""
     return (
-        f"torch is built for CUDA {cuda}, which needs driver {oldest} or newer, and this one is {driver}; update the "
+        f"torch is built for CUDA {cuda}, which needs driver {oldest} or newer, but this one is {driver}; update the "
         "driver, or install a build for an older CUDA (https://pytorch.org/get-started)"
     )
 
@@ -128,8 +128,8 @@ def _links(num_gpus: int) -> Iterator[Finding]:
     yield Finding(
         "gpu links",
         ", ".join(f"{link} between {count} of {len(links)} pairs" for link, count in counts),
-        f"GPU {slow[0][0]} and GPU {slow[0][1]} ({len(slow)} of {len(links)} pairs) are joined through the processor, "
-        "where tensor parallelism is slow; choose others with CUDA_VISIBLE_DEVICES, or lower parallel.tp"
+        f"GPU {slow[0][0]} and GPU {slow[0][1]} ({len(slow)} of {len(links)} pairs) are connected through the CPU, "
+        "which makes tensor parallelism slow; choose others with CUDA_VISIBLE_DEVICES, or lower parallel.tp"
         if slow and num_gpus > 1
         else "",
     )
@@ -147,10 +147,10 @@ def _torch_cuda() -> str | None:
 
 
 def _attention() -> Finding:
-    # the model's attention is torch's own everywhere; an installed flash-attn is listed but not called
+    # the model always uses torch's own attention; an installed flash-attn is listed but not called
     installed = [f"{name} {v}" for name in ("flash-attn-4", "flash-attn-3", "flash-attn") if (v := _version(name))]
     unused = (
-        f"; {', '.join(installed)} is installed and not used" if installed else "; flash-attn is absent, not needed"
+        f"; {', '.join(installed)} is installed but not used" if installed else "; flash-attn is absent and not needed"
     )
     return Finding("attention", f"torch scaled_dot_product_attention and varlen_attn{unused}")
 
@@ -161,7 +161,9 @@ def _open_files() -> Finding:
     return Finding(
         "open files",
         f"ulimit -n {'unlimited' if soft < 0 else soft}",
-        f"this shell allows {soft} open files, which many ranks and data files exceed; ulimit -n {hard}" if low else "",
+        f"this shell allows {soft} open files, which many ranks and data files may exceed; run ulimit -n {hard}"
+        if low
+        else "",
     )
 
 
@@ -173,7 +175,7 @@ def _shared_memory(num_gpus: int) -> Iterator[Finding]:
     yield Finding(
         "/dev/shm",
         f"{format_bytes(free)} free of {format_bytes(total)}",
-        f"/dev/shm has {format_bytes(free)} free, which several ranks may exceed; give the container --shm-size=8g"
+        f"/dev/shm has {format_bytes(free)} free, which several ranks may exceed; run the container with --shm-size=8g"
         if little
         else "",
     )
@@ -184,13 +186,13 @@ def _address(nodes: int) -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        problem = f"the name of this machine, {name}, has no address, and other nodes could not meet it; add it to DNS"
+        problem = f"the name of this machine, {name}, has no address, so other nodes cannot reach it; add it to DNS"
         return Finding("address", f"{name} has none", problem if nodes > 1 else "")
     is_local = address.startswith("127.")
     return Finding(
         "address",
         f"{name} is {address}",
-        f"{name} is {address}, which other nodes cannot reach; have it resolve to the address of a network interface"
+        f"{name} is {address}, which other nodes cannot reach; make it resolve to the address of a network interface"
         if is_local and nodes > 1
         else "",
     )
@@ -199,9 +201,7 @@ def _address(nodes: int) -> Finding:
 def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        return Finding(
-            "prefect server", "none is named (PREFECT_API_URL): --flow starts one for as long as a run lasts"
-        )
+        return Finding("prefect server", "PREFECT_API_URL is not set: --flow starts a server for the duration of a run")
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,4 +1,4 @@
-"""What is missing on this machine, and what will hurt, found without torch."""
+"""Check what this machine lacks for a run and what will slow it down, without torch."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +19,7 @@ from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ((2, 11), (2, 13))
-"""Oldest and newest torch that the tests have passed on."""
+"""Oldest and newest torch versions that pass the tests."""
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
@@ -37,17 +37,17 @@ _OPTIONAL = ("tensorboard", "transformers", "tokenizers", "wandb", "deepspeed", 
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """What was found on this machine."""
+    """The results of checking this machine."""
 
     errors: tuple[str, ...]
-    """What keeps the run from starting, one line each, with the remedy."""
+    """Problems that keep the run from starting, one line each, with the remedy."""
     warnings: tuple[str, ...]
-    """What will make it slower or poorer."""
+    """Problems that make the run slower or worse."""
     facts: dict[str, str]
     """Versions, devices, memory."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON takes it."""
+        """Return the report as a record for JSON."""
         return asdict(self)
 
     def summary(self) -> str:
@@ -61,28 +61,28 @@ class EnvironmentReport:
 
 @dataclass
 class Findings:
-    """What checks find, while they look."""
+    """Collects the results of the checks."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
-        """Take what was found, and what is wrong with it."""
+        """Add a finding's fact, and its warning if it has one."""
         self.facts[finding.name] = finding.fact
         self.warnings += [finding.warning] if finding.warning else []
 
     def report(self) -> EnvironmentReport:
-        """Return what has been found."""
+        """Return everything found so far."""
         return EnvironmentReport(tuple(self.errors), tuple(self.warnings), self.facts)
 
 
 def check_machine(found: Findings, config: RunConfig | None, run_dir: Path) -> None:
-    """Find what is missing here, what will hurt, and what there is; torch is not imported.
+    """Collect the facts, errors and warnings about this machine; torch is not imported.
 
     Args:
-        found: takes what is found.
-        config: the run to check for; without it, only the installation and the machine are looked at.
+        found: collects the results.
+        config: the run to check for; without it, only the installation and the machine are checked.
         run_dir: where the run's files will go.
     """
     machine = detect_machine()
@@ -110,7 +110,7 @@ def _check_packages(found: Findings) -> None:
     for package, purpose in _REQUIRED.items():
         version = _version(package)
         if version is None:
-            found.errors.append(f"{package} is not installed, and is needed to {purpose}; pip install {package}")
+            found.errors.append(f"{package} is not installed but is needed to {purpose}; pip install {package}")
         else:
             found.facts[package] = f"{package} {version}"
     installed = {package: _version(package) for package in _OPTIONAL}
@@ -119,7 +119,7 @@ def _check_packages(found: Findings) -> None:
 
 
 def _check_extras(found: Findings, config: RunConfig) -> None:
-    """Find the packages that only some runs need."""
+    """Check for the packages that only some runs need."""
     uses = {
         "wandb": (config.tracking.wandb != "off", f"tracking.wandb={config.tracking.wandb}"),
         "deepspeed": (config.parallel.zero_backend == "deepspeed", "parallel.zero_backend=deepspeed"),
@@ -192,7 +192,7 @@ def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> Non
     for finding in look_at_disk(existing, checkpoint_bytes):
         found.add(finding)
     if config is not None:
-        # One more than are kept: the oldest is removed only after the newest is complete.
+        # One more than are kept: the oldest is removed only once the newest is complete.
         checkpoints = config.training.keep_checkpoints + 1
         needed = checkpoints * checkpoint_bytes
         if free < needed:

@@ -82,4 +82,4 @@ def test_a_file_system_with_another_clock_is_a_warning(tmp_path, monkeypatch):
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     _, clock = look_at_disk(tmp_path, 0)
-    assert "from this machine's; have both kept by NTP" in clock.warning
+    assert "from this machine's; synchronise both with NTP" in clock.warning

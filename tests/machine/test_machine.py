@@ -171,7 +171,7 @@ def test_what_joins_devices_is_listed_and_a_pair_that_the_processor_joins_is_a_w
     assert gpu_links() == {("0", "1"): "NV18", ("0", "2"): "SYS", ("1", "2"): "NODE"}
     (links,) = (finding for finding in look_at_machine(3, 1) if finding.name == "gpu links")
     assert links.fact == "NV18 between 1 of 3 pairs, SYS between 1 of 3 pairs, NODE between 1 of 3 pairs"
-    assert links.warning.startswith("GPU 0 and GPU 2 (2 of 3 pairs) are joined through the processor")
+    assert links.warning.startswith("GPU 0 and GPU 2 (2 of 3 pairs) are connected through the CPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     (links,) = (finding for finding in look_at_machine(2, 1) if finding.name == "gpu links")
     assert (links.fact, links.warning) == ("NV18 between 1 of 1 pairs", "")

@@ -160,7 +160,7 @@ SPELLINGS = {
     ),
     "already holds this run; add --resume to continue it": "already holds this run; add resume=True to continue it",
     "go on all the same with --force (launch.force=true)": "go on all the same with force=True (launch.force=true)",
-    "planned for this one; --gpu-type chooses another": "planned for this one; gpu_type chooses another",
+    "the plan assumes this one; --gpu-type chooses another": "the plan assumes this one; gpu_type chooses another",
     "use --activation-checkpointing": 'use recompute="full"',
     "continue with: training-infra train --run-dir runs/x --resume": (
         "continue with: launch_training(..., run_dir='runs/x', resume=True)"

@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "train --model llama3_405b --gpus 64 --strategy standard --zero-stage 3": NO_CUDA.format(64),
     "train --model llama3_405b --gpus 64 --nodes 8 --zero-stage 3 --activation-checkpointing --gradient-compression": (
-        "launch.nodes=8: the local launcher has this machine only; use --launcher slurm"
+        "launch.nodes=8: the local launcher uses only this machine; use --launcher slurm"
     ),
 }
 """Commands that this machine is too small for, alike."""
