@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how it is written."""
+"""The files that a run leaves on disk, and how they are written."""

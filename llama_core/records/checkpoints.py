@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: which there are, and which are complete. No weight is read, and no torch needed."""
+"""List a run's checkpoints on disk and check that they are complete. Reads no weights and needs no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ PREFIX = "step-"
 STATE = "state.json"
 LATEST = "latest"
 LAYOUT = "deepspeed.json"
-"""The file in DeepSpeed's checkpoints that says how many ranks wrote them, at which stage; others have none."""
+"""File in DeepSpeed's checkpoints with the number of ranks and the ZeRO stage that wrote them; others have none."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the directory with the checkpoint of ``step``."""
+    """Return the directory name of the checkpoint of ``step``."""
     return f"{PREFIX}{step:08d}"
 
 
@@ -30,7 +30,7 @@ def newest_checkpoint(run: RunDirectory) -> Path | None:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether every file of the checkpoint in ``path`` is there with its size."""
+    """Return whether every file of the checkpoint in ``path`` exists with its recorded size."""
     try:
         complete_state(path)
     except CheckpointError:
@@ -39,10 +39,10 @@ def is_complete(path: Path) -> bool:
 
 
 def complete_state(path: Path) -> dict[str, Any]:
-    """Return the counters of the checkpoint in ``path`` once every file it lists is there with its size.
+    """Return the counters of the checkpoint in ``path`` after checking that its files exist with their recorded sizes.
 
     Raises:
-        CheckpointError: naming the file that is missing or cut short.
+        CheckpointError: naming the file that is missing or truncated.
     """
     try:
         state = read_json(path / STATE)

@@ -1,4 +1,4 @@
-"""The directory of a run: which file holds what. Every step of the chain is handed this path and nothing else."""
+"""The layout of a run directory. Every step of the chain gets this path and nothing else."""
 
 import tempfile
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from llama_core.errors import RunDirectoryError
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths inside one run's directory. Every step of the chain is handed this and nothing else."""
+    """The paths inside one run's directory."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The run's name, which is its directory's."""
+        """The run's name, which is the directory's."""
         return self.path.name
 
     @property
@@ -30,47 +30,47 @@ class RunDirectory:
 
     @property
     def choice(self) -> Path:
-        """Why the plan is as it is, and what else was considered; not there for a plan that follows from rules."""
+        """Why the planner chose this plan, and the alternatives; missing if the plan follows from rules."""
         return self.path / "choice.json"
 
     @property
     def environment(self) -> Path:
-        """What ``validate_environment`` found."""
+        """The result of ``validate_environment``."""
         return self.path / "environment.json"
 
     @property
     def estimate(self) -> Path:
-        """Bytes per category by arithmetic."""
+        """Bytes per category, computed by arithmetic."""
         return self.path / "estimate.json"
 
     @property
     def dry_run(self) -> Path:
-        """Bytes per category and FLOPs counted on fake tensors."""
+        """Bytes per category and FLOPs, counted on fake tensors."""
         return self.path / "dry_run.json"
 
     @property
     def data(self) -> Path:
-        """What the tokenised data are: documents, conversations, tokens that count, what was left out."""
+        """Counts of the tokenised data: documents, conversations, tokens in the loss, skipped lines."""
         return self.path / "data.json"
 
     @property
     def job(self) -> Path:
-        """The ``JobRecord`` of the job now or last at work; written before anyone waits for it."""
+        """The ``JobRecord`` of the current or last job; written before anyone waits for the job."""
         return self.path / "job.json"
 
     @property
     def flow_run(self) -> Path:
-        """The Prefect flow runs that have followed the run, the newest last."""
+        """The Prefect flow runs that have followed the run, newest last."""
         return self.path / "flow_run.json"
 
     @property
     def training(self) -> Path:
-        """What training reached: held-out loss, tokens, the corpus' entropies."""
+        """The ``TrainingSummary``: held-out loss, tokens, entropies of the corpus."""
         return self.path / "training.json"
 
     @property
     def benchmark(self) -> Path:
-        """Timed steps: median and spread."""
+        """The ``BenchmarkRecord``: median and spread of timed steps."""
         return self.path / "benchmark.json"
 
     @property
@@ -85,7 +85,7 @@ class RunDirectory:
 
     @property
     def heartbeat(self) -> Path:
-        """The newest ``StepRecord``, rewritten every step, for those who watch."""
+        """The newest ``StepRecord``, rewritten every step for monitoring."""
         return self.path / "metrics" / "heartbeat.json"
 
     @property

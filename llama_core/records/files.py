@@ -1,4 +1,4 @@
-"""Writing a record so that a reader never sees half of it, and reading it back."""
+"""Write records atomically, so that a reader never sees half of one, and read them back."""
 
 import json
 import os
@@ -21,17 +21,17 @@ def now() -> str:
 
 
 def timestamp() -> str:
-    """Return the current time in UTC as ISO 8601, to the microsecond: two jobs are never submitted in the same one."""
+    """Return the current time in UTC as ISO 8601, to the microsecond, so that no two jobs share one."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path that takes the place of ``path`` when the block ends without an error.
+    """Yield a temporary path that replaces ``path`` when the block ends without an error.
 
     Args:
         path: the file to make or replace.
-        durable: see that the bytes are on disk first, so that a power cut leaves the old file or the new one.
+        durable: flush the bytes to disk first, so that a power cut leaves the old file or the new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
@@ -46,7 +46,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def write_json(path: Path, record: object, *, durable: bool = True) -> None:
-    """Write a mapping or dataclass as JSON with its ``schema_version``, whole or not at all; see ``atomic_write``."""
+    """Write a mapping or dataclass atomically as JSON with its ``schema_version``; see ``atomic_write``."""
     payload = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
     if not isinstance(payload, Mapping):
         raise TypeError(f"a record is a mapping or a dataclass, not {type(record).__name__}")

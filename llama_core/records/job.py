@@ -1,4 +1,4 @@
-"""The job at work on a run, and why it ended."""
+"""The job of a run, and why it ended."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ OutcomeStatus = Literal[
 
 
 Part = Literal["train", "benchmark"]
-"""What of its work a job does where it does not do all of it."""
+"""The part of its work that a job does, if it does not do all."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The job at work on a run: enough to find it again."""
+    """The current job of a run: enough to find it again."""
 
     launcher: str
     job_id: str
     """Slurm's job id, or the process id of the local controller."""
     host: str
-    """Where it was submitted from."""
+    """Machine it was submitted from."""
     submitted_at: str
     name: str = ""
     """Its name in Slurm's queue."""
@@ -39,7 +39,7 @@ class JobRecord:
     grace_seconds: float = 120.0
     """Time the job gets to finish its step and save a checkpoint before it is killed."""
     folder: str = ""
-    """Where submitit keeps what the job starts from, and what it prints before its ranks begin."""
+    """submitit's folder: the files that the job starts from, and its output before the ranks start."""
 
 
 @dataclass(frozen=True)
@@ -55,5 +55,5 @@ class Outcome:
     """What to try next; empty when the run finished."""
     ended_at: str
     attempts: tuple[Mapping[str, Any], ...] = ()
-    """Every attempt at this run, oldest first: job id, how often Slurm had started the job before, status, reason,
-    first and last step, and whether the job was queued again."""
+    """Every attempt at this run, oldest first: job id, number of earlier starts by Slurm, status, reason, first and
+    last step, and whether the job was requeued."""

@@ -1,4 +1,4 @@
-"""What training measures: each step, the whole of it, and timed steps."""
+"""Measurements of training: each step, the whole run, and timed steps."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from llama_core.units import format_bytes, format_count, format_duration
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as it goes to every metrics sink."""
+    """One optimizer step, as every metrics sink gets it."""
 
     step: int
     """Optimizer step, from 1."""
@@ -22,7 +22,7 @@ class StepRecord:
     tokens: int
     """Tokens trained on since the run began, this step included."""
     tokens_per_second: float
-    """Tokens of this step over ``step_seconds``, all devices together."""
+    """Tokens of this step on all devices, divided by ``step_seconds``."""
     step_seconds: float
     """Wall time of the whole step."""
     data_seconds: float
@@ -32,7 +32,7 @@ class StepRecord:
     optimizer_seconds: float
     """Part of the step spent updating the weights."""
     mfu: float | None
-    """Model FLOP/s over the devices' peak, attention counted in full; None where the peak is unknown."""
+    """Model FLOP/s divided by the devices' peak, with attention counted in full; None if the peak is unknown."""
     memory_allocated_bytes: int
     """Memory held now: the CUDA allocator's, or the process's resident set on the CPU."""
     memory_peak_bytes: int
@@ -40,16 +40,16 @@ class StepRecord:
     loss_scale: float
     """Factor the loss was scaled by; 1 except in fp16."""
     skipped: bool
-    """Whether the update was left out because the loss or the gradient was not finite."""
+    """Whether the update was skipped because the loss or the gradient was not finite."""
     eval_loss: float | None
-    """Mean cross-entropy on held-out tokens after this step, in nats; None where none was measured."""
+    """Mean cross-entropy on held-out tokens after this step, in nats; None if not measured."""
     time: float
     """Seconds since the epoch at the end of the step."""
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """What training reached."""
+    """The results of training."""
 
     steps: int
     tokens: int
@@ -59,18 +59,18 @@ class TrainingSummary:
     """Mean cross-entropy on the held-out tokens after the last step, in nats."""
     eval_tokens: int
     unigram_entropy: float | None
-    """Entropy of the corpus' tokens taken one by one, in nats; only for the byte tokenizer."""
+    """Unigram entropy of the corpus, in nats per token; only for the byte tokenizer."""
     bigram_entropy: float | None
-    """Entropy of a token of the corpus given the one before, in nats; only for the byte tokenizer."""
+    """Entropy of a token of the corpus given the previous one, in nats; only for the byte tokenizer."""
     memory_baseline_bytes: int
-    """Memory held before the model was built, in the measure of ``StepRecord.memory_peak_bytes``."""
+    """Memory held before the model was built, measured as ``StepRecord.memory_peak_bytes``."""
     memory_peak_bytes: int
     """Most memory held while training."""
     seconds: float
     """Wall time of the training loop of this attempt."""
 
     def summary(self) -> str:
-        """Return what was reached in one line."""
+        """Return the results in one line."""
         parts = [f"{self.steps} steps, {format_count(self.tokens)} tokens in {format_duration(self.seconds)}"]
         if self.eval_loss is not None:
             baselines = [
@@ -88,10 +88,10 @@ class TrainingSummary:
 
 @dataclass(frozen=True)
 class BenchmarkRecord:
-    """Timed optimizer steps, after warm-up steps that are not counted."""
+    """Timed optimizer steps, after untimed warm-up steps."""
 
     device: str
-    """The device as its maker calls it."""
+    """The maker's name for the device."""
     warmup_steps: int
     step_seconds: tuple[float, ...]
     """Wall time of each timed step."""
@@ -100,10 +100,10 @@ class BenchmarkRecord:
     """Interquartile range of ``step_seconds``."""
     tokens_per_step: int
     tokens_per_second: float
-    """Tokens of a step over the median, all devices together."""
+    """Tokens of a step on all devices, divided by the median."""
     mfu: float | None
     memory_peak_bytes: int
-    """Most memory held during the timed steps, in the measure of ``StepRecord.memory_peak_bytes``."""
+    """Most memory held during the timed steps, measured as ``StepRecord.memory_peak_bytes``."""
 
     def summary(self) -> str:
         """Return the speed in one line."""

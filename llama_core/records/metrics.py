@@ -1,4 +1,4 @@
-"""The metrics of a run, as Parquet parts: a file has no footer until it is closed, so a new one begins now and then."""
+"""The metrics of a run, as several Parquet parts, since a Parquet file cannot be read until it is closed."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ def write_metrics_part(run: RunDirectory, records: Sequence[StepRecord]) -> Path
 
 
 def read_metrics(run: RunDirectory) -> "pa.Table":
-    """Return the run's ``StepRecord`` rows in order of step; an empty table if there are none."""
+    """Return the run's ``StepRecord`` rows ordered by step; an empty table if there are none."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -38,14 +38,14 @@ def read_metrics(run: RunDirectory) -> "pa.Table":
 
 
 def read_heartbeat(run: RunDirectory) -> StepRecord | None:
-    """Return the record of the last completed step, or None if there is none that can be read now."""
+    """Return the record of the last completed step, or None if none can be read."""
     with suppress(RunDirectoryError):
         return StepRecord(**read_json(run.heartbeat))
     return None
 
 
 def drop_metrics_after(run: RunDirectory, step: int) -> None:
-    """Forget the records of steps above ``step``, which a run resumed there will take again."""
+    """Delete the records of steps after ``step``, which a run resumed there repeats."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
