@@ -1,8 +1,8 @@
-"""What a pipeline schedule is made of: the actions of every rank, in order, and the order in which they can be run.
+"""A pipeline schedule: the actions of every rank, in order, with the sends and receives between ranks.
 
-A stage is a run of consecutive layers, counted from the input; a microbatch passes every stage forward and then, from
-the last stage to the first, backward. Actions are written as in torch's pipelining CSV: ``0F3`` is the forward of
-microbatch 3 on stage 0.
+A stage is a group of consecutive layers; stages are counted from the input. A microbatch goes forward through all
+stages, then backward from the last stage to the first. Actions are written as in torch's pipelining CSV: ``0F3`` is
+the forward of microbatch 3 on stage 0.
 """
 
 import re
@@ -18,32 +18,32 @@ from llama_core.errors import PlanError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its spelling."""
+    """The kind of an action; the value is its spelling."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward: the gradient of the stage's input and those of its weights."""
     INPUT_GRADIENT = "I"
-    """The part of the backward that the stage before waits for."""
+    """The part of the backward that the previous stage waits for."""
     WEIGHT_GRADIENT = "W"
-    """The rest of it, for which nobody waits."""
+    """The rest of the backward, which no other stage waits for."""
     SEND_F = "SEND_F"
     """The stage sends its output to the next stage."""
     RECV_F = "RECV_F"
-    """The stage receives its input from the stage before."""
+    """The stage receives its input from the previous stage."""
     SEND_B = "SEND_B"
-    """The stage sends the gradient of its input to the stage before."""
+    """The stage sends the gradient of its input to the previous stage."""
     RECV_B = "RECV_B"
     """The stage receives the gradient of its output from the next stage."""
 
 
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RELEASES = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
-"""After these a stage needs nothing of the microbatch any more."""
+"""Actions after which a stage no longer holds anything of the microbatch."""
 
 _FEEDS = {Kind.RECV_F: {Kind.FORWARD}, Kind.RECV_B: {Kind.BACKWARD, Kind.INPUT_GRADIENT}}
 _WAYS_TO_RUN = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
-# Any positive times give an order without deadlock; with these the lists are the ones that run best on real models.
+# Any positive times give an order without deadlock; these give the lists that run best on real models.
 _USUAL_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRADIENT: 1.0, Kind.WEIGHT_GRADIENT: 1.0}
 
 
@@ -89,11 +89,11 @@ class Schedule:
     """The computations of every rank of one pipeline for one optimizer step."""
 
     name: str
-    """What the schedule is called on the command line."""
+    """Name of the schedule on the command line."""
     num_stages: int
     """Stages the layers are divided into."""
     num_microbatches: int
-    """Microbatches as the actions count them: parts, where a microbatch is cut into ``parts_per_microbatch``."""
+    """Microbatches as the actions count them: each of the ``parts_per_microbatch`` parts is one."""
     actions: tuple[tuple[Action, ...], ...]
     """Computations of each rank, in order."""
     placement: Placement
@@ -107,15 +107,15 @@ class Schedule:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the weights of the same stage and have to sum their gradients."""
+        """Ranks that hold the weights of the same stage and sum their gradients."""
         return sum(map(len, self.placement)) // self.num_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that ``rank`` hosts; in Chimera that of the down pipeline comes first."""
+        """Return the stages that ``rank`` hosts; in Chimera, the down pipeline's stage comes first."""
         return self.placement[rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Return the rank on which ``stage`` runs ``microbatch``."""
+        """Return the rank that runs ``microbatch`` on ``stage``."""
         return self._ranks[stage, microbatch]
 
     @cached_property
@@ -134,7 +134,7 @@ class Schedule:
             times: how long an action of each kind takes; communication takes no time.
 
         Raises:
-            PlanError: if an action is missing, is listed twice or on the wrong rank, or waits for ever.
+            PlanError: if an action is missing, is listed twice or on the wrong rank, or waits forever.
         """
         if problems := list(self._problems()):
             raise PlanError(f"schedule {self.name} is not complete: {'; '.join(problems)}")
@@ -176,15 +176,15 @@ class Schedule:
         for rank, (lane, actions) in enumerate(zip(lanes, self.actions, strict=True)):
             for action in actions[len(lane) : len(lane) + 1]:
                 missing = [str(before) for before in inputs(action, self.num_stages) if before not in done]
-                yield f"rank {rank} waits with {action} for {' and '.join(missing)}"
+                yield f"rank {rank} waits at {action} for {' and '.join(missing)}"
 
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
         """Return every rank's actions with the sends and receives between them.
 
-        The lists can be run with blocking, unbuffered sends and receives: they are projections of one global order in
-        which each send and its receive are a single event. So between two ranks, too, sends and receives come in the
-        same order. No computation stands between a send and the one that made what it sends; a receive stands as late
-        as that order and its use allow. Neighbouring stages of one rank hand over without communication.
+        The lists run with blocking, unbuffered sends and receives: they are projections of one global order in which
+        each send and its receive are a single event. So any two ranks also see their messages in the same order. No
+        computation comes between a send and the computation of its tensor. A receive comes as late as the global order
+        and its use allow. Adjacent stages on one rank need no communication.
 
         Raises:
             PlanError: as ``replay``.
@@ -204,8 +204,8 @@ class Schedule:
     def _events(self) -> Iterator[tuple[int, Action, bool]]:
         """Yield rank, action and whether it has ended, at each start and each end, in clock order.
 
-        At equal times ends come first, since others start on them; and of the ends those whose receiver stands further
-        along its way, so that a rank sends before it receives.
+        At equal times, ends come before starts, since starts depend on them. Among the ends, the action further along
+        its pass comes first, so that a rank sends before it receives.
         """
         events = []
         for rank, lane in enumerate(self.replay(_USUAL_TIMES)):
@@ -217,7 +217,7 @@ class Schedule:
             yield rank, action, not is_start
 
     def _hand_over(self, action: Action) -> tuple[Action, Action] | None:
-        """Return the send that follows ``action`` and its receive; None where nobody waits for what it makes."""
+        """Return the send that follows ``action`` and its receive; None if no other stage needs the result."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.FORWARD and stage < self.num_stages - 1:
             return Action(stage, Kind.SEND_F, microbatch), Action(stage + 1, Kind.RECV_F, microbatch)
@@ -227,7 +227,7 @@ class Schedule:
 
 
 def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Return the computations that have to be done before ``action`` in a pipeline of ``num_stages``."""
+    """Return the computations that must end before ``action`` starts in a pipeline of ``num_stages``."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.FORWARD:
         return (Action(stage - 1, kind, microbatch),) if stage else ()
@@ -238,7 +238,7 @@ def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def _receiving_late(actions: Sequence[Action]) -> Iterator[Action]:
-    """Yield ``actions`` with every receive put off to its use or, to keep the order of messages, the next send."""
+    """Yield ``actions`` with every receive delayed until its use or, to keep the order of messages, the next send."""
     pending: list[Action] = []
     for action in actions:
         if action.kind in _FEEDS:
@@ -259,5 +259,5 @@ def _same_microbatch(one: Action, other: Action) -> bool:
 
 
 def one_stage_each(num_ranks: int) -> Placement:
-    """Return the placement of as many stages as ranks."""
+    """Return the placement of one stage on each rank."""
     return tuple((rank,) for rank in range(num_ranks))

@@ -1,4 +1,4 @@
-"""Chimera: two pipelines in opposite directions over the same ranks, each of which holds two stages.
+"""Chimera: two pipelines in opposite directions over the same ranks, with two stages on each rank.
 
 Source: Li and Hoefler 2021, arXiv:2107.06925.
 """
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return Chimera: two pipelines in opposite directions over the same ranks, so that one fills the other's bubble.
+    """Return Chimera: two pipelines in opposite directions over the same ranks, which fill each other's bubble.
 
     Rank p hosts stage p of the down pipeline and stage D-1-p of the up pipeline. Each unit of D microbatches sends the
     first half down and the rest up, through a fixed table of slots for F = B. More microbatches repeat the unit (direct
-    concatenation); of an odd number in the last one, one more goes down.
+    concatenation). If the last unit has an odd number, the extra microbatch goes down.
 
     Raises:
         PlanError: if ``num_ranks`` is odd.
@@ -44,10 +44,10 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
 def chimera_doubling(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return Chimera with forward doubling: microbatches go forward in pairs, which take as long as one backward.
 
-    At B = 2F both pipelines then keep step over any number of units, for twice the activations. A pair is two forwards
-    one after the other, so that each has a backward of its own; an odd last microbatch goes alone. In every slot a rank
-    runs a backward that is ready before a forward, and of two the one of the deeper stage; it never holds more than
-    ``2 * num_ranks`` microbatches.
+    At B = 2F both pipelines then stay in step over any number of units, at twice the activations. A pair is two
+    consecutive forwards, each with its own backward; an odd last microbatch goes alone. In every slot a rank prefers a
+    ready backward to a forward, and the deeper stage to the shallower. It never holds more than ``2 * num_ranks``
+    microbatches.
 
     Raises:
         PlanError: if ``num_ranks`` is odd.
@@ -69,8 +69,8 @@ def chimera_doubling(num_ranks: int, num_microbatches: int) -> Schedule:
 def chimera_halving(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return Chimera with backward halving: every microbatch is cut in two, and its halves go forward as a pair.
 
-    These are the lists of forward doubling over ``2 * num_microbatches`` halves: a backward takes as long as the pair's
-    forward without the activations of a second microbatch.
+    The lists are those of forward doubling over ``2 * num_microbatches`` halves: one backward takes as long as a pair's
+    forward, without the activations of a second microbatch.
 
     Raises:
         PlanError: if ``num_ranks`` is odd.
@@ -84,13 +84,13 @@ def _both_ways(num_ranks: int) -> Placement:
     if num_ranks % 2:
         even = {max(2, num_ranks - 1), num_ranks + 1}
         raise PlanError(
-            f"num_ranks={num_ranks} is odd, and Chimera pairs its ranks; use {' or '.join(map(str, sorted(even)))}"
+            f"num_ranks={num_ranks} is odd, but Chimera pairs its ranks; use {' or '.join(map(str, sorted(even)))}"
         )
     return tuple((rank, num_ranks - 1 - rank) for rank in range(num_ranks))
 
 
 def _down_and_up(items: Sequence[T], num_ranks: int) -> tuple[list[T], list[T]]:
-    """Return what goes down and what goes up: of each ``num_ranks`` items the first half and the rest."""
+    """Return the items that go down and those that go up: the first half of each ``num_ranks`` items, and the rest."""
     units = [(unit, (len(unit) + 1) // 2) for unit in pieces(items, num_ranks)]
     down = [item for unit, middle in units for item in unit[:middle]]
     up = [item for unit, middle in units for item in unit[middle:]]

@@ -1,4 +1,4 @@
-"""The clock of a pipeline schedule: when every action runs, what the ranks wait and what they hold."""
+"""Time a pipeline schedule: when every action runs, how long ranks wait, and how many microbatches they hold."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from llama_core.schedules.actions import RELEASES, Kind, Schedule, TimedAction
 
 @dataclass(frozen=True)
 class Timeline:
-    """One optimizer step of a schedule, its times in the unit of those it was made from."""
+    """One optimizer step of a schedule, with times in the unit of those given to ``simulate``."""
 
     schedule: Schedule
     lanes: tuple[tuple[TimedAction, ...], ...]
@@ -24,15 +24,15 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Part of the ranks' time that they wait."""
+        """Fraction of the ranks' time that they wait."""
         num_ranks = self.schedule.num_ranks
         return sum(map(self.idle, range(num_ranks))) / (num_ranks * self.makespan)
 
     def peak_in_flight(self, rank: int) -> float:
-        """Return the most microbatches that ``rank`` holds activations of, in units of one full stage.
+        """Return the peak number of microbatches whose activations ``rank`` holds, in units of one full stage.
 
-        It holds a microbatch from its forward to its backward or, where that is in two, to its weight gradient. A stage
-        that is one of several chunks of a full one counts as that part of it, and so does half a microbatch.
+        It holds a microbatch from its forward to its backward or, if the backward is split, to its weight gradient. One
+        of several chunks of a full stage counts as that fraction of it, and so does half a microbatch.
         """
         held = most = 0
         for timed in self.lanes[rank]:
@@ -49,17 +49,17 @@ def simulate(
     input_gradient: float | None = None,
     weight_gradient: float | None = None,
 ) -> Timeline:
-    """Return when every action of ``schedule`` runs if each starts as soon as it can and communication takes no time.
+    """Return the timeline of ``schedule`` if each action starts as soon as it can and communication takes no time.
 
     Args:
-        schedule: what to clock.
-        forward: time that one full stage (the model divided by the ranks) takes for the forward of one microbatch.
-        backward: time that it takes for the whole backward.
-        input_gradient: time of the part that the stage before waits for; half of ``backward`` if not given.
+        schedule: the schedule to time.
+        forward: time of one microbatch's forward through one full stage (the model divided by the ranks).
+        backward: time of its whole backward.
+        input_gradient: time of the part that the previous stage waits for; half of ``backward`` if not given.
         weight_gradient: time of the rest; half of ``backward`` if not given.
 
     Raises:
-        PlanError: if an action is missing, is listed twice or on the wrong rank, or waits for ever.
+        PlanError: if an action is missing, is listed twice or on the wrong rank, or waits forever.
     """
     times = {
         Kind.FORWARD: forward,
@@ -72,5 +72,5 @@ def simulate(
 
 
 def _actions_per_pass(schedule: Schedule) -> float:
-    """Return in how many actions a microbatch passes a full stage in one direction."""
+    """Return the number of actions in which a microbatch passes one full stage in one direction."""
     return schedule.num_stages / schedule.num_ranks * schedule.parts_per_microbatch

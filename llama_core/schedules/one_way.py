@@ -1,4 +1,4 @@
-"""Schedules of one pipeline in one direction: GPipe, 1F1B, and 1F1B over several stages of each rank."""
+"""Schedules of a single pipeline in one direction: GPipe, 1F1B and interleaved 1F1B."""
 
 from llama_core.errors import PlanError
 from llama_core.schedules.actions import Kind, Schedule, one_stage_each
@@ -42,8 +42,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Return interleaved 1F1B: 1F1B over ``num_chunks`` stages per rank, rank r hosting stages r, r + D, r + 2D, ...
 
-    Microbatches go in groups of ``num_ranks``: a rank takes a whole group through one of its stages before it turns to
-    the next stage.
+    Microbatches go in groups of ``num_ranks``: a rank runs a whole group on one stage before it moves to the next.
 
     Raises:
         PlanError: if there is only one chunk, or ``num_ranks`` does not divide ``num_microbatches``.

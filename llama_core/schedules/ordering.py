@@ -1,4 +1,4 @@
-"""Ways to make one order of a rank's forwards and backwards: fixed delays between them, or whatever is ready first."""
+"""Two ways to order a rank's forwards and backwards: by fixed delays, or first ready first."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from llama_core.schedules.actions import RELEASES, Action, Kind, inputs
 
 T = TypeVar("T")
 Slot = list[Action]
-"""What a rank does without looking at anything else in between."""
+"""Actions that a rank runs without interruption."""
 
 
 def passes(stage: int, kind: Kind, microbatches: Sequence[int]) -> list[Action]:
@@ -17,12 +17,12 @@ def passes(stage: int, kind: Kind, microbatches: Sequence[int]) -> list[Action]:
 
 
 def pieces(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Return the items in pieces of ``size``, of which the last may be shorter."""
+    """Return the items in pieces of ``size``; the last may be shorter."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def staggered(*delayed: tuple[int, Sequence[Action]]) -> tuple[Action, ...]:
-    """Return the sequences as one: in every tick the next action of each whose delay is over."""
+    """Return the merged sequences: every tick takes the next action of each sequence whose delay is over."""
     num_ticks = max(delay + len(actions) for delay, actions in delayed)
     return tuple(
         actions[tick - delay]
@@ -35,9 +35,9 @@ def staggered(*delayed: tuple[int, Sequence[Action]]) -> tuple[Action, ...]:
 def first_ready(
     queues: Sequence[Sequence[Sequence[Slot]]], num_stages: int, most_held: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the order in which every rank empties its queues, all ranks in step, slot by slot.
+    """Return the order in which every rank empties its queues, with all ranks in lockstep, slot by slot.
 
-    In each slot a rank takes the first head of its queues whose inputs were done in slots before, or waits. It takes no
+    In each slot a rank takes the first queue head whose inputs were done in earlier slots, or waits. It takes no
     forward that would make it hold more than ``most_held`` microbatches, counted once for each of its stages.
     """
     waiting = [[deque(queue) for queue in of_rank] for of_rank in queues]
@@ -60,7 +60,7 @@ def first_ready(
 
 
 def _growth(slot: Slot) -> int:
-    """Return how many microbatches more a rank holds after ``slot``."""
+    """Return how many more microbatches a rank holds after ``slot``."""
     return sum((action.kind is Kind.FORWARD) - (action.kind in RELEASES) for action in slot)
 
 

@@ -1,6 +1,6 @@
-"""All schedules by name. A new one is a ``ScheduleType`` in this table; what it costs is in ``docs/schedules.md``.
+"""All schedules by name. To add one, add its ``ScheduleType`` here; costs are in ``docs/schedules.md``.
 
-Symbols there and in the files of the schedules: D ranks, N microbatches, F and B the times of one stage's forward and
+Symbols there and in the schedules' files: D ranks, N microbatches, F and B the times of one stage's forward and
 backward.
 """
 
@@ -26,7 +26,7 @@ def schedule_type(name: str) -> ScheduleType:
     """Return the schedule called ``name``, with its traits.
 
     Raises:
-        PlanError: if there is none; the message names the nearest ones.
+        PlanError: if there is no such schedule; the message names the nearest ones.
     """
     if name not in _BY_NAME:
         near = did_you_mean(name, schedule_names())
@@ -35,16 +35,16 @@ def schedule_type(name: str) -> ScheduleType:
 
 
 def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Return the schedule called ``name`` of one optimizer step.
+    """Return the schedule called ``name`` for one optimizer step.
 
     Args:
         name: one of ``schedule_names()``.
         num_ranks: ranks of the pipeline.
         num_microbatches: microbatches of one optimizer step, before they are cut into ``parts_per_microbatch``.
-        num_chunks: stages on each rank, for a schedule that takes them; 1 for the others, which place their own.
+        num_chunks: stages on each rank, for a schedule that takes chunks; 1 for the others, which set their own number.
 
     Raises:
-        PlanError: naming the value that is not legal and those that are.
+        PlanError: naming the illegal value and the legal ones.
     """
     schedule = schedule_type(name)
     for size, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
@@ -52,5 +52,5 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, num_chun
             raise PlanError(f"{size}={value} is not at least 1")
     if num_chunks > 1 and not schedule.takes_chunks:
         takers = ", ".join(other.name for other in _SCHEDULES if other.takes_chunks)
-        raise PlanError(f"num_chunks={num_chunks} goes with schedule={takers} alone; use 1 with {name}")
+        raise PlanError(f"num_chunks={num_chunks} needs schedule={takers}; use 1 with {name}")
     return schedule.build(num_ranks, num_microbatches, num_chunks)

@@ -1,4 +1,4 @@
-"""What planning has to know of a schedule, said by the schedule itself: nobody else asks for its name."""
+"""The traits of a schedule that planning needs. Each schedule states its own, so no other code asks for its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,44 +16,44 @@ class ScheduleType:
     """A way to order the forwards and backwards of a pipeline, with its traits."""
 
     name: str
-    """What the command line calls it."""
+    """Name on the command line."""
     build: Callable[[int, int, int], Schedule]
-    """From ranks, microbatches and stages per rank to the order."""
+    """Builds the schedule from ranks, microbatches and stages per rank."""
     idle: _Idle
-    """Least idle time of a rank, in forwards of a stage, from ranks, microbatches per rank, stages per rank, and the
-    time of a backward over that of a forward; the closed form of docs/schedules.md."""
+    """Least idle time of a rank, in forwards of a stage: the closed form of docs/schedules.md, from ranks, microbatches
+    per rank, stages per rank, and the ratio of backward to forward time."""
     in_flight: Callable[[int, int, int], float]
-    """Microbatches that the fullest rank holds at least, in full stages, from ranks, microbatches and stages per rank;
-    the closed form of docs/schedules.md."""
+    """Least number of microbatches that the fullest rank holds, in full stages: the closed form of docs/schedules.md,
+    from ranks, microbatches and stages per rank."""
     holds_all: bool = False
-    """Whether a rank holds every microbatch at once, however many there are."""
+    """Whether a rank holds all microbatches at once."""
     takes_chunks: bool = False
-    """Whether the number of stages per rank is chosen."""
+    """Whether the number of stages per rank can be chosen."""
     stages_per_rank: int = 1
-    """Stages of each rank that the layers have to go into, where it is not chosen."""
+    """Stages on each rank, if their number cannot be chosen."""
     replicas: int = 1
     """Ranks that hold the weights of each stage."""
     splits_backward: bool = False
-    """Whether backwards are in two parts, the gradients of weights apart."""
+    """Whether each backward is split into input gradient and weight gradient."""
     parts_per_microbatch: int = 1
     """Equal parts, by rows, that a microbatch is cut into."""
     pair: int = 1
     """Microbatches that go forward together."""
     min_microbatches: int = 1
-    """Fewest microbatches that fill both of its directions."""
+    """Fewest microbatches that use both directions."""
     min_units: int = 0
-    """Microbatches per rank of which there have to be more, for it to differ from what it is a form of."""
+    """It differs from the schedule it is a form of only with more microbatches per rank than this."""
     forms: tuple[str, ...] = ()
-    """Schedules that it becomes where memory allows, the one to try first at the head."""
+    """Schedules that it becomes if memory allows, in the order to try them."""
 
     def is_beaten_by(self, other: "ScheduleType", ranks: int, microbatches: int, *, backward: float) -> bool:
-        """Return whether ``other`` idles no longer and holds no more, whatever is recomputed.
+        """Return whether ``other`` idles no longer and holds no more microbatches.
 
         Args:
             other: the other schedule.
             ranks: ranks of the pipeline.
             microbatches: microbatches of a step.
-            backward: time of a backward over that of a forward: 2, or 3 where the forward is computed again.
+            backward: ratio of backward to forward time: 2, or 3 with full recomputation.
         """
         units = -(-microbatches // ranks)
         kinds = [(kind, 2 if kind.takes_chunks else 1) for kind in (self, other)]

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: every backward in two, and the part that nobody waits for where there is time.
+"""Zero-bubble schedules: every backward is split, and the part that no other stage waits for fills idle time.
 
 Source: Qi et al. 2023, arXiv:2401.10241.
 """
@@ -9,9 +9,9 @@ from llama_core.schedules.traits import ScheduleType
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return ZB-H1: 1F1B with every backward in two, the weight gradients put off into the bubble at the end.
+    """Return ZB-H1: 1F1B with split backwards, whose weight gradients are delayed into the bubble at the end.
 
-    They are put off on each rank by as much as makes it hold what the first rank of 1F1B holds.
+    Each rank delays them until it holds as much as the first rank of 1F1B.
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 2; the order within a rank is this project's own.
     """
@@ -28,11 +28,11 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return ZBV: two stages per rank, one on the way there and one on the way back, and every backward in two.
+    """Return ZBV: two stages per rank, in a V down the ranks and back up, with split backwards.
 
-    Rank r hosts stages r and 2D-1-r, so the last rank turns a microbatch round without communication. In every slot a
-    rank runs the first of these that is ready: a forward, of the deeper stage first, as long as it holds less than D
-    full stages; an input gradient, of the shallower stage first; a weight gradient.
+    Rank r hosts stages r and 2D-1-r, so a microbatch turns round on the last rank without communication. In every slot
+    a rank runs the first of these that is ready: a forward (deeper stage first) while it holds less than D full stages;
+    an input gradient (shallower stage first); a weight gradient.
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 6; the rule for a slot is this project's own.
     """

@@ -240,13 +240,13 @@ def two_ranks(*lists):
 @pytest.mark.parametrize(
     ("schedule", "complaint"),
     [
-        (two_ranks("0B0 0F0", "1F0 1B0"), "rank 0 waits with 0B0 for 0F0 and 1B0; rank 1 waits with 1F0 for 0F0"),
-        (two_ranks("0F0 0B0", "1B0 1F0"), "rank 0 waits with 0B0 for 1B0; rank 1 waits with 1B0 for 1F0"),
+        (two_ranks("0B0 0F0", "1F0 1B0"), "rank 0 waits at 0B0 for 0F0 and 1B0; rank 1 waits at 1F0 for 0F0"),
+        (two_ranks("0F0 0B0", "1B0 1F0"), "rank 0 waits at 0B0 for 1B0; rank 1 waits at 1B0 for 1F0"),
         (two_ranks("0F0 0B0", "1F0"), "microbatch 0 on stage 1 runs F instead of F, B or F, I, W"),
         (two_ranks("0F0 0B0", ""), "microbatch 0 on stage 1 runs nothing instead of"),
         (two_ranks("0F0 0B0", "1F0 1B0 1B0"), "microbatch 0 on stage 1 runs F, B, B instead of"),
         (two_ranks("0F0 0B0", "1F0 1I0"), "microbatch 0 on stage 1 runs F, I instead of"),
-        (two_ranks("0F0 0B0", "1F0 1I0 1W0"), "rank 0 waits with 0B0 for 1B0"),
+        (two_ranks("0F0 0B0", "1F0 1I0 1W0"), "rank 0 waits at 0B0 for 1B0"),
         (
             two_ranks("0F0 1B0", "1F0 0B0"),
             "microbatch 0 on stage 0 runs on rank 0, 1 instead of one of 0; microbatch 0",

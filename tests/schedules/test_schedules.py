@@ -288,7 +288,7 @@ def test_every_name_builds():
         (("interleaved", 4, 4, 1), "num_chunks=1 interleaves nothing; use at least 2, or schedule=1f1b"),
         (("interleaved", 4, 10, 2), "num_microbatches=10 is not a multiple of the 4 ranks .*; use 8 or 12"),
         (("interleaved", 4, 3, 2), "num_microbatches=3 is not a multiple of the 4 ranks .*; use 4$"),
-        (("gpipe", 4, 4, 2), "num_chunks=2 goes with schedule=interleaved alone; use 1 with gpipe"),
+        (("gpipe", 4, 4, 2), "num_chunks=2 needs schedule=interleaved; use 1 with gpipe"),
         *(((name, 3, 4, 1), "num_ranks=3 is odd, .*; use 2 or 4") for name in CHIMERAS),
         (("chimera", 1, 4, 1), "num_ranks=1 is odd, .*; use 2$"),
     ],
