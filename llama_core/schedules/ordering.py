@@ -1,4 +1,4 @@
-"""Two ways to order a rank's forwards and backwards: by fixed delays, or first ready first."""
+"""Two ways to order a rank's forwards and backwards: by fixed delays, or whichever is ready first."""
 
 from collections import deque
 from collections.abc import Sequence
