@@ -20,13 +20,13 @@ from llama_core.machine.detect import gpu_links, visible_gpus
 from llama_core.units import GIB, MIB, format_bytes, format_duration
 
 FEW_FILES = 1024
-"""Limit on open files below which many ranks, data files and sockets may exceed it."""
+"""Warn below this limit on open files: many ranks, data files and sockets can exceed it."""
 LITTLE_SHARED_MEMORY = GIB
-"""Shared memory below which the ranks of one machine, or their data loaders, may run out of it."""
+"""Warn below this much free shared memory: the ranks of one machine, or their data loaders, can exceed it."""
 PROBE_BYTES = 16 * MIB
 """Bytes written to a disk to measure its speed."""
 SLOW_CHECKPOINT_SECONDS = 600.0
-"""Time to write a checkpoint above which we warn."""
+"""Warn if writing a checkpoint takes longer."""
 CLOCK_SECONDS = 5.0
 """Largest accepted difference between the clock of a file system and this machine's."""
 _THROUGH_THE_PROCESSOR = frozenset(("PHB", "NODE", "SYS"))
@@ -201,7 +201,7 @@ def _address(nodes: int) -> Finding:
 def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        return Finding("prefect server", "PREFECT_API_URL is not set: --flow starts a server for the duration of a run")
+        return Finding("prefect server", "PREFECT_API_URL is not set; --flow starts a server for the duration of a run")
     parts = urlsplit(url)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)

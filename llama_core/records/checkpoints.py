@@ -11,7 +11,7 @@ PREFIX = "step-"
 STATE = "state.json"
 LATEST = "latest"
 LAYOUT = "deepspeed.json"
-"""File in DeepSpeed's checkpoints with the number of ranks and the ZeRO stage that wrote them; others have none."""
+"""File in DeepSpeed's checkpoints with the ranks, ZeRO stage and dtype of the run; others have none."""
 
 
 def checkpoint_name(step: int) -> str:

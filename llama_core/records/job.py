@@ -24,7 +24,7 @@ Part = Literal["train", "benchmark"]
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The current job of a run: enough to find it again."""
+    """The current or last job of a run: enough to find it again."""
 
     launcher: str
     job_id: str
