@@ -1,1 +1,1 @@
-"""How a run is divided over devices, what it holds in memory and what it costs: arithmetic only. Imports no torch."""
+"""Plans: how a run is divided over devices, its memory and its cost. Arithmetic only; imports no torch."""

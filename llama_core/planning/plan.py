@@ -1,4 +1,4 @@
-"""``ParallelPlan``: the answer to a run's request for devices."""
+"""``ParallelPlan``: how a run is divided over its devices."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,18 +22,18 @@ from llama_core.schedules.actions import Schedule
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, build_schedule, schedule_names, schedule_type
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of the ranks, from the slowest varying to the fastest: neighbours share a machine and talk most."""
+"""The axes of the ranks, slowest varying first: ranks on the last ones share a machine and communicate most."""
 
 KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
-"""Matrices whose products selective recomputation keeps, beside attention: every second one of those in a layer.
+"""Matrices whose products selective recomputation keeps, along with attention's output.
 
-The last, w2's, no backward reads.
+It recomputes those of wk and w3. No backward reads the product of w2.
 """
 DocumentAttention = Literal["none", "mask", "varlen"]
-"""What keeps attention inside packed documents: nothing, as every row is one; an additive mask; or a kernel that is
-told where each document begins, which skips all scores between documents and holds no mask."""
+"""How attention is kept inside packed documents: not at all, as a row counts as one; by an additive mask; or by a
+kernel that knows where each document begins, skips the scores between documents and holds no mask."""
 
-_remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # a plan is asked for its stages many times
+_remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # plans look up their stages many times
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class ParallelPlan:
     ep: int = 1
     """Expert-parallel ranks, which divide the experts of a mixture; taken from the data-parallel ones."""
     dp_shard: int = 1
-    """Data-parallel ranks that divide optimizer states, gradients and weights among them."""
+    """Data-parallel ranks that shard optimizer states, gradients and weights."""
     dp_replicate: int = 1
-    """Copies of that group."""
+    """Copies of the sharding group."""
     sequence_parallel: bool = True
-    """Whether tensor-parallel ranks divide the sequence between the matrices; no effect with one of them."""
+    """Whether tensor-parallel ranks divide the sequence between the matrices; no effect with tp=1."""
     zero_stage: int = 0
     """What the sharding ranks divide: 1 optimizer states, 2 also gradients, 3 also weights."""
     zero_backend: ZeroBackend = "native"
@@ -65,23 +65,23 @@ class ParallelPlan:
     offload: Offload = "none"
     """What DeepSpeed keeps in host memory."""
     schedule: str = DEFAULT_SCHEDULE
-    """The order of forwards and backwards over the pipeline ranks; no effect with one of them."""
+    """The order of forwards and backwards over the pipeline ranks; no effect with pp=1."""
     num_chunks: int = 1
-    """Stages per pipeline rank under a schedule that takes them, which is ``interleaved``."""
+    """Stages per pipeline rank under the ``interleaved`` schedule."""
     microbatch_size: int = 1
     """Sequences per forward pass and rank."""
     num_microbatches: int = 1
     """Forward passes per rank and optimizer step."""
     recompute: RecomputeMode = "none"
-    """What is computed again in the backward pass instead of being kept."""
+    """What the backward pass recomputes instead of keeping."""
     recomputed_layers: tuple[int, ...] | None = None
-    """Layers of each stage, counted from its first, that ``recompute`` is applied to; None means all of them."""
+    """Number of layers of each stage, from its first, that ``recompute`` applies to; None means all."""
     gradient_compression: GradientCompression = "none"
-    """How gradients are made smaller on their way between data-parallel ranks."""
+    """How gradients are compressed between data-parallel ranks."""
     compile: bool = False
     """Whether every block is compiled."""
     attention: AttentionKernel = "auto"
-    """Which of torch's kernels computes attention: the one that it chooses, or the one that holds all scores."""
+    """torch's attention kernel: the one torch chooses, or the one that holds all scores."""
 
     def __post_init__(self) -> None:
         if self.recomputed_layers is not None:
@@ -119,21 +119,21 @@ class ParallelPlan:
             return
         if schedule.parts_per_microbatch > 1 and self.microbatch_size % schedule.parts_per_microbatch:
             yield (
-                f"schedule={self.schedule} cuts every microbatch in {schedule.parts_per_microbatch}, which "
-                f"microbatch_size={self.microbatch_size} does not allow; use an even one"
+                f"schedule={self.schedule} cuts every microbatch in {schedule.parts_per_microbatch}, but "
+                f"microbatch_size={self.microbatch_size} is odd; use an even one"
             )
         least = schedule_type(self.schedule).min_microbatches
         if self.pp > 1 and self.num_microbatches < least:
             yield (
-                f"schedule={self.schedule} runs num_microbatches={self.num_microbatches} in one direction alone; "
+                f"schedule={self.schedule} runs num_microbatches={self.num_microbatches} in one direction only; "
                 f"use at least {least}, or another schedule"
             )
         if self.recomputed_layers is not None and len(self.recomputed_layers) != self.num_stages:
-            yield f"recomputed_layers={self.recomputed_layers} is not one number for each of {self.num_stages} stages"
+            yield f"recomputed_layers={self.recomputed_layers} needs one number for each of {self.num_stages} stages"
         if self.dp_shard > 1 and self.zero_stage == 0:
-            yield f"dp_shard={self.dp_shard} divides nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
+            yield f"dp_shard={self.dp_shard} shards nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
         if self.attention == "math" and self.cp > 1:
-            yield f"attention=math takes whole sequences, which cp={self.cp} divides; use cp=1"
+            yield f"attention=math needs whole sequences, but cp={self.cp} divides them; use cp=1"
         if self.ep > 1 and self.dp % self.ep:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
         yield from self._exclusions_of_split_backwards()
@@ -145,8 +145,8 @@ class ParallelPlan:
             return
         if self.dp * self.cp * self.tp > 1 or self.recompute != "none" or self.compile:
             yield (
-                f"schedule={self.schedule} computes weight gradients apart, which works with pipeline parallelism "
-                f"alone (no tp, cp, data parallelism, recompute or compile); use schedule={DEFAULT_SCHEDULE}"
+                f"schedule={self.schedule} computes weight gradients separately, which works with pipeline parallelism "
+                f"only (no tp, cp, data parallelism, recompute or compile); use schedule={DEFAULT_SCHEDULE}"
             )
 
     def _exclusions_of_deepspeed(self) -> Iterator[str]:
@@ -157,7 +157,7 @@ class ParallelPlan:
         others = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp_replicate": self.dp_replicate}
         for name, size in others.items():
             if size > 1:
-                yield f"zero_backend=deepspeed shards over data-parallel ranks only, not with {name}={size}; use native"
+                yield f"zero_backend=deepspeed works with data parallelism only, not with {name}={size}; use native"
         if self.zero_stage == 0:
             yield "zero_backend=deepspeed needs zero_stage 1, 2 or 3"
         if self.offload == "parameters" and self.zero_stage < 3:
@@ -166,12 +166,11 @@ class ParallelPlan:
     def _exclusions_of_compression(self) -> Iterator[str]:
         if self.gradient_compression == "powersgd" and not self._holds_whole_model:
             yield (
-                "gradient_compression=powersgd works where every rank holds the whole model "
-                "(zero_stage=0, tp=1, pp=1); use bf16"
+                "gradient_compression=powersgd needs the whole model on every rank (zero_stage=0, tp=1, pp=1); use bf16"
             )
 
     def check(self, spec: ModelSpec, *, seq_len: int, precision: Precision) -> None:
-        """Refuse a plan that ``spec`` cannot be divided by.
+        """Raise an error if this plan cannot divide ``spec``.
 
         Args:
             spec: the model.
@@ -179,7 +178,7 @@ class ParallelPlan:
             precision: the dtype of activations.
 
         Raises:
-            PlanError: naming every size that does not divide what it has to, with the legal ones.
+            PlanError: naming every size that does not divide evenly, with the legal sizes.
         """
         problems = list(self._misfits(spec, seq_len, precision))
         if problems:
@@ -214,13 +213,13 @@ class ParallelPlan:
             yield "precision fp16 with gradient_compression=powersgd feeds back errors of another loss scale; use bf16"
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Return the place of a global rank on one of ``AXES``."""
+        """Return the position of a global rank on one of ``AXES``."""
         behind = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
         place: int = rank // behind % getattr(self, axis)
         return place
 
     def dp_rank(self, rank: int) -> int:
-        """Return the place of a global rank among those that train on different sequences."""
+        """Return the position of a global rank among the ranks that train on different sequences."""
         return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
 
     @property
@@ -235,7 +234,7 @@ class ParallelPlan:
 
     @property
     def effective_zero_stage(self) -> int:
-        """The ZeRO stage that takes effect: 0 where there is nobody to shard with.
+        """The ZeRO stage that takes effect: 0 if there are no ranks to shard over.
 
         Context-parallel ranks hold the same weights, so they shard with the data-parallel ones.
         """
@@ -252,15 +251,15 @@ class ParallelPlan:
 
     @property
     def averages_every_backward(self) -> bool:
-        """Whether the copies of a shard average after every backward; else once a step, in its last backward.
+        """Whether the copies of a shard average gradients after every backward, not once in the step's last one.
 
-        With several stages on a rank, the step's last backward is the last of one stage only.
+        With several stages on a rank, the last backward of the step is the last of one stage only.
         """
         return self.effective_zero_stage >= 2 and self.dp_replicate > 1 and len(self.build_schedule().stages_of(0)) > 1
 
     @property
     def sharded_sequence(self) -> bool:
-        """Whether the residual stream is divided along the sequence between tensor-parallel ranks."""
+        """Whether tensor-parallel ranks divide the residual stream along the sequence."""
         return self.sequence_parallel and self.tp > 1
 
     @property
@@ -275,12 +274,12 @@ class ParallelPlan:
 
     @property
     def num_stages(self) -> int:
-        """Parts that the layers are cut into."""
+        """Pipeline stages over all ranks."""
         return self.build_schedule().num_stages
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are in two parts, the gradients of weights apart."""
+        """Whether backwards are split in two, with weight gradients computed separately."""
         return self.pp > 1 and schedule_type(self.schedule).splits_backward
 
     def build_schedule(self) -> Schedule:
@@ -293,10 +292,10 @@ class ParallelPlan:
         )
 
     def stage_layers(self, spec: ModelSpec) -> tuple[range, ...]:
-        """Return the layers of every stage: consecutive, and as even in parameters as can be.
+        """Return the layers of every stage: consecutive, and as even in parameters as possible.
 
-        The first stage holds the embedding and the last one the head, so that they get fewer layers where the others
-        get more: LLaMA 3 405B over 8 stages is cut in 15, six times 16, and 15.
+        The first stage also holds the embedding and the last one the head, so they get fewer layers: LLaMA 3 405B over
+        8 stages is cut into 15, six times 16, and 15.
         """
         num_stages = self.num_stages
         held = [0] * num_stages
@@ -304,7 +303,7 @@ class ParallelPlan:
         held[-1] += spec.embedding_parameters
         counts = [0] * num_stages
         for _ in range(spec.num_layers):
-            # each stage needs a layer; then the lightest one, the later of two, as earlier ones hold more microbatches
+            # first one layer each, then to the lightest stage; of two the later, as earlier ones hold more microbatches
             stage = min(range(num_stages), key=lambda s: (counts[s] > 0, held[s], -s))
             counts[stage] += 1
             held[stage] += spec.layer_parameters
@@ -312,7 +311,7 @@ class ParallelPlan:
         return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
 
     def recompute_modes(self, spec: ModelSpec) -> tuple[tuple[RecomputeMode, ...], ...]:
-        """Return what is computed again of each layer, stage by stage."""
+        """Return the recompute mode of every layer, stage by stage."""
         stages = self.stage_layers(spec)
         counts = self.recomputed_layers or [len(layers) for layers in stages]
         return tuple(
@@ -322,27 +321,27 @@ class ParallelPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Settings that have no effect in this plan, or one that is not priced, a sentence each."""
+        """Settings that have no effect in this plan, or whose time is not estimated, a sentence each."""
         return tuple(self._without_effect())
 
     def _without_effect(self) -> Iterator[str]:
         if self.world_size > 1 and self.zero_stage and not self.effective_zero_stage:
-            why = f"tp {self.tp} x pp {self.pp} leave one data-parallel rank"
+            why = f"tp {self.tp} x pp {self.pp} leaves one data-parallel rank"
             if self.dp > 1:
                 why = f"dp_replicate={self.dp_replicate} makes every data-parallel rank a copy"
-            yield f"zero_stage={self.zero_stage} shards nothing, as {why}: the effective stage is 0"
+            yield f"zero_stage={self.zero_stage} shards nothing because {why}; the effective stage is 0"
         if self.gradient_compression == "bf16" and self.effective_zero_stage == 1 and self.num_microbatches > 1:
-            yield "gradient_compression=bf16 at zero_stage=1 also adds up microbatches in bf16; zero_stage=2 does not"
+            yield "gradient_compression=bf16 at zero_stage=1 also sums microbatches in bf16; zero_stage=2 does not"
         if self.gradient_compression != "none" and self.dp * self.cp == 1:
             yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"
         if self.pp == 1 and self.schedule != DEFAULT_SCHEDULE:
             yield f"schedule={self.schedule} has no effect with pp=1"
 
         if self.attention == "math":
-            yield "attention=math holds all scores and is slow; the estimate has the bytes, but not the time"
+            yield "attention=math holds all scores and is slow; the estimate counts its memory but not its time"
 
     def summary(self) -> str:
-        """Return what people want to know of the plan in one line."""
+        """Return the plan in one line."""
         sizes = [f"{axis} {getattr(self, axis)}" for axis in reversed(AXES) if getattr(self, axis) > 1]
         ranks = f"{self.world_size} ranks ({' x '.join(sizes)})" if sizes else "1 rank"
         zero = f"ZeRO {self.effective_zero_stage}" if self.effective_zero_stage else ""
@@ -357,7 +356,7 @@ class ParallelPlan:
         return ", ".join(part for part in (ranks, zero, schedule, rows, recompute, attention, compression) if part)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as a flat record, with the sizes that follow from it for those who read it."""
+        """Return the plan as a flat record, with derived sizes for readers."""
         return asdict(self) | {
             "world_size": self.world_size,
             "effective_zero_stage": self.effective_zero_stage,
@@ -366,15 +365,14 @@ class ParallelPlan:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the plan that ``as_dict`` recorded; keys that only follow from others are not read."""
+        """Return the plan that ``as_dict`` recorded; derived keys are ignored."""
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
 
 def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:
-    """Return what keeps attention inside packed documents in the run of a resolved ``config`` under ``plan``.
+    """Return how attention is kept inside packed documents when a resolved ``config`` runs under ``plan``.
 
-    The kernel for documents runs on CUDA alone, in 16 bits; around a ring of context-parallel ranks every block has a
-    mask.
+    The varlen kernel needs CUDA and 16 bits. Around a ring of context-parallel ranks, every block has a mask.
     """
     if not config.data.document_mask:
         return "none"

@@ -58,11 +58,13 @@ def test_its_scores_are_estimated_as_they_are_rehearsed(device, precision, recom
 
 
 def test_it_takes_whole_sequences():
-    with pytest.raises(PlanError, match="attention=math takes whole sequences, which cp=2 divides; use cp=1"):
+    with pytest.raises(PlanError, match="attention=math needs whole sequences, but cp=2 divides them; use cp=1"):
         ParallelPlan(cp=2, dp_shard=1, attention="math")
 
 
 def test_a_plan_says_so():
     plan = ParallelPlan(attention="math")
     assert "math attention" in plan.summary()
-    assert plan.notes == ("attention=math holds all scores and is slow; the estimate has the bytes, but not the time",)
+    assert plan.notes == (
+        "attention=math holds all scores and is slow; the estimate counts its memory but not its time",
+    )

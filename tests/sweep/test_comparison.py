@@ -38,7 +38,7 @@ def test_what_this_machine_has_not_the_devices_for_is_predicted(tmp_path):
 def test_what_does_not_fit_is_a_result_with_the_arithmetic():
     (row,) = PerformanceBenchmark("llama3_70b", num_gpus=2, batch_sizes=[2]).run_comprehensive_benchmark()
     assert (row["how"], row["status"], row["tokens_per_second"]) == ("predicted", "does-not-fit", None)
-    assert "its states take 16 bytes x 70.55e9 parameters / 2" in row["reason"]
+    assert "gradients and moments take 16 bytes x 70.55e9 parameters / 2" in row["reason"]
 
 
 def test_what_this_machine_can_run_is_measured_and_what_cannot_be_is_told(capsys):

@@ -1,4 +1,4 @@
-"""Choosing a plan: from what a run asks for and what a device holds to a ``ParallelPlan``."""
+"""Choose a ``ParallelPlan`` for a run's request and a device's memory."""
 
 import re
 from collections.abc import Iterator
@@ -17,24 +17,24 @@ from llama_core.planning.search.search import Search
 
 _KEYS = {name: f"parallel.{name}" for name in ParallelConfig.model_fields}
 _KEYS |= {"num_ranks": "parallel.pp", "seq_len": "training.seq_len"}
-"""How a request spells what a plan calls by these names."""
+"""The configuration key of each name that a plan's errors use."""
 
 
 def choose_plan(config: RunConfig, memory_budget_bytes: int | None, device: DeviceSpec | None = None) -> ParallelPlan:
-    """Return the plan of ``config``, with everything that it leaves open chosen for the memory of a device.
+    """Return the plan of ``config``, with every open choice made for the memory of a device.
 
-    Without a device whose speed is known, as on the CPU, the plan follows from rules (``rules.plan_by_rules``); where
-    nothing fits it is the leanest of those, and its estimate tells by how much it does not fit. With one, it is the
-    fastest plan that fits (``search``).
+    For a device of known speed, that is the fastest plan that fits (``search``). Without one, as on the CPU, the plan
+    follows from rules (``rules.plan_by_rules``); if nothing fits, it is the one that misses by least, and its estimate
+    says by how much.
 
     Args:
         config: what to run.
-        memory_budget_bytes: bytes each device has for it; None where memory is no object.
+        memory_budget_bytes: bytes each device has for the run; None for no limit.
         device: the devices, all of one kind.
 
     Raises:
-        NothingFitsError: if there is a device, and nothing fits it.
-        PlanError: if the request makes no valid plan, in the spelling of ``config``.
+        NothingFitsError: if ``device`` is given and nothing fits it.
+        PlanError: if the request makes no valid plan; the message uses the keys of ``config``.
     """
     if device is not None:
         return search(config, memory_budget_bytes, device).plan
@@ -46,13 +46,13 @@ def search(config: RunConfig, memory_budget_bytes: int | None, device: DeviceSpe
     """Return the fastest plan that fits ``FILL_LIMIT`` of the budget on every rank, with its reasons.
 
     Args:
-        config: what to run; what it asks for is taken as it is.
-        memory_budget_bytes: bytes each device has for it; None where memory is no object.
+        config: what to run; the values it sets are kept.
+        memory_budget_bytes: bytes each device has for the run; None for no limit.
         device: the devices, all of one kind.
 
     Raises:
-        NothingFitsError: if nothing fits: by how much, what would, and the leanest plan.
-        PlanError: if the request makes no valid plan, in the spelling of ``config``.
+        NothingFitsError: if nothing fits; says by how much and what would fit, and has the leanest plan.
+        PlanError: if the request makes no valid plan; the message uses the keys of ``config``.
     """
     candidates, fitting = Candidates(config, device), Fitting(config, memory_budget_bytes)
     with _spelled_as_asked():
@@ -66,7 +66,7 @@ def search(config: RunConfig, memory_budget_bytes: int | None, device: DeviceSpe
 
 @contextmanager
 def _spelled_as_asked() -> Iterator[None]:
-    """Put the keys of a request where an error has the names of a plan's fields."""
+    """Replace a plan's field names in an error by the configuration keys."""
     try:
         yield
     except NothingFitsError:

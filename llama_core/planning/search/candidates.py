@@ -1,13 +1,13 @@
-"""The plans that a request allows: what it asks for as it is, and for each ``auto`` all that is worth a thought.
+"""The plans that a request allows: the values it sets, and every value worth trying for each ``auto``.
 
-What never is, whatever the memory and the time:
+Never tried, whatever the memory and the time:
 
 * the sizes of tp, pp and cp that ``degrees`` refuses;
-* ZeRO with nobody to shard over;
+* ZeRO without ranks to shard over;
 * GPipe, which holds more microbatches than 1F1B and idles as long;
-* Chimera over two ranks, which are data-parallel ones with a detour, and direct concatenation of more units of
-  microbatches than it beats 1F1B with;
-* ZB-H1 and ZBV beside what they exclude: anything but the pipeline alone.
+* Chimera over two ranks, which amounts to data parallelism, and its direct concatenation of so many units of
+  microbatches that 1F1B idles no longer;
+* ZB-H1 and ZBV with anything but a plain pipeline, as they exclude everything else.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_names, sche
 from llama_core.schedules.traits import ScheduleType
 
 CHUNKS = (2, 4)
-"""Stages per rank of an interleaved pipeline that are tried."""
+"""Stages per rank to try in an interleaved pipeline."""
 MAX_MICROBATCH_TOKENS = 32_768
-"""Tokens of a microbatch above which its matrix products keep a device no busier, so that more only takes memory."""
+"""Tokens per rank and microbatch above which matrix products run no faster, so more tokens only take memory."""
 
 
 class Shape(NamedTuple):
-    """How many devices each axis has."""
+    """The number of devices on each axis."""
 
     tp: int
     pp: int
@@ -35,13 +35,13 @@ class Shape(NamedTuple):
     dp: int
 
     def __str__(self) -> str:
-        """Return the axes of more than one device."""
+        """Return the axes with more than one device."""
         sizes = [f"{axis} {size}" for axis, size in self._asdict().items() if size > 1]
         return " x ".join(sizes) or "one device"
 
 
 class Sharding(NamedTuple):
-    """What data-parallel ranks divide, and how often that is there."""
+    """What data-parallel ranks shard, and in how many copies."""
 
     zero_stage: ZeroStage
     dp_replicate: int
@@ -59,12 +59,12 @@ class Order(NamedTuple):
     num_chunks: int = 1
 
     def __str__(self) -> str:
-        """Return the schedule, and its chunks where there are several."""
+        """Return the schedule, and its chunks if it has several."""
         return f"{self.schedule} x {self.num_chunks}" if self.num_chunks > 1 else self.schedule
 
 
 class Variant(NamedTuple):
-    """Everything about a plan but what it recomputes."""
+    """Everything in a plan except its recomputation."""
 
     shape: Shape
     sharding: Sharding
@@ -78,7 +78,7 @@ class Candidates:
 
     Args:
         config: the request.
-        device: what it is planned for; None where that is not a device of the table.
+        device: the device to plan for; None if it is not in the device table.
     """
 
     def __init__(self, config: RunConfig, device: DeviceSpec | None) -> None:
@@ -87,7 +87,7 @@ class Candidates:
         self.node_size = self.degrees.node_size
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes whose data-parallel ranks divide the batch, the most data-parallel first."""
+        """Return the shapes whose data-parallel ranks divide the batch, most data-parallel first."""
         gpus = self.asked.gpus
         shapes = [
             Shape(tp, pp, cp, gpus // (tp * pp * cp))
@@ -106,7 +106,7 @@ class Candidates:
         return share == product if asked.microbatch_size and asked.num_microbatches else share % product == 0
 
     def microbatch_sizes(self, shape: Shape) -> list[int]:
-        """Return the microbatch asked for, or the divisors of a rank's share of the batch, the largest first."""
+        """Return the microbatch size asked for, or the divisors of a rank's share of the batch, largest first."""
         asked, share = self.asked, self.config.batch_size // shape.dp
         if asked.microbatch_size or asked.num_microbatches:
             return [asked.microbatch_size or share // (asked.num_microbatches or 1)]
@@ -114,11 +114,11 @@ class Candidates:
         return [size for size in range(min(most, share), 0, -1) if share % size == 0]
 
     def num_microbatches(self, shape: Shape, microbatch_size: int) -> int:
-        """Return the forward passes of a rank."""
+        """Return the forward passes per rank and step."""
         return self.config.batch_size // (shape.dp * microbatch_size)
 
     def shardings(self, shape: Shape) -> list[Sharding]:
-        """Return the ways to divide the states, those that exchange least first."""
+        """Return the ways to shard the states, those that communicate least first."""
         return [
             Sharding(stage, copies)
             for stage in self._zero_stages(shape)
@@ -139,11 +139,11 @@ class Candidates:
         has_nobody = shape.cp == 1 and shape.dp in {1, asked.dp_replicate}
         if asked.gradient_compression == "powersgd" or has_nobody:
             return (0,) if may_copy else ()
-        # stage 1 sends and holds less than stage 0, but for whole models, whose gradients go while the rest is made
+        # stage 1 sends and holds less than stage 0, except with whole models, which send gradients during the backward
         return (0, 1, 2, 3) if may_copy and shape.tp == shape.pp == shape.cp == 1 else (1, 2, 3)
 
     def _copies(self, shape: Shape, zero_stage: ZeroStage) -> list[int]:
-        """Return how many copies of the sharding group there may be: one, or one in every node."""
+        """Return how many copies of the sharding group to try: one, or one per node."""
         if zero_stage == 0:
             return [shape.dp]
         if self.asked.dp_replicate != "auto":
@@ -153,7 +153,7 @@ class Candidates:
         return [1] if shards in {1, shape.dp} or self.asked.zero_backend == "deepspeed" else [1, shape.dp // shards]
 
     def orders(self, shape: Shape, microbatch_size: int) -> list[Order]:
-        """Return the schedules for so large a microbatch."""
+        """Return the schedules to try with this microbatch size."""
         asked, pp, count = self.asked, shape.pp, self.num_microbatches(shape, microbatch_size)
         if pp == 1:
             return [Order(DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule, self._chunks or 1)]
@@ -171,7 +171,7 @@ class Candidates:
         return None if self.asked.num_chunks == "auto" else self.asked.num_chunks
 
     def _in_chunks(self, kind: ScheduleType, pp: int, count: int) -> Iterator[Order]:
-        """Yield a schedule with every number of stages per rank that it may have."""
+        """Yield a schedule with each number of stages per rank to try."""
         if not kind.takes_chunks:
             if self.asked.schedule != "auto" or self._chunks in {None, 1}:
                 yield Order(kind.name, self._chunks or 1)
@@ -182,33 +182,33 @@ class Candidates:
                 yield from (Order(kind.name, chunks) for chunks in CHUNKS if self.degrees.is_even(pp * chunks))
 
     def refusal(self, kind: ScheduleType, shape: Shape, count: int, recompute: RecomputeMode) -> str | None:
-        """Return why a schedule that is left open is not tried; None if it is.
+        """Return why the search skips a schedule; None if it tries it.
 
         Args:
             kind: the schedule.
-            shape: how many devices each axis has.
-            count: microbatches of a step.
-            recompute: what is recomputed, by which a backward takes longer.
+            shape: the number of devices on each axis.
+            count: microbatches per step.
+            recompute: what is recomputed, which makes a backward longer.
         """
         pp, usual = shape.pp, schedule_type(DEFAULT_SCHEDULE)
         is_alone = self.asked.gpus == pp and not self.asked.compile and self.recompute == "none"
         backward = 3 if recompute == "full" else 2
         reasons = {
-            "excludes tp, cp, data parallelism, recomputation and compilation": kind.splits_backward and not is_alone,
-            f"has no pairs at pp {pp}": bool(pp % kind.replicas),
-            f"is data parallelism with a detour at pp {pp}": kind.replicas > 1 and pp <= kind.replicas,
+            "only without tp, cp, data parallelism, recompute and compile": kind.splits_backward and not is_alone,
+            f"needs a multiple of {kind.replicas} pipeline ranks, not pp {pp}": bool(pp % kind.replicas),
+            f"no better than data parallelism at pp {pp}": kind.replicas > 1 and pp <= kind.replicas,
             f"needs more than {kind.min_units * pp} microbatches at pp {pp}": count <= kind.min_units * pp,
-            f"makes stages uneven at pp {pp}": (
+            f"uneven stages at pp {pp}": (
                 kind.stages_per_rank > 1 and not self.degrees.is_even(kind.stages_per_rank * pp)
             ),
-            f"idles as long as {usual.name} at pp {pp} and {count} microbatches, and holds as much": (
+            f"no faster and no leaner than {usual.name} at pp {pp} with {count} microbatches": (
                 kind is not usual and kind.is_beaten_by(usual, pp, count, backward=backward)
             ),
         }
         return next((reason for reason, refuses in reasons.items() if refuses), None)
 
     def variants(self, offload: Offload = "none") -> Iterator[Variant]:
-        """Yield everything that may be searched, the most data-parallel first."""
+        """Yield every variant to search, most data-parallel first."""
         for shape in self.shapes():
             for size in self.microbatch_sizes(shape):
                 for sharding in self.shardings(shape):
@@ -216,19 +216,19 @@ class Candidates:
                         yield Variant(shape, sharding, order, size, offload)
 
     def offloads(self) -> list[Offload]:
-        """Return what may be kept in host memory, the least first."""
+        """Return the offloads to try, least first."""
         if self.asked.offload != "auto":
             return [self.asked.offload]
         return ["none", "optimizer", "parameters"] if self.asked.zero_backend == "deepspeed" else ["none"]
 
     @property
     def recompute(self) -> RecomputeMode:
-        """What to recompute before memory asks for more."""
+        """The recomputation to start from, before memory requires more."""
         return "none" if self.adapts else self.asked.recompute  # type: ignore[return-value]
 
     @property
     def adapts(self) -> bool:
-        """Whether what is recomputed follows from what fits."""
+        """Whether recomputation is added as needed to fit."""
         return self.asked.recompute in {"auto", "adaptive"}
 
     def adapts_to(self, variant: Variant) -> bool:
@@ -236,10 +236,10 @@ class Candidates:
         return self.adapts and (variant.shape.pp == 1 or not schedule_type(variant.order.schedule).splits_backward)
 
     def plan(self, variant: Variant, num_microbatches: int | None = None) -> ParallelPlan:
-        """Return the plan of ``variant``, of the whole batch or of so many microbatches.
+        """Return the plan of ``variant``, for the whole batch or for ``num_microbatches``.
 
         Raises:
-            PlanError: if its choices exclude each other, or the model cannot be divided so.
+            PlanError: if its choices exclude each other, or it cannot divide the model.
         """
         shape, asked, config = variant.shape, self.asked, self.config
         plan = ParallelPlan(

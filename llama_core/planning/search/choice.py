@@ -1,4 +1,4 @@
-"""A plan with its reasons: what forced each choice, what comes next, and what was never in the running."""
+"""A plan with its reasons: why each choice was made, which plans come next, and which values were rejected."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from llama_core.schedules.registry import schedule_names, schedule_type
 from llama_core.units import format_bytes
 
 MAX_RUNNERS_UP = 4
-"""Plans that are shown beside the chosen one."""
+"""Plans shown beside the chosen one."""
 
 
 class RunnerUp(NamedTuple):
@@ -28,21 +28,21 @@ class RunnerUp(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that the search found, and why."""
+    """The plan the search found, and why."""
 
     plan: ParallelPlan
     step: StepTime
-    """How long an optimizer step of the plan takes."""
+    """Time of one optimizer step."""
     peak_bytes: int
     """Peak of the fullest rank."""
     limit_bytes: int | None
-    """What it may reach: ``FILL_LIMIT`` of what a device has; None where memory is no object."""
+    """Limit for that peak: ``FILL_LIMIT`` of the memory budget; None without a budget."""
     reasons: Mapping[str, str]
-    """For each choice, a sentence with what forced it."""
+    """The reason for each choice, a sentence each."""
     runners_up: tuple[RunnerUp, ...]
-    """The fastest plans of other shapes that the search met, the fastest first."""
+    """The fastest plans of other shapes that the search found, fastest first."""
     rejected: tuple[str, ...]
-    """What was never in the running, each with the reason."""
+    """Values that were not tried or do not fit, each with the reason."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the choice as a record."""
@@ -61,7 +61,7 @@ class Choice:
 
     def lines(self) -> list[str]:
         """Return the choice as lines of text."""
-        limit = f" of the {format_bytes(self.limit_bytes)} it may reach" if self.limit_bytes is not None else ""
+        limit = f", within the limit of {format_bytes(self.limit_bytes)}" if self.limit_bytes is not None else ""
         return [
             f"plan: {self.plan.summary()}",
             f"step: {self.step.summary()}",
@@ -73,7 +73,7 @@ class Choice:
                 f"  {_seconds(step.total, self.step.total)}, {format_bytes(peak)}: {plan.summary()}"
                 for plan, step, peak in self.runners_up
             ),
-            *(["not tried, or not fit:"] if self.rejected else []),
+            *(["not tried, or does not fit:"] if self.rejected else []),
             *(f"  {sentence}" for sentence in self.rejected),
         ]
 
@@ -86,11 +86,11 @@ _KEYS: Mapping[str, Callable[[Variant], Any]] = {
     "schedule": lambda variant: variant.order,
     "microbatch": lambda variant: variant.microbatch_size,
 }
-"""The choices that tell variants apart, by which the best other one is found."""
+"""The choices of a variant, each compared with its best alternative."""
 
 
 def explain(search: Search, best: Option) -> Choice:
-    """Return ``best`` with its reasons, or what is faster, should one of those it is compared with be.
+    """Return ``best`` with its reasons; if an alternative proves faster, return that one with its reasons.
 
     Args:
         search: the search that found it.
@@ -118,7 +118,7 @@ def explain(search: Search, best: Option) -> Choice:
 
 
 def _other(search: Search, best: Option, key: Callable[[Variant], Any]) -> Option | None:
-    """Return the fastest option with another value of a choice."""
+    """Return the fastest option with another value of one choice; None if none fits."""
     return search.fastest(lambda variant: key(variant) != key(best.variant), close=1.0)
 
 
@@ -138,12 +138,12 @@ def _seconds(seconds: float, best: float) -> str:
 
 
 class _Reasons:
-    """What forced the choices of an option.
+    """The reasons for the choices of an option.
 
     Args:
         search: the search that found it.
         best: the option.
-        others: for each of ``_KEYS`` the fastest option with another value; None where none fits.
+        others: for each of ``_KEYS``, the fastest option with another value; None if none fits.
     """
 
     def __init__(self, search: Search, best: Option, others: Mapping[str, Option | None]) -> None:
@@ -176,54 +176,54 @@ class _Reasons:
     def _asked_for(self, name: str) -> str:
         tp, node_size = self.best.variant.shape.tp, self.candidates.node_size
         if name == "tp" and node_size % tp:
-            return f"asked for; it crosses nodes of {node_size}, whose network is slow for what every layer exchanges"
+            return f"asked for; it crosses nodes of {node_size}, so every layer communicates over the slower network"
         return "asked for"
 
     def _compared(self, name: str) -> str:
-        """Return what the best option with another value of a choice would take, or by how much none fits."""
+        """Return the step time of the best alternative; if none fits, by how much the leanest one misses the limit."""
         key, value = _KEYS[name], _KEYS[name](self.best.variant)
         if name == "schedule" and self.best.plan.pp == 1:
-            return "one pipeline rank has nothing to order"
+            return "no effect with one pipeline rank"
         other = self.others[name]
         if other:
-            named = {"microbatch": f"one of {other.variant.microbatch_size}"}.get(name, str(key(other.variant)))
-            rest = f" ({other.plan.summary()})" if name in {"tp", "pp", "cp", "sharding"} else ""
-            return f"with {named} a step takes {_seconds(other.step.total, self.best.step.total)} at best{rest}"
+            rest = f": {other.plan.summary()}" if name in {"tp", "pp", "cp", "sharding"} else ""
+            seconds = _seconds(other.step.total, self.best.step.total)
+            return f"with the best alternative, {key(other.variant)}, a step takes {seconds}{rest}"
         try:
             leanest = leanest_plan(self.candidates, self.fitting, lambda variant: key(variant) != value)
         except PlanError:
-            return "the only one that can be tried"
-        return f"nothing else fits; the leanest ({leanest.summary()}) {self._misses(leanest)}"
+            return "there is no other value to try"
+        return f"no other value fits; the leanest plan ({leanest.summary()}) {self._misses(leanest)}"
 
     def _misses(self, plan: ParallelPlan) -> str:
         over = self.fitting.glance(plan) - (self.fitting.limit or 0)
-        return f"would be {format_bytes(over)} above the limit"
+        return f"exceeds the limit by {format_bytes(over)}"
 
     def _recompute(self) -> str:
         plan = self.best.plan
         if not self.candidates.adapts:
             return f"recompute {plan.recompute}: asked for"
         if plan.recompute == "none":
-            return "recompute none: it fits without"
+            return "recompute none: fits without it"
         num_layers = self.candidates.config.spec.num_layers
         count = num_layers if plan.recomputed_layers is None else sum(plan.recomputed_layers)
         without = self._misses(replace(plan, recompute="none", recomputed_layers=None))
-        label = f"recompute {plan.recompute} on {count} of {num_layers} layers: without, a rank {without}"
+        label = f"recompute {plan.recompute} on {count} of {num_layers} layers: without it, a rank {without}"
         if plan.recompute == "selective":
             return label
         selective = self._misses(replace(plan, recompute="selective", recomputed_layers=None))
-        return f"{label}, and with selective on all {selective}"
+        return f"{label}; with selective on all layers, it {selective}"
 
     def _offload(self) -> str:
         offload = self.best.variant.offload
         if self.asked.offload != "auto":
             return f"offload {offload}: asked for"
         if self.asked.zero_backend == "native":
-            return "offload none: it needs parallel.zero_backend=deepspeed"
-        return f"offload {offload}: it fits without" if offload == "none" else f"offload {offload}: less does not fit"
+            return "offload none: offloading needs parallel.zero_backend=deepspeed"
+        return f"offload {offload}: fits without it" if offload == "none" else f"offload {offload}: less does not fit"
 
     def rejected_stages(self) -> Iterator[str]:
-        """Yield the ZeRO stages below the chosen one that do not fit where it does, the least first."""
+        """Yield the lower ZeRO stages whose states alone exceed the limit at the same tp and pp, lowest first."""
         plan, limit = self.best.plan, self.fitting.limit
         if self.asked.zero_stage != "auto" or plan.zero_backend == "deepspeed" or limit is None:
             return
@@ -232,11 +232,12 @@ class _Reasons:
             other = replace(plan, zero_stage=stage, dp_shard=shards, dp_replicate=copies)
             states = self.fitting.state_bytes(other)
             if states > limit:
-                yield f"ZeRO {stage}: {format_bytes(states)} of states at tp {plan.tp} x pp {plan.pp}"
+                where = f"at tp {plan.tp} x pp {plan.pp}"
+                yield f"ZeRO {stage}: weights, gradients and moments alone take {format_bytes(states)} {where}"
 
 
 def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str]:
-    """Yield the schedules that are never tried, or lose in the shape of the best pipeline."""
+    """Yield the schedules that are not tried, or do not fit, in the shape of the best pipeline."""
     if search.candidates.asked.schedule != "auto" or pipeline is None:
         return
     plan, shape = pipeline.plan, pipeline.variant.shape
@@ -245,7 +246,7 @@ def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str
         reason = search.candidates.refusal(kind, shape, plan.num_microbatches, plan.recompute)
         variants = [v for v in search.bounded if v.shape == shape and v.order.schedule == kind.name]
         if reason is None and all(search.closer(variant) is None for variant in variants):
-            reason = f"does not fit {shape}" + (", with each stage there twice" if kind.replicas > 1 else "")
+            reason = f"too large at {shape}" + (", with two copies of each stage" if kind.replicas > 1 else "")
         if reason is not None:
             reasons.setdefault(reason, []).append(kind.name)
     yield from (f"{', '.join(names)}: {reason}" for reason, names in reasons.items())

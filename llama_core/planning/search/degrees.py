@@ -1,4 +1,4 @@
-"""The sizes of tp, pp and cp that a request allows, and why not others: what it asks for, else all worth a thought."""
+"""The sizes of tp, pp and cp to try: those a request sets, else all worth trying; and why others are refused."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,34 +10,34 @@ from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
 
 MIN_CONTEXT_TOKENS = 8192
-"""Tokens of a sequence that a context-parallel rank has at least: with fewer, a ring waits for its transfers."""
+"""Fewest tokens of a sequence per context-parallel rank: with fewer, the ring waits for its transfers."""
 MOST_UNEVEN = 1.2
-"""Parameters of the heaviest stage over their mean up to which stages are even."""
+"""Stages count as even up to this ratio of the heaviest stage's parameters to the mean."""
 MIN_LAYERS = 3
-"""Layers that a pipeline rank has at least: with fewer, embedding, head and bubble outweigh what it saves."""
+"""Fewest layers per pipeline rank: with fewer, embedding, head and bubble outweigh the savings."""
 
 Axis = Literal["tp", "pp", "cp"]
 AXES: tuple[Axis, ...] = ("tp", "pp", "cp")
-"""What keeps devices from being data-parallel."""
+"""The axes whose ranks work on the same sequences."""
 
 
 class Degrees:
-    """The sizes that one request allows.
+    """The sizes to try for one request.
 
     Args:
         config: the request.
-        device: what it is planned for; None where that is not a device of the table.
+        device: the device to plan for; None if it is not in the device table.
     """
 
     def __init__(self, config: RunConfig, device: DeviceSpec | None) -> None:
         self.config, self.asked = config, config.parallel
         in_a_node = device.gpus_per_node if device else GPUS_PER_NODE
         self.node_size = max(1, min(in_a_node, self.asked.gpus // config.launch.nodes))
-        """Devices that a fast link connects."""
+        """Devices connected by a fast link."""
         self.data_parallel_only = self.asked.zero_backend == "deepspeed" or (
             self.asked.gradient_compression == "powersgd"
         )
-        """Whether something asked for works with data parallelism alone."""
+        """Whether a requested option works with data parallelism only."""
 
     def sizes(self, axis: Axis) -> list[int]:
         """Return the size asked for, or those that divide the devices and are not refused."""
@@ -47,7 +47,7 @@ class Degrees:
         return [size for size in self._divisors() if self.refusal(axis, size) is None]
 
     def is_even(self, num_stages: int) -> bool:
-        """Return whether the layers go evenly into so many pipeline stages."""
+        """Return whether the layers divide evenly into ``num_stages`` pipeline stages."""
         spec = self.config.spec
         return num_stages <= spec.num_layers and unevenness(spec, num_stages) <= MOST_UNEVEN
 
@@ -55,7 +55,7 @@ class Degrees:
         return [size for size in range(1, self.asked.gpus + 1) if self.asked.gpus % size == 0]
 
     def refusals(self) -> Iterator[str]:
-        """Yield for each axis that is left open which sizes are not tried, with the reason; of a reason the least."""
+        """Yield why sizes of the open axes are not tried: for each reason, the smallest size it rules out."""
         for axis in AXES:
             if getattr(self.asked, axis) == "auto":
                 reasons: dict[str, int] = {}
@@ -64,11 +64,11 @@ class Degrees:
                 yield from (f"{axis} {size}: {reason}" for reason, size in reasons.items() if reason)
 
     def refusal(self, axis: Axis, size: int) -> str | None:
-        """Return why an axis that is left open may not have so many devices; None if it may."""
+        """Return why an open axis may not have this size; None if it may."""
         if size == 1:
             return None
         if self.data_parallel_only:
-            return "something asked for works with data parallelism alone"
+            return "DeepSpeed and PowerSGD work with data parallelism only"
         if axis == "pp":
             return self._pp_refusal(size)
         return self._cp_refusal(size) if axis == "cp" else self._tp_refusal(size)
@@ -76,13 +76,13 @@ class Degrees:
     def _pp_refusal(self, size: int) -> str | None:
         if self.config.spec.num_layers // size < MIN_LAYERS:
             return f"fewer than {MIN_LAYERS} layers per rank"
-        return None if self.is_even(size) else f"stages uneven, the heaviest over {MOST_UNEVEN} times their mean"
+        return None if self.is_even(size) else f"uneven stages, the heaviest over {MOST_UNEVEN} times the mean"
 
     def _cp_refusal(self, size: int) -> str | None:
         seq_len = self.config.seq_len
         if seq_len // size < MIN_CONTEXT_TOKENS:
-            return f"fewer than {MIN_CONTEXT_TOKENS} of a sequence's {seq_len} tokens per rank"
-        return f"does not divide {seq_len} tokens twice" if seq_len % (2 * size) else None
+            return f"fewer than {MIN_CONTEXT_TOKENS} tokens per rank (sequence length {seq_len})"
+        return f"sequence length {seq_len} is not a multiple of 2 x cp" if seq_len % (2 * size) else None
 
     def _tp_refusal(self, size: int) -> str | None:
         if self.node_size % size:
@@ -96,7 +96,7 @@ class Degrees:
 
 @lru_cache(maxsize=1024)
 def unevenness(spec: ModelSpec, num_stages: int) -> float:
-    """Return the parameters of the heaviest of ``num_stages`` stages over their mean."""
+    """Return the ratio of the heaviest stage's parameters to the mean over ``num_stages`` stages."""
     layers = ParallelPlan(pp=num_stages).stage_layers(spec)
     held = [len(own) * spec.layer_parameters for own in layers]
     held[0] += spec.embedding_parameters

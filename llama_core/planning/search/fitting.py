@@ -1,4 +1,4 @@
-"""What fits the memory of a device: the peak of a plan with a margin, and the least recomputation that makes it fit."""
+"""Does a plan fit? Its peak against the memory limit, and the least recomputation that makes it fit."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,25 +12,25 @@ from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_a
 from llama_core.schedules.registry import schedule_type
 
 STEADY_UNITS = 3
-"""Microbatches per pipeline rank, or pairs of them, after which further ones find a rank as full as those before."""
+"""Microbatches per pipeline rank, or pairs of them, after which more of them no longer raise the peak of a rank."""
 
 
 class Fitting:
-    """The memory that the plans of one run have to fit: within ``FILL_LIMIT`` of the budget on every rank.
+    """The memory limit for the plans of one run: ``FILL_LIMIT`` of the budget, on every rank.
 
     Args:
         config: the run.
-        memory_budget_bytes: bytes each device has for it; None where memory is no object.
+        memory_budget_bytes: bytes each device has for the run; None for no limit.
     """
 
     def __init__(self, config: RunConfig, memory_budget_bytes: int | None) -> None:
         self.config, self.budget = config, memory_budget_bytes
         self.limit = None if memory_budget_bytes is None else int(FILL_LIMIT * memory_budget_bytes)
-        """Bytes that the peak of a rank may reach."""
+        """Highest allowed peak of a rank, in bytes."""
         self._peaks: dict[ParallelPlan, tuple[int, ...]] = {}
 
     def fits(self, plan: ParallelPlan) -> bool:
-        """Return whether ``plan`` leaves a margin on every rank of the pipeline."""
+        """Return whether every rank of the pipeline stays within the limit."""
         return self.limit is None or self.peak_bytes(plan) <= self.limit
 
     def peak_bytes(self, plan: ParallelPlan) -> int:
@@ -40,8 +40,8 @@ class Fitting:
     def peaks(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the peak of every rank of the pipeline.
 
-        Where a step has very many microbatches, fewer of them are walked through: only their tokens, which are there
-        from the beginning, make a difference.
+        A step of very many microbatches is estimated with fewer. The rest add only their tokens, which a rank holds
+        from the start.
         """
         if plan not in self._peaks:
             steady = steady_plan(plan)
@@ -51,23 +51,23 @@ class Fitting:
         return self._peaks[plan]
 
     def glance(self, plan: ParallelPlan) -> int:
-        """Return about the peak of the fullest rank: that of the fullest of three, at the ends and in the middle."""
+        """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
         steady = steady_plan(plan)
         ranks = {0, plan.pp // 2, plan.pp - 1}
         profiles = [estimate_memory(self.config.spec, steady, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
         return max(profile.peak_bytes for profile in profiles)
 
     def may_fit(self, plan: ParallelPlan) -> bool:
-        """Return whether ``plan`` fits at a glance."""
+        """Return whether ``plan`` fits according to ``glance``."""
         return self.limit is None or self.glance(plan) <= self.limit
 
     def state_bytes(self, plan: ParallelPlan) -> int:
-        """Return the weights, gradients and moments of the fullest rank."""
+        """Return the bytes of weights, gradients and moments on the fullest rank."""
         profiles = estimate_ranks(self.config.spec, steady_plan(plan), **self._sizes(plan))
         return max(profile.state_bytes for profile in profiles)
 
     def tensors(self, plan: ParallelPlan) -> Tensors:
-        """Return the sizes of the tensors of a plan, with those of its first layer."""
+        """Return the tensor sizes of a plan, with those of its first layer."""
         itemsize = FP32_BYTES if self.config.training.precision == "fp32" else 2
         return tensors_by_layer(
             self.config.spec,
@@ -86,10 +86,10 @@ class Fitting:
         }
 
     def with_least_recomputation(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return ``plan`` with the least recomputation that makes it fit; where nothing does, with all that helps.
+        """Return ``plan`` with the least recomputation that makes it fit; if nothing does, with as much as helps.
 
-        That is ``selective`` on the fewest layers of every stage, each stage by itself, or ``full`` where selective on
-        all of them is not enough. A stage that nothing makes fit recomputes all of its layers.
+        That is ``selective`` on the fewest layers of each stage separately, or ``full`` if selective on all layers is
+        not enough. A stage that still does not fit recomputes all its layers.
         """
         if self.limit is None or (self.may_fit(plan) and self.fits(plan)):
             return plan
@@ -100,10 +100,10 @@ class Fitting:
         return self._least(plan, "full", self.limit)
 
     def _least(self, plan: ParallelPlan, mode: RecomputeMode, limit: int) -> ParallelPlan:
-        """Return ``plan`` with ``mode`` on the fewest layers of every stage."""
+        """Return ``plan`` with ``mode`` on the fewest layers of each stage."""
         available = tuple(len(layers) for layers in plan.stage_layers(self.config.spec))
         neighbourhoods = _neighbourhoods(plan)
-        # stages of one rank share its memory, so that they take turns
+        # stages of one rank share its memory, so they take turns
         turns = [
             [stage for turn in range(max(available)) for stage in stages if turn < available[stage]]
             for stages in neighbourhoods
@@ -119,10 +119,10 @@ class Fitting:
 
 
 class _Bracket:
-    """The search for the fewest layers whose recomputation leaves no excess, which falls about linearly with them.
+    """The search for the fewest recomputed layers that leave no excess. The excess falls about linearly.
 
     Args:
-        most: layers there are, which are the answer where even they leave some.
+        most: the number of layers, which is the answer if even all of them leave an excess.
     """
 
     def __init__(self, most: int) -> None:
@@ -135,7 +135,7 @@ class _Bracket:
         return self.most - self.too_few <= 1 and self.most in self._excesses
 
     def next(self) -> int:
-        """Return the count to try: first all, then none, then where a line between the nearest meets zero."""
+        """Return the next count to try: all, then none, then the zero of a line between the two nearest counts."""
         if self.is_closed or self.most not in self._excesses:
             return self.most
         if self.too_few < 0:
@@ -145,14 +145,14 @@ class _Bracket:
         return min(max(guess, self.too_few + 1), self.most - 1)
 
     def note(self, count: int, excess: int) -> None:
-        """Note by how many bytes ``count`` layers miss the limit; at most 0 where they do not."""
+        """Record by how many bytes the limit is exceeded with ``count`` layers; 0 or less if it is not."""
         self._excesses[count] = excess
         if excess <= 0:
             self.most = min(self.most, count)
         elif count < self.most:
             self.too_few = max(self.too_few, count)
         else:
-            self.too_few = self.most - 1  # not even all of them
+            self.too_few = self.most - 1  # not even all layers are enough
 
 
 class _Sizes(TypedDict):
@@ -162,13 +162,13 @@ class _Sizes(TypedDict):
 
 
 def steady_plan(plan: ParallelPlan) -> ParallelPlan:
-    """Return ``plan`` with as few microbatches as fill its ranks no less."""
+    """Return ``plan``, with fewer microbatches if these fill its ranks as much."""
     fewer = steady_microbatches(plan.schedule, plan.pp, plan.num_microbatches)
     return replace(plan, num_microbatches=fewer) if fewer < plan.num_microbatches else plan
 
 
 def steady_microbatches(schedule: str, pp: int, num_microbatches: int) -> int:
-    """Return how many microbatches fill the ranks of a pipeline as much as ``num_microbatches`` do."""
+    """Return how few microbatches fill the ranks of a pipeline as much as ``num_microbatches`` do."""
     kind = schedule_type(schedule)
     if pp > 1 and kind.holds_all:
         return num_microbatches
@@ -176,7 +176,7 @@ def steady_microbatches(schedule: str, pp: int, num_microbatches: int) -> int:
 
 
 def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
-    """Return the pipeline ranks that host the same stages, by those stages."""
+    """Return the pipeline ranks grouped by the stages they host."""
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     schedule = plan.build_schedule()
     for pp_rank in range(plan.pp):
@@ -185,6 +185,6 @@ def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
 
 
 def _counted(turns: list[list[int]], taken: list[int], num_stages: int) -> tuple[int, ...]:
-    """Return how often each stage is among the turns that are taken."""
+    """Return how often each stage occurs among the turns taken."""
     counts = Counter(stage for own, count in zip(turns, taken, strict=True) for stage in own[:count])
     return tuple(counts[stage] for stage in range(num_stages))

@@ -1,4 +1,4 @@
-"""The plans that hold least: whether anything fits at all, by how much not, and what would."""
+"""The leanest plans: does anything fit? If not, by how much does it miss, and what would fit?"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,20 +17,20 @@ from llama_core.schedules.registry import schedule_type
 from llama_core.units import GB, format_bytes
 
 _HALVES_MORE = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Halves of the devices there are that are tried where those do not do."""
+"""Numbers of devices to try if nothing fits, in halves of the requested number."""
 MOST_DEVICES = 1024
-"""Devices up to which the fewest that do are looked for."""
+"""Most devices that ``least_devices`` tries."""
 MIN_SEQ_LEN = 512
-"""Tokens down to which shorter sequences are tried."""
+"""Shortest sequence to try, in tokens."""
 STATE_BYTES = 4 * FP32_BYTES
 """Bytes of states per parameter: weight, gradient and two moments."""
 
 
 class NothingFitsError(DoesNotFitError):
-    """Nothing fits the memory of the device: take what the message lists, or go on all the same with the leanest plan.
+    """No plan fits the memory of the device: follow the message, or force the leanest plan.
 
     Args:
-        message: by how much nothing fits, and what would.
+        message: by how much the leanest plan misses, and what would fit.
         plan: the leanest plan.
     """
 
@@ -42,17 +42,17 @@ class NothingFitsError(DoesNotFitError):
 def leanest_plan(
     candidates: Candidates, fitting: Fitting, keep: Callable[[Variant], bool] = lambda variant: True
 ) -> ParallelPlan:
-    """Return the first plan that fits of those that hold least, or the one that misses by least.
+    """Return the first of the leanest plans that fits, or the one that misses the limit by least.
 
-    A pipeline is judged by its ends, which hold most.
+    The miss is measured by ``Fitting.glance``.
 
     Args:
-        candidates: what the request allows.
-        fitting: the memory that plans have to fit.
-        keep: which of its variants to look at.
+        candidates: the plans the request allows.
+        fitting: the memory limit.
+        keep: which variants to look at.
 
     Raises:
-        PlanError: if none of them is a plan.
+        PlanError: if none of them is a valid plan.
     """
     plans, problems = [], []
     for variant in _lean_variants(candidates, keep):
@@ -67,23 +67,23 @@ def leanest_plan(
             return plan
         plans.append(plan)
     if not plans:
-        raise problems[0] if problems else PlanError("no division of the devices is a plan")
+        raise problems[0] if problems else PlanError("no division of the devices is a valid plan")
     return min(plans, key=fitting.glance)
 
 
 class Least(NamedTuple):
-    """The fewest devices that a run fits."""
+    """The fewest devices a run fits on."""
 
     gpus: int
     peak_bytes: int
-    """What the fullest of them holds."""
+    """Peak of the fullest one."""
     plan: ParallelPlan
 
 
 def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
-    """Return the fewest devices, of powers of two, that a plan of ``config`` fits, with the leanest plan.
+    """Return the smallest power of two of devices that ``config`` fits on, with the leanest plan.
 
-    None where ``MOST_DEVICES`` do not do.
+    None if it does not fit on ``MOST_DEVICES``.
     """
     held = STATE_BYTES * config.spec.num_trainable_parameters + _frozen_bytes(config)
     gpus = 1
@@ -93,7 +93,7 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
         nodes = max(1, gpus // device.gpus_per_node)
         more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes})
         fitting = Fitting(more, device.usable_bytes)
-        with suppress(PlanError):  # so many divide neither the batch nor the model
+        with suppress(PlanError):  # this number cannot divide the batch or the model
             plan = leanest_plan(Candidates(more, device), fitting)
             if fitting.fits(plan):
                 return Least(gpus, fitting.peak_bytes(plan), plan)
@@ -102,7 +102,7 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
 
 
 def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
-    """Yield for every shape and sharding the variant with the smallest microbatch under the leanest schedule."""
+    """Yield the leanest variant of every shape and sharding, the highest ZeRO stage first."""
     leanest: dict[tuple[Shape, Sharding], Variant] = {}
     for variant in filter(keep, candidates.variants(candidates.offloads()[-1])):
         key = variant.shape, variant.sharding
@@ -112,29 +112,29 @@ def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> I
 
 
 def _held(candidates: Candidates, variant: Variant) -> tuple[float, ...]:
-    """Return what a variant holds: rows of a microbatch, replicas of a stage, microbatches, and gradients put off."""
+    """Return a sort key for memory: microbatch size, copies of a stage, microbatches in flight, deferred gradients."""
     (schedule, chunks), (_, pp, _, _) = variant.order, variant.shape
     kind, count = schedule_type(schedule), candidates.num_microbatches(variant.shape, variant.microbatch_size)
     return variant.microbatch_size, kind.replicas, kind.in_flight(pp, count, chunks), kind.splits_backward
 
 
 def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | None) -> NothingFitsError:
-    """Return the error that says by how much nothing fits, and lists what would: each item is computed, not guessed."""
+    """Return the error that says by how much the leanest plan misses and what would fit; each remedy is computed."""
     config, gpus = candidates.config, candidates.asked.gpus
     leanest = leanest_plan(candidates, fitting)
     usable = round((fitting.limit or 0) / FILL_LIMIT)
     label, trained = device.label if device else "devices", config.spec.num_trainable_parameters
     frozen, terms = _frozen_bytes(config), f"{STATE_BYTES} bytes x {trained / GB:.2f}e9 parameters"
     if frozen:
-        terms = f"({terms} + {frozen / GB:.1f} GB of frozen ones)"
+        terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
     message = (
-        f"{config.spec.name} does not fit parallel.gpus={gpus} x {label}: its states take {terms} / {gpus} = "
-        f"{(STATE_BYTES * trained + frozen) / gpus / GB:.1f} GB per device before activations, of {usable / GB:.1f} GB "
-        f"usable; the leanest plan ({leanest.summary()}) misses {FILL_LIMIT:.0%} of that by "
+        f"{config.spec.name} does not fit on parallel.gpus={gpus} x {label}: weights, gradients and moments take "
+        f"{terms} / {gpus} = {(STATE_BYTES * trained + frozen) / gpus / GB:.1f} GB per device before activations, and "
+        f"{usable / GB:.1f} GB are usable; the leanest plan ({leanest.summary()}) exceeds {FILL_LIMIT:.0%} of that by "
         f"{format_bytes(fitting.peak_bytes(leanest) - (fitting.limit or 0))}"
     )
     remedies = list(_remedies(config, device, usable))
-    found = f"these would fit: {'; '.join(remedies)}" if remedies else "nothing near it would fit"
+    found = f"these would fit: {'; '.join(remedies)}" if remedies else "no change that was tried would fit"
     return NothingFitsError(f"{message}; {found}", leanest)
 
 
@@ -203,7 +203,7 @@ def _shorter_sequences(config: RunConfig, device: DeviceSpec | None, usable: int
 
 
 def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """Return ``config`` with some keys of some sections changed; what then contradicts itself is no plan."""
+    """Return ``config`` with some keys changed but not validated; a contradiction later makes every plan invalid."""
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
     )

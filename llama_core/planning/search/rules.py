@@ -1,4 +1,4 @@
-"""Choosing a plan without knowing how fast a device is: by rules, as on the CPU."""
+"""Choose a plan by rules, for a device of unknown speed such as the CPU."""
 
 from dataclasses import replace
 
@@ -10,20 +10,20 @@ from llama_core.planning.search.fitting import Fitting
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 
 BUSY_MICROBATCHES = 4
-"""Microbatches per pipeline rank with which its bubble is small: at most a fifth of the step under 1F1B."""
+"""Microbatches per pipeline rank that keep the bubble small: at most a fifth of the step under 1F1B."""
 DEFAULT_CHUNKS = 2
 """Stages per rank of an interleaved pipeline."""
 
 
 def plan_by_rules(candidates: Candidates, fitting: Fitting) -> ParallelPlan:
-    """Return the first plan that fits, data parallelism first; where none does, the one that misses by least.
+    """Return the first plan that fits, the most data-parallel first; if none fits, the one that misses by least.
 
-    Of shapes that are equally data-parallel, that with fewer pipeline ranks comes first. Each fills in, in this order:
-    ZeRO 3 where there is somebody to shard with; 1F1B; the microbatch; the least recomputation; what is kept in host
-    memory, where DeepSpeed may; the form of a schedule that has several.
+    Among equally data-parallel shapes, the one with the fewest context-parallel, then pipeline ranks comes first. Each
+    shape chooses in this order: ZeRO 3 if there are ranks to shard over; 1F1B; the microbatch; the least recomputation;
+    with DeepSpeed, the least offload; and the form of a schedule that has several.
 
     Raises:
-        PlanError: if no division of the devices makes a plan, with what is wrong with the most data-parallel one.
+        PlanError: if no division of the devices is a valid plan; names the problem of the most data-parallel one.
     """
     problems, unfit = [], []
     for shape in candidates.shapes():
@@ -41,12 +41,12 @@ def plan_by_rules(candidates: Candidates, fitting: Fitting) -> ParallelPlan:
 
 
 def no_shape(candidates: Candidates) -> PlanError:
-    """Return the error of a request whose batch no division of the devices divides."""
+    """Return the error for a batch that no division of the devices can split."""
     config, ranks = candidates.config, candidates.asked.most_data_parallel
     nearest = -(-config.batch_size // ranks) * ranks
     return PlanError(
         f"training.batch_size={config.batch_size} cannot be divided among parallel.gpus={candidates.asked.gpus}; "
-        f"use {nearest}, a multiple of {ranks} data-parallel ranks"
+        f"use {nearest}, a multiple of the {ranks} data-parallel ranks"
     )
 
 
@@ -61,7 +61,7 @@ def _of_shape(candidates: Candidates, fitting: Fitting, shape: Shape) -> Paralle
 
 
 def _with_microbatch(candidates: Candidates, fitting: Fitting, shape: Shape, offload: Offload) -> ParallelPlan:
-    """Return the plan with the largest microbatch that fits and keeps a pipeline busy, else with the smallest."""
+    """Return the plan with the largest microbatch that fits and keeps a pipeline busy, or with the smallest."""
     sizes = candidates.microbatch_sizes(shape)
     legal = [size for size in sizes if candidates.orders(shape, size)]
     busy = [
@@ -72,13 +72,13 @@ def _with_microbatch(candidates: Candidates, fitting: Fitting, shape: Shape, off
     sharding, order = _sharding(candidates, shape), _order(candidates, shape)
     *larger, smallest = [
         candidates.plan(Variant(shape, sharding, order, size, offload))
-        for size in busy or legal[-1:] or sizes[-1:]  # the plan tells what is wrong with the last
+        for size in busy or legal[-1:] or sizes[-1:]  # building the plan reports what is wrong with the last
     ]
     return next(filter(fitting.fits, larger), smallest)
 
 
 def _sharding(candidates: Candidates, shape: Shape) -> Sharding:
-    """Return the most that is divided, without copies unless they are asked for."""
+    """Return the sharding of the highest ZeRO stage, without copies unless they are asked for."""
     shardings = candidates.shardings(shape)
     most = max(sharding.zero_stage for sharding in shardings)
     return next(sharding for sharding in shardings if sharding.zero_stage == most)
@@ -93,9 +93,9 @@ def _order(candidates: Candidates, shape: Shape) -> Order:
 
 
 def in_best_form(plan: ParallelPlan, fitting: Fitting) -> ParallelPlan:
-    """Return ``plan`` with the form of its schedule that fits and idles least; without a form that fits, as it is.
+    """Return ``plan`` with the first form of its schedule that fits, or unchanged if none does.
 
-    With one unit of microbatches or less there is nothing to choose.
+    With at most ``pp`` microbatches, the forms do not differ.
     """
     if plan.pp == 1 or plan.num_microbatches <= plan.pp:
         return plan

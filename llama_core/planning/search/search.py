@@ -1,8 +1,8 @@
-"""The search for the fastest plan that fits: best first, by about what each variant takes.
+"""The search for the fastest plan that fits: best first, by the approximate step time of each variant.
 
-A variant is looked at in three rounds, each dearer and closer to the truth: the closed form of its memory and time;
-what has to be recomputed, by the estimate of three ranks of its pipeline; and the whole plan with the least
-recomputation that makes every rank fit, whose step is clocked. The search ends when nothing left can be faster.
+A variant is evaluated in up to three rounds, each slower and more accurate: memory and time in closed form; the
+recomputation it needs, from the memory estimate of three ranks of its pipeline; and the whole plan, with the least
+recomputation that makes every rank fit and the time of its step. The search ends when nothing left can be faster.
 """
 
 import heapq
@@ -24,7 +24,7 @@ from llama_core.planning.time.step_time import StepTime, step_time
 from llama_core.schedules.registry import schedule_type
 
 CLOSE = 0.95
-"""Share of a bound that no step is taken to fall short of: a bound takes all stages of a pipeline to be alike."""
+"""Fraction of its bound that a step takes at least, by assumption: a bound takes all pipeline stages to be equal."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Search:
     """The search for the plan of one request.
 
     Args:
-        candidates: what the request allows.
-        fitting: the memory that plans have to fit.
+        candidates: the plans the request allows.
+        fitting: the memory limit.
         device: the devices, all of one kind.
-        offload: what is kept in host memory.
+        offload: what DeepSpeed keeps in host memory.
     """
 
     def __init__(self, candidates: Candidates, fitting: Fitting, device: DeviceSpec, offload: Offload = "none") -> None:
@@ -56,10 +56,10 @@ class Search:
 
     @cached_property
     def bounded(self) -> Mapping[Variant, float]:
-        """The variants that may fit, each with about the seconds of its step.
+        """The variants that may fit, each with its approximate step time in seconds.
 
         Raises:
-            PlanError: if no division of the devices makes a plan, with what is wrong with the most data-parallel one.
+            PlanError: if no division of the devices is a valid plan; names the problem of the most data-parallel one.
         """
         problems, bounded, is_any_legal = [], {}, False
         for variant in self.candidates.variants(self.offload):
@@ -76,13 +76,13 @@ class Search:
         return bounded
 
     def fastest(self, keep: Callable[[Variant], bool] = lambda variant: True, close: float = CLOSE) -> Option | None:
-        """Return the fastest option that fits; None where none does.
+        """Return the fastest option that fits; None if none does.
 
         Args:
             keep: which variants to look at, by default all.
-            close: share of a bound that no step is taken to fall short of.
+            close: fraction of its bound that a step takes at least, by assumption.
         """
-        number = itertools.count()  # so that of equal bounds the first comes first
+        number = itertools.count()  # with equal bounds, the first variant comes first
         queue = [(bound, next(number), False, variant) for variant, bound in self.bounded.items() if keep(variant)]
         heapq.heapify(queue)
         best: Option | None = None
@@ -97,7 +97,7 @@ class Search:
         return best
 
     def closer(self, variant: Variant) -> float | None:
-        """Return about the seconds of a step, by an estimate of its memory; None for what fits in no way."""
+        """Return the approximate step time in seconds, from a memory estimate; None if the variant cannot fit."""
         if variant not in self._closer:
             try:
                 recomputed = self._recomputed(variant)
@@ -107,7 +107,7 @@ class Search:
         return self._closer[variant]
 
     def _recomputed(self, variant: Variant) -> Recomputed | None:
-        """Return what a rank has to recompute, of so many whole layers as it has."""
+        """Return the recomputation a rank needs, in whole layers; None if no recomputation is enough."""
         limit, pp = self.fitting.limit, variant.shape.pp
         count = self.candidates.num_microbatches(variant.shape, variant.microbatch_size)
         steady = steady_microbatches(variant.order.schedule, pp, count)
@@ -123,7 +123,7 @@ class Search:
         return None
 
     def option(self, variant: Variant) -> Option | None:
-        """Return a variant with the least recomputation that makes it fit; None where nothing does."""
+        """Return the variant with the least recomputation that makes it fit; None if nothing does."""
         if variant not in self._options:
             try:
                 self._options[variant] = self._option(variant)
@@ -132,7 +132,7 @@ class Search:
         return self._options[variant]
 
     def options(self) -> list[Option]:
-        """Return the options that have been looked at so far."""
+        """Return the options found so far."""
         return [option for option in self._options.values() if option]
 
     def _option(self, variant: Variant) -> Option | None:
@@ -148,7 +148,7 @@ class Search:
         return Option(variant, plan, self.step(plan), self.fitting.peak_bytes(plan))
 
     def step(self, plan: ParallelPlan) -> StepTime:
-        """Return how long a step of ``plan`` takes."""
+        """Return the step time of ``plan``."""
         config = self.candidates.config
         return step_time(
             config.spec,
