@@ -1,18 +1,18 @@
 """The bytes one rank holds while it trains, by category and phase, from arithmetic alone.
 
-What is modelled is this engine: fp32 weights, gradients and AdamW moments; activations in the compute dtype; attention
-that keeps its output and log-sum-exp but no scores; a linear cross-entropy that goes through the tokens in chunks and
-computes its gradients in the forward; a fused optimizer without temporaries. A rank walks through its actions of the
-schedule, and holds at each what the microbatches under way have left. Bytes are those of tensors: the allocator's
-rounding, its fragmentation and the device's context come on top.
+The model is this engine: fp32 weights, gradients and AdamW moments; activations in the compute dtype; attention that
+keeps its output and log-sum-exp but no scores; a linear cross-entropy that processes the tokens in chunks and computes
+its gradients in the forward; a fused optimizer without temporaries. A rank steps through its actions of the schedule,
+and at each one holds what the microbatches in flight have kept. Bytes are those of tensors: the allocator's rounding,
+its fragmentation and the device's context come on top.
 
-Weights that several ranks hold are ``fully_shard``'s, save in copies of a whole model: between steps a rank has its
-shard of weights, gradients and moments, 16 bytes per parameter over N ranks, and within a step it gathers, in the
-compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights of one rank alone are cast at
-each use, and every microbatch under way keeps the copies. DeepSpeed's buffers are taken to be like ``fully_shard``'s;
-what it keeps in host memory does not count. Adapters are as ``lora`` has them, experts as ``experts``.
+``fully_shard`` handles weights that several ranks share, except in copies of a whole model. Between steps a rank holds
+its shard of weights, gradients and moments, 16 bytes per parameter over N ranks. Within a step it gathers, in the
+compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights that only one rank holds are
+cast at each use, and every microbatch in flight keeps the copies. DeepSpeed's buffers are assumed to be like
+``fully_shard``'s; the states it keeps in host memory do not count. See ``lora`` for adapters, ``experts`` for experts.
 
-Source: Rajbhandari et al. 2020, arXiv:1910.02054, for what each ZeRO stage divides.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, for the states that each ZeRO stage shards.
 """
 
 from collections import Counter
@@ -52,9 +52,9 @@ def estimate_memory(
         plan: how a batch is divided over ranks and microbatches, and what is recomputed.
         seq_len: tokens per sequence.
         precision: the dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the
-            hardware table has.
-        documents: what keeps attention inside packed documents; a mask takes ``seq_len`` squared.
-        pp_rank: the rank's place in its pipeline; by default the one that holds most.
+            hardware table supports.
+        documents: how attention is kept inside packed documents; a mask has ``seq_len`` squared elements.
+        pp_rank: the rank's position in its pipeline; by default the fullest one.
     """
     ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
     profiles = _profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, documents=documents)
@@ -64,7 +64,7 @@ def estimate_memory(
 def estimate_ranks(
     spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, documents: DocumentAttention
 ) -> tuple[MemoryProfile, ...]:
-    """Return ``estimate_memory`` of every rank of a pipeline, in their order."""
+    """Return ``estimate_memory`` of every rank of a pipeline, in order."""
     ranks = range(plan.pp)
     return tuple(_profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, documents=documents))
 
@@ -88,7 +88,7 @@ def _profiles(
 def tensors_by_layer(
     spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
 ) -> list[Tensors]:
-    """Return the sizes of every layer's tensors, from the arguments of ``Tensors``; layers that are alike share one."""
+    """Return the sizes of every layer's tensors, from the arguments of ``Tensors``; equal layers share one object."""
 
     def sizes(kind: Callable[..., Tensors]) -> Tensors:
         return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
@@ -128,11 +128,11 @@ def _stage_moments(stage: Stage, tensors: Tensors, plan: ParallelPlan) -> StageM
 
 
 class _Rank:
-    """One rank of a pipeline on its way through one optimizer step.
+    """One rank of a pipeline, stepping through one optimizer step.
 
     Args:
         plan: the plan.
-        pp_rank: its place in the pipeline.
+        pp_rank: its position in the pipeline.
         stages: all stages of the pipeline.
         tensors: the sizes of their tensors.
     """
@@ -144,7 +144,7 @@ class _Rank:
         self.actions, self.hosted = schedule.actions[pp_rank], schedule.stages_of(pp_rank)
         self._last_backward = max(i for i, action in enumerate(self.actions) if action.kind is not Kind.FORWARD)
         self._under_way: Counter[int] = Counter()  # microbatches between their forward and their backward, by stage
-        self._put_off: Counter[int] = Counter()  # microbatches whose weight gradients wait, by stage
+        self._put_off: Counter[int] = Counter()  # microbatches with deferred weight gradients, by stage
         self._accumulated: Counter[int] = Counter()  # parameters with gradients, by stage
         self._num_backwards: Counter[int] = Counter()  # by stage
         self._gathered: set[int] = set()  # stages whose weights have been gathered
@@ -164,7 +164,7 @@ class _Rank:
         return MemoryProfile({phase: held + moment for phase, moment in peaks.items()} | {"optimizer": optimizer})
 
     def _states(self) -> dict[Category, int]:
-        """Return the bytes of weights, gradients and moments between the steps."""
+        """Return the bytes of weights, gradients and moments between steps."""
         hosted = [self.stages[stage].weights for stage in self.hosted]
         shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in hosted))
         frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_shards for own in hosted)
@@ -175,7 +175,7 @@ class _Rank:
         }
 
     def _moments(self) -> Iterator[tuple[Phase, Moment]]:
-        """Yield the moments of every action, with their phase; a schedule repeats itself, and this does not."""
+        """Yield the moments of every action with their phase, skipping repetitions."""
         seen = set()
         for place, action in enumerate(self.actions):
             after_forward = place > 0 and self.actions[place - 1].kind is Kind.FORWARD
@@ -192,7 +192,7 @@ class _Rank:
             self._end(action)
 
     def _begin(self, action: Action, *, after_forward: bool, final: bool) -> Around:
-        """Return what the rank holds beside the microbatch of an action."""
+        """Return what the rank holds outside the microbatch of an action."""
         index, stages = action.stage, self.stages
         if action.kind in _BACKWARDS:
             self._under_way[index] -= 1
@@ -216,7 +216,7 @@ class _Rank:
         )
 
     def _end(self, action: Action) -> None:
-        """Note what an action leaves behind."""
+        """Record what an action leaves behind."""
         index = action.stage
         self._gathered.add(index)
         if action.kind is Kind.FORWARD:
@@ -227,13 +227,13 @@ class _Rank:
         if action.kind in RELEASES:
             self._accumulated[index] = weights.trained.total
             self._num_backwards[index] += 1
-        elif action.kind is Kind.INPUT_GRADIENT:  # those of norms and tables are not put off
+        elif action.kind is Kind.INPUT_GRADIENT:  # the gradients of norms and tables are not deferred
             self._accumulated[index] = max(self._accumulated[index], weights.trained.tables)
-        if action.kind in _BACKWARDS and len(self.hosted) == 1:  # groups that take no part in a backward release it
+        if action.kind in _BACKWARDS and len(self.hosted) == 1:  # else other stages' groups release it
             self._buffer = weights.last_buffer
 
     def _when(self, stage: int, *, after_forward: bool = False, final: bool = False) -> When:
-        """Return where a stage stands, be it at work or not."""
+        """Return a stage's position in the step, whether or not it is at work."""
         return When(
             is_first=stage not in self._gathered,
             after_forward=after_forward,
@@ -243,12 +243,12 @@ class _Rank:
         )
 
     def _communication(self, stage: int) -> int:
-        """Return the bytes that a stage keeps of what was gathered and averaged while another one runs."""
+        """Return the gathered and averaged bytes that a stage keeps while another one runs."""
         weights, when = self.stages[stage].weights, self._when(stage)
         return weights.averaged(when, 0) + (weights.root_gathered if when.is_first else weights.stay_gathered)
 
     def _last_layer(self, stage: int) -> int:
-        """Return the bytes that fetching a stage's last layer fills."""
+        """Return the bytes that prefetching a stage's last layer takes."""
         weights = self.stages[stage].weights
         return weights.at_work(weights.num_layers - 1)
 

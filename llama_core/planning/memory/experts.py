@@ -1,7 +1,7 @@
 """The tensors of a layer that has experts in place of its feed-forward.
 
-A token goes to its experts as so many copies, and every expert is taken to have the same number of them. Nothing is
-dropped and nothing padded. The router keeps what goes into it, and what the experts return, by which it is graded.
+A token is copied to each of its experts, and the load is assumed balanced, without drops or padding. The router keeps
+its input, and the output of the experts, which its gradient needs.
 
 Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1.
 """
@@ -30,35 +30,35 @@ class ExpertTensors(Tensors):
         dense_ffn = self.ffn
         self.ffn *= copies
         self.entering = copies * self.whole
-        # probabilities of all experts; of the chosen ones their sum, their gates, and these once more in the
-        # activations' dtype; who they are, and the order of their tokens, there and back
+        # probabilities of all experts; for the chosen ones their sum, their gates, the gates again in the activations'
+        # dtype, their indices, and the order of their tokens, there and back
         routing = FP32_BYTES * (moe.num_experts + 1) + copies * (FP32_BYTES + self.itemsize + 3 * INT64_BYTES)
         self.routing = tokens * routing
-        self.exchanged = 2 * self.entering if plan.ep > 1 else 0  # what is sent, and what arrives before it is sorted
+        self.exchanged = 2 * self.entering if plan.ep > 1 else 0  # tokens sent, and tokens received before sorting
         if self.put_off:  # inputs and gradients of router and experts
             self.put_off += 3 * (self.ffn - dense_ffn) + 2 * self.entering
 
         experts = moe.num_experts // plan.ep
-        self.ffn_parameters *= experts  # w1, w2 and w3 of all experts are a tensor each
+        self.ffn_parameters *= experts  # w1, w2 and w3 of all experts are one tensor each
         feed_forward = spec.expert_parameters // plan.tp
         self.layer_parameters += spec.hidden_size * moe.num_experts + (experts - 1) * feed_forward
         self.layer_trained = self.layer_parameters
-        # an expert is on fewer ranks than the rest, where expert-parallel ones are among those that shard
+        # an expert is sharded over fewer ranks than the rest, if expert-parallel ranks are among the sharding ones
         apart = math.gcd(plan.ep, plan.dp_shard)
         self.layer_divided = self.layer_parameters + (apart - 1) * experts * feed_forward
 
     def layer(self, mode: RecomputeMode = "none") -> int:
-        """Return what one layer keeps for its backward."""
+        """Return the bytes one layer keeps for its backward."""
         kept = super().layer(mode)
         if mode == "full":
             return kept
-        if mode == "selective":  # w1's product in place of the dense one's, and what is not sent a second time
+        if mode == "selective":  # w1's product in place of the dense one's; tokens are not sent again
             return kept + self.exchanged
-        return kept + self.routing + 2 * self.entering  # the experts' inputs and what they return
+        return kept + self.routing + 2 * self.entering  # the inputs and outputs of the experts
 
     def leaving(self, mode: RecomputeMode) -> int:
-        """Return what one layer holds at its fullest at the end of its forward beside what it keeps."""
-        # what the experts returned, times their gates
+        """Return the most bytes one layer holds at the end of its forward on top of those it keeps."""
+        # the experts' outputs, times their gates
         joined = super().leaving("none") + self.exchanged + self.entering * (2 if mode == "full" else 1)
         if mode != "full":
             return joined
@@ -66,10 +66,10 @@ class ExpertTensors(Tensors):
 
     @property
     def layer_before_w2(self) -> int:
-        """What is left of a layer after the backward of the experts' last matrices."""
+        """Bytes left of a layer after the backward of the experts' last matrices."""
         return super().layer_before_w2 - self.entering
 
     @property
     def layer_before_norm(self) -> int:
-        """What is left of a layer after the backward of all matrices of its experts."""
+        """Bytes left of a layer after the backward of all matrices of its experts."""
         return super().layer_before_norm - 2 * self.entering

@@ -1,8 +1,8 @@
 """The tensors of a layer with adapters over frozen weights.
 
-A frozen matrix is held in the activations' dtype. It passes gradients on, for which it needs itself and nothing else,
-so that its input is not kept; an adapter beside it does need that. Norms, attention and the activation keep what their
-own gradients take; none of them do before the first adapter, whose input no gradient is needed of.
+A frozen matrix is held in the activations' dtype. It needs only itself to pass gradients on, so its input is not kept,
+but an adapter beside it needs that input. Norms, attention and the activation keep what their own gradients need, but
+nothing before the first adapter, whose input needs no gradient.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
@@ -32,9 +32,9 @@ class AdaptedTensors(Tensors):
         super().__init__(spec, plan, **sizes)
         self.targets = frozenset(lora.in_layers)
         tokens = self.whole // (spec.hidden_size * self.itemsize)
-        self.bottleneck = tokens * lora.lora_rank * self.itemsize  # what A returns
+        self.bottleneck = tokens * lora.lora_rank * self.itemsize  # A's output
         self._adapters = {matrix: adapter_size(spec, matrix, plan.tp) for matrix in lora.in_layers}
-        self.norm -= self.wide  # the input normalised, which only the gradient of the norm's weight takes
+        self.norm -= self.wide  # the normalised input, which only the gradient of the norm's weight needs
         self.layer_trained = self._parameters(MATRICES)
         self.layer_parameters += self.layer_trained
         self.layer_divided = self.layer_parameters
@@ -48,43 +48,43 @@ class AdaptedTensors(Tensors):
             self.put_off = inputs + sum(returned[target] + 2 * self.bottleneck for target in self.targets)
 
     def _parameters(self, matrices: Iterable[str]) -> int:
-        """Return the parameters of the adapters beside some matrices."""
+        """Return the number of parameters in the adapters of some matrices."""
         return sum(sum(self._adapters[matrix]) for matrix in self.targets.intersection(matrices))
 
     def _inputs(self, matrices: Iterable[str] = MATRICES) -> int:
-        """Return what is kept of the inputs of adapted matrices: some have the same, unless each drops its own."""
+        """Return the bytes kept of the inputs of adapted matrices: some share one, unless each has its own dropout."""
         adapted = self.targets.intersection(matrices)
-        if self.dropped:  # what is left of an input, and which part that is
+        if self.dropped:  # an input after dropout, and its mask
             return sum(self._input(name) + self._mask(name) for name in adapted)
         shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         own = sum(self._input(name) for name in adapted.intersection(DIVIDED_INPUT))
         return own + sum(self.whole for names in shared if adapted.intersection(names))
 
     def _input(self, matrix: str) -> int:
-        """Return what goes into a matrix."""
+        """Return the bytes of a matrix's input."""
         return {"o_proj": self.queries, "down_proj": self.ffn}.get(matrix, self.whole)
 
     def _mask(self, matrix: str) -> int:
-        """Return what says which part of a matrix's input its adapter gets."""
+        """Return the bytes of the dropout mask of an adapter's input."""
         return self._input(matrix) // self.itemsize if self.dropped else 0
 
     def _beside(self, matrices: Iterable[str]) -> int:
-        """Return what the adapters beside some matrices keep between A and B, and the copies that both are cast to."""
+        """Return the bytes that the adapters of some matrices keep between A and B, and of the cast copies of both."""
         copies = self.itemsize * self._parameters(matrices) if self.casts else 0
         return copies + self.bottleneck * len(self.targets.intersection(matrices))
 
     def layer(self, mode: RecomputeMode = "none") -> int:
-        """Return what one layer keeps for its backward."""
+        """Return the bytes one layer keeps for its backward."""
         if mode != "none":
             return super().layer(mode)
         # rotated queries, rotated keys and values; gate, silu(gate) and up
         needed = 2 * self.norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
-        if "o_proj" not in self.targets or self.dropped:  # else what attention returns is among the inputs
+        if "o_proj" not in self.targets or self.dropped:  # else attention's output is among the inputs
             needed += self.queries
         return needed + self._inputs() + self._beside(MATRICES) - self._unneeded
 
     def _before_adapters(self) -> int:
-        """Return what a layer keeps for gradients that nobody needs where the first adapters are its own."""
+        """Return the bytes a layer would keep for gradients that are not needed, if the first adapters are its own."""
         scores = self.queries + 2 * self.keys + self.log_sum_exp
         if "o_proj" not in self.targets or self.dropped:
             scores += self.queries
@@ -102,41 +102,41 @@ class AdaptedTensors(Tensors):
                 unneeded += self.itemsize * (divided if name in DIVIDED_INPUT else whole) * self.casts  # A's copy
                 unneeded += self._mask(name)
             if first:
-                # of gate and up, each is kept for the gradient of the other, and gate for its own too
+                # gate and up are each kept for the gradient of the other, and gate for its own too
                 return unneeded + {"up_proj": 2 * self.ffn, "gate_proj": self.ffn}.get("".join(first), 0)
         return unneeded
 
     def leaving(self, mode: RecomputeMode) -> int:
-        """Return what one layer holds at its fullest at the end of its forward beside what it keeps."""
+        """Return the most bytes one layer holds at the end of its forward on top of those it keeps."""
         up, down = "up_proj" in self.targets, "down_proj" in self.targets
-        # beside what a matrix returns: what its adapter does, and that scaled
+        # beside a matrix's output: its adapter's, and that scaled
         joined = super().leaving("none") + 2 * self.whole * down
         inside = {"none": self._inside, "selective": 0, "full": 3 + up}[mode]
         return max(joined, inside * self.ffn + self.stream + self.whole)
 
     @property
     def recomputing(self) -> int:  # type: ignore[override]
-        """What one layer holds beside what it keeps as its recomputation ends: before w2, or with down_proj in it."""
+        """Bytes one layer holds on top of those it keeps as recomputation ends: before w2, or with down_proj in it."""
         down = "down_proj" in self.targets
         last = max((self.whole + self.ffn * self.dropped) * down, self._inside * self.ffn)
         entering = self.whole if self.dropped or not self.targets.intersection(("gate_proj", "up_proj")) else 0
-        gradient = self.whole * self.is_divided  # of what comes out, of the whole sequence
+        gradient = self.whole * self.is_divided  # of the output, for the whole sequence
         return last + entering + gradient + self.stream * (self.narrow + self.is_divided)
 
     @property
     def _inside(self) -> int:
-        """Tensors beside those kept as w3 joins its adapter, or as w2 takes in a product that it does not keep."""
+        """Tensors on top of those kept as w3 adds its adapter, or as w2 reads a product that is not kept."""
         up, down = "up_proj" in self.targets, "down_proj" in self.targets and not self.dropped
         return max((2 - down) * up, 1 - down)
 
     @property
     def layer_before_w2(self) -> int:
-        """What is left of a layer after the backward of its last matrix."""
+        """Bytes left of a layer after the backward of its last matrix."""
         if self.put_off:  # the weight gradients of its adapter are still to come
             return self.layer()
         return self.layer() - self._inputs(("down_proj",)) - self._beside(("down_proj",))
 
     @property
     def layer_before_norm(self) -> int:
-        """What is left of a layer after the backward of all three matrices of its feed-forward."""
+        """Bytes left of a layer after the backward of all three matrices of its feed-forward."""
         return self.layer_before_w2 - 3 * self.ffn - self._beside(("gate_proj", "up_proj"))

@@ -1,16 +1,16 @@
-"""The moments of one forward and one backward of a stage at which a rank may hold most, by category.
+"""The moments of one forward and one backward of a stage at which memory may peak, by category.
 
-A forward walks the layers from the first to the last, and each leaves what its backward needs. So it holds most at its
-end: after the last layer or, on the last stage, in the last chunk of the loss; or while ``fully_shard`` gathers one of
-the last layers.
+A forward runs the layers from first to last, and each keeps what its backward needs. So memory can peak at its end,
+after the last layer or, on the last stage, in the last chunk of the loss; or while ``fully_shard`` gathers one of the
+last layers.
 
-A backward walks the same way back: gradients come into being, and each layer drops what was left for it. Over layers
-that are alike memory goes evenly up or down, so that the ends of such runs tell the peak. A layer holds most after
-``w2``, its widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; with
-few tokens after ``wq``, with the gradients of all; and while ``fully_shard`` reduces them. Before the layers come the
-loss and the final norm, and after them the embedding, whose gradient is made in one piece, and what is reduced last.
+A backward runs the layers in reverse: it makes gradients, and each layer drops what it kept. Over equal layers memory
+rises or falls evenly, so a run of them peaks at one of its ends. Within a layer, memory can peak after ``w2``, its
+widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; with few tokens
+after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The loss and the final norm come before the
+layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
 
-Moments that were hardly ever the peak under a wide range of plans, such as those inside attention, are left out.
+Moments that are hardly ever the peak over a wide range of plans, such as those inside attention, are left out.
 """
 
 from collections import Counter
@@ -26,26 +26,26 @@ Moment = Counter[Category]
 
 @dataclass(frozen=True)
 class Around:
-    """What a rank holds beside the microbatch at work, in bytes."""
+    """The bytes a rank holds outside the microbatch at work."""
 
     when: When
-    """Where in the step the rank is."""
+    """The position in the step."""
     activations: int
-    """Of other microbatches."""
+    """Activations of other microbatches."""
     loss: int
-    """Gradients of the hidden states and the head that wait for their backward."""
+    """Gradients of the hidden states and the head, kept for their backward."""
     gradients: int
-    """Of other stages of this rank."""
+    """Gradients of other stages of this rank."""
     communication: int
-    """Of other stages of this rank: weights that stay gathered or are fetched early, and averages of gradients."""
+    """Of other stages of this rank: weights that stay gathered or are prefetched, and averages of gradients."""
     root: int
-    """Those of the root among them, where a backward drops them before it comes to the embedding."""
+    """The part of ``communication`` for roots, if a backward drops it before it reaches the embedding."""
     early: int
-    """Of the stage's own last layer, where it was fetched before its forward."""
+    """The stage's own last layer, if it was fetched before its forward."""
     ahead: int
-    """Of the stage whose last layer is fetched as a backward ends."""
+    """The last layer of another stage, fetched as a backward ends."""
     buffer: int
-    """Of the last reduction, which ``fully_shard`` keeps until the next."""
+    """The buffer of the last reduction, which ``fully_shard`` keeps until the next."""
 
 
 class StageMoments:
@@ -61,22 +61,22 @@ class StageMoments:
         self.layers = weights.stage.layers
         self._below = tensors.shared + tensors.looked_up * self.stage.is_first
         if tensors.narrow and self.stage.modes[0] == "none" and not self.stage.is_first:
-            self._below += tensors.stream  # what was received; else the first layer keeps that very tensor
+            self._below += tensors.stream  # the received tensor; otherwise the first layer keeps that same tensor
         self.kept = self._kept_below(weights.num_layers) + (tensors.norm if self.stage.is_last else 0)
-        """Activations that a forward leaves for its backward."""
+        """Bytes of activations that a forward keeps for its backward."""
         self.kept_loss = tensors.loss_saved if self.stage.is_last else 0
-        """What the loss leaves for it."""
+        """Bytes that the loss keeps for its backward."""
         self.put_off = self._put_off_above(-1)
-        """What waits for the weight gradients where a backward is in two parts."""
+        """Bytes kept for the weight gradients of a split backward."""
         self._made = not self.put_off  # whether a backward makes the gradients of the layers
 
     def _kept_below(self, layer: int) -> int:
-        """Return what the layers before the stage's ``layer``-th keep, with what all of them share."""
+        """Return the bytes kept by the layers before the stage's ``layer``-th, with those that all layers share."""
         below = zip(self.layers[:layer], self.stage.modes[:layer], strict=True)
         return self._below + sum(tensors.layer(mode) for tensors, mode in below)
 
     def _put_off_above(self, layer: int) -> int:
-        """Return what waits for the weight gradients of the layers after the stage's ``layer``-th."""
+        """Return the bytes kept for the weight gradients of the layers after the stage's ``layer``-th."""
         return sum(tensors.put_off for tensors in self.layers[layer + 1 :])
 
     def forward(self, around: Around) -> Iterator[Moment]:
@@ -115,7 +115,7 @@ class StageMoments:
         yield from self._after_layers(around)
 
     def weight_gradients(self, around: Around) -> Iterator[Moment]:
-        """Yield the moments at which gradients that were put off are made: those of the first layer and of the last."""
+        """Yield the moments at which deferred gradients are made, in the first layer and the last."""
         weights, trained = self.weights, self.weights.trained
         for layer in {0, weights.num_layers - 1}:
             t = self.layers[layer]
@@ -127,19 +127,19 @@ class StageMoments:
             )
 
     def _telling_layers(self) -> list[int]:
-        """Return layers of which one has the peak, the last first."""
+        """Return the layers of which one has the peak, last first."""
         last = self.weights.num_layers - 1
         kinds = list(zip(self.stage.modes, self.layers, strict=True))
         starts = {layer for layer in range(1, last + 1) if kinds[layer] != kinds[layer - 1]}
-        # the last but one is the first that finds the buffer of a reduction, and the second one the last that another
-        # layer is fetched in
+        # the last but one is the first to find the buffer of a reduction; the second is the last to prefetch another
+        # layer
         telling = {0, 1, last - 1, last} | starts | {start - 1 for start in starts}
         return sorted(telling & set(range(last + 1)), reverse=True)
 
     def _in_head(self, around: Around) -> Iterator[Moment]:
         t, weights, when = self.tensors, self.weights, around.when
         communication = weights.at_work(weights.num_layers - 1) + around.buffer
-        # the loss scales what its forward saved into gradients of its own
+        # the loss scales the gradients its forward saved, into new tensors
         yield self._moment(
             around,
             gradients=weights.gradients(when, 0) + weights.head_gradient,
@@ -148,7 +148,7 @@ class StageMoments:
             temporaries=t.whole,
             communication=communication,
         )
-        # the final norm: gradients of its output and of what it saved, in fp32
+        # the final norm: gradients of its output and of its saved tensors, in fp32
         yield self._moment(
             around,
             gradients=weights.gradients(when, weights.head_done) + weights.waiting_head(when),
@@ -162,21 +162,21 @@ class StageMoments:
         is_last, done = layer == weights.num_layers - 1, self._done_above(layer)
         recomputed = self.stage.modes[layer] != "none"
         below = self._kept_below(layer) + self._put_off_above(layer)
-        if recomputed and t.narrow:  # in fp32 the first norm keeps the very tensor that checkpointing kept
+        if recomputed and t.narrow:  # in fp32 the first norm keeps the same tensor as checkpointing
             below += t.stream
         buffer = around.buffer if is_last else weights.reduction_buffer(when, weights.trained.layers[layer + 1])
         matrix, layer_trained = t.ffn_parameters * self._made, t.layer_trained * self._made
-        # beside what the layer itself needs: the gradient of its output, that of the stage's, and one to be added
+        # beside the layer's own: the gradient of its output, that of the stage's output, and one to be added
         others = t.stream + FP32_BYTES * matrix * weights.adds(when)
         others += 0 if is_last else self._gradient_received
         copy = t.ffn_parameters * t.itemsize if t.narrow else 0  # a matrix's, and its gradient before it is widened
         for kept, temporaries, made in (
             (t.layer(), t.recomputing * recomputed, 0),
-            # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's own before it is widened
+            # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's gradient before widening
             (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
             # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
             (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3 * matrix),
-            # in attention that holds all scores: gradients of those after the softmax and before it
+            # in attention that holds all scores: their gradients after the softmax and before it
             *([(t.layer_attending, 2 * t.scores + 2 * t.queries, 3 * matrix)] if t.scores else []),
             # after wq: the gradient of the queries, and two of its input
             (t.norm + t.whole, t.queries + 2 * t.whole, layer_trained),
@@ -191,16 +191,16 @@ class StageMoments:
             )
 
     def _ahead(self, around: Around, layer: int) -> int:
-        """Return what is fetched while the backward is in a layer, be it of another stage."""
+        """Return the bytes prefetched while the backward is in a layer, for this stage or another."""
         return self.weights.fetched_ahead(layer) or (0 if layer else around.ahead)
 
     def _done_above(self, layer: int) -> int:
-        """Return the parameters whose gradients are done when the backward comes to a layer."""
+        """Return the number of parameters whose gradients are done when the backward reaches a layer."""
         return sum(self.weights.trained.layers[layer + 1 :]) * self._made + self.weights.head_done
 
     @property
     def _gradient_received(self) -> int:
-        """What the backward of a stage before the last begins with; it is there to the end."""
+        """Bytes of the gradient that the backward of a stage before the last starts from, held to the end."""
         return 0 if self.stage.is_last else self.tensors.stream
 
     def _after_layer(self, around: Around, layer: int) -> Iterator[Moment]:
@@ -214,7 +214,7 @@ class StageMoments:
         t, weights, when = self.tensors, self.weights, around.when
         added = int(weights.adds(when) or self.stage.shares_table)
         meets_head = self.stage.tied and self.stage.is_last
-        # its upstream gradient: of a divided vocabulary with zeros for other ranks' tokens, then widened to fp32
+        # its upstream gradient: with a divided vocabulary zero for other ranks' tokens, then widened to fp32
         upstream = t.stream + t.whole * t.is_divided
         if t.narrow and not t.spec.lora:
             upstream += 2 * t.whole * (2 if t.looked_up else 1)
@@ -225,7 +225,7 @@ class StageMoments:
             activations=self._kept_below(0) + self.put_off,
             temporaries=upstream + self._gradient_received,
         )
-        if meets_head:  # the two gradients, their sum and, where there is one, what the sum is added to
+        if meets_head:  # the two gradients, their sum and, if there is one, the gradient it is added to
             yield self._moment(
                 around,
                 gradients=weights.gradients(when, weights.trained.total) + weights.embedding_gradient * (2 + added),
@@ -244,7 +244,7 @@ class StageMoments:
         done: int = 0,
         group: int = 0,
     ) -> Moment:
-        """Return a moment with what is around, as ``group`` parameters' gradients are reduced after ``done`` others."""
+        """Return a moment with ``around``, as ``group`` parameters' gradients are reduced after ``done`` others."""
         weights, when = self.weights, around.when
         own = weights.gradients(when, 0) if gradients is None else gradients
         communication += weights.gathered(when, done + group) + weights.averaged(when, done, group)
@@ -279,7 +279,7 @@ class ShardedMoments(StageMoments):
     def backward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a backward, in their order."""
         weights, last = self.weights, self.weights.num_layers - 1
-        if weights.drops and not self.stage.is_last:  # else the head is at work before the layers
+        if weights.drops and not self.stage.is_last:  # on the last stage the head is at work before the layers
             root = 0 if around.when.after_forward else weights.held.root
             yield self._moment(
                 around,
@@ -290,13 +290,13 @@ class ShardedMoments(StageMoments):
         yield from super().backward(around)
 
     def _gathering(self, around: Around) -> Iterator[Moment]:
-        """Yield moments of a forward at which a layer is gathered: beside the buffer of what was gathered before it."""
+        """Yield the moments of a forward at which a layer is gathered, with the buffer of the previous gather."""
         weights, held, last = self.weights, self.weights.held, self.weights.num_layers - 1
         if not weights.fetched(around.when):
             return
         root = 0 if around.when.after_forward else held.root
         before = (held.embedding or root, *held.layers)
-        # where layers stay gathered, the last one finds most
+        # if layers stay gathered, the last one finds the most
         for layer in {0, max(0, last - 1), last} if weights.drops else {last}:
             yield self._moment(
                 around,
@@ -327,7 +327,9 @@ class ShardedMoments(StageMoments):
             )
         root = table if self.stage.shares_table else trained.root
         if root:
-            waiting = self._ahead(around, 0) + weights.itemsize * trained.embedding  # its gradient is there as well
+            waiting = (
+                self._ahead(around, 0) + weights.itemsize * trained.embedding
+            )  # the embedding's gradient waits too
             largest = table if self.stage.shares_table else self.tensors.head_trained
             yield self._reduction(around, root, largest=largest, done=layers, waiting=waiting)
         if trained.embedding:
@@ -338,15 +340,15 @@ class ShardedMoments(StageMoments):
     def _reduction(
         self, around: Around, group: int, *, largest: int, done: int, layer: int = 0, waiting: int = 0
     ) -> Moment:
-        """Return the moment at which ``fully_shard`` takes the gradients of a group of parameters.
+        """Return the moment at which ``fully_shard`` reduces the gradients of a group of parameters.
 
         Args:
-            around: what else is held.
+            around: the bytes held outside the microbatch.
             group: parameters of the group.
             largest: parameters of its last matrix.
-            done: parameters of this stage that were reduced before.
-            layer: the layers before this one are still to come.
-            waiting: bytes of the group whose turn is next, less those that have been dropped.
+            done: parameters of this stage that were reduced earlier.
+            layer: the layers before this one have not run yet.
+            waiting: bytes of the next group, minus those already dropped.
         """
         weights, when = self.weights, around.when
         return self._moment(

@@ -1,4 +1,4 @@
-"""What one rank holds while it trains, by category and phase, and the verdict of holding that against a device."""
+"""The memory of one rank while it trains, by category and phase, and whether a device can hold it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _REMEDIES: Mapping[str, str] = {
     "communication": "parallel.zero_stage=3, which gathers one layer at a time, or parallel.tp or parallel.pp",
     "temporaries": "parallel.microbatch_size=1, parallel.tp or a shorter training.seq_len",
 }
-"""What makes the largest part of a peak smaller."""
+"""What reduces the largest part of a peak."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MemoryProfile:
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that holds most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
@@ -47,7 +47,7 @@ class MemoryProfile:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments when all of them exist: as the optimizer updates."""
+        """Bytes of weights, gradients and moments in the optimizer step, when all of them exist."""
         return sum(self.phases["optimizer"].get(category, 0) for category in STATES)
 
     @classmethod
@@ -56,7 +56,7 @@ class MemoryProfile:
         return cls(record["phases"])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the profile as a record, with the peak that follows from it for those who read it."""
+        """Return the profile as a record, with the derived peak for readers."""
         return {
             "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
             "peak_phase": self.peak_phase,
@@ -66,31 +66,31 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """A profile held against a device."""
+    """A profile compared with the memory of a device."""
 
     profile: MemoryProfile
     device: str
-    """The device as people call it."""
+    """Human-readable name of the device."""
     usable_bytes: int
     """Bytes a training process may use there."""
     ranks: tuple[MemoryProfile, ...] = ()
-    """The profiles of all ranks of a pipeline, of which ``profile`` is the one that holds most."""
+    """The profiles of all ranks of a pipeline; ``profile`` is the fullest of them."""
     refusal: str = ""
-    """Why no plan fits with the margin that an allocator needs, and what would; empty where one does."""
+    """Why no plan fits with the margin that an allocator needs, and what would fit; empty if one does."""
 
     @property
     def headroom_bytes(self) -> int:
-        """Usable bytes less the peak; negative where it does not fit."""
+        """Usable bytes minus the peak; negative if it does not fit."""
         return self.usable_bytes - self.profile.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the usable bytes, and no search has found that every plan leaves too little."""
+        """Whether the peak is within the usable bytes, and no search has refused every plan for lack of a margin."""
         return self.headroom_bytes >= 0 and not self.refusal
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is in the way where it does not fit, and what to do; or how little is left where it just does."""
+        """Why it does not fit and what to do, or how little is left if it only just fits."""
         states = self.profile.state_bytes
         if self.refusal:
             return (self.refusal,)
@@ -102,18 +102,18 @@ class MemoryEstimate:
             )
         if not self.fits:
             return (
-                f"the peak is {format_bytes(-self.headroom_bytes)} above what {self.device} can hold, and most of it "
+                f"the peak exceeds the memory of {self.device} by {format_bytes(-self.headroom_bytes)}; most of it "
                 f"is {self._most_of_it}; try {_REMEDIES[self._most_of_it]}",
             )
         if self.profile.peak_bytes > FILL_LIMIT * self.usable_bytes:
             return (
-                f"only {format_bytes(self.headroom_bytes)} of {self.device} are left, which fragmentation may take",
+                f"only {format_bytes(self.headroom_bytes)} of {self.device} is left, and fragmentation may use it up",
             )
         return ()
 
     @property
     def _most_of_it(self) -> str:
-        """What takes most at the peak: the states, or a category beside them."""
+        """The largest part of the peak: the states, or one of the other categories."""
         peak = self.profile.peak
         sizes = {"states": sum(peak.get(category, 0) for category in STATES)}
         sizes |= {category: size for category, size in peak.items() if category not in STATES}
@@ -123,7 +123,7 @@ class MemoryEstimate:
         """Return the verdict in one line."""
         verdict = "fits" if self.fits else "does not fit"
         if self.refusal and self.headroom_bytes >= 0:
-            verdict = "leaves an allocator too little of"
+            verdict = "leaves the allocator too little of"
         return (
             f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}, "
             f"{verdict} the {format_bytes(self.usable_bytes)} of {self.device}"

@@ -1,8 +1,8 @@
-"""The tensors of one microbatch on one rank: how many bytes each takes, and which of them wait for the backward.
+"""The tensors of one microbatch on one rank: the bytes of each, and which of them are kept for the backward.
 
-Each term says which tensor of ``llama_core.models`` it is, on a device without fused norms. Tensor-parallel ranks
-divide the heads, the feed-forward columns and the vocabulary, and with sequence parallelism the residual stream; what
-goes into a matrix is whole on each of them. Context-parallel ranks divide every sequence.
+Each term names its tensor in ``llama_core.models``, on a device without fused norms. Tensor-parallel ranks divide the
+heads, the feed-forward columns and the vocabulary, and with sequence parallelism the residual stream; the input of a
+matrix is whole on each of them. Context-parallel ranks divide every sequence.
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by saved tensor.
 """
@@ -21,31 +21,31 @@ INT64_BYTES = 8
 LOSS_MIN_CHUNK_BYTES = 128 * MIB
 LOSS_MAX_CHUNK_BYTES = GIB
 LOSS_NUM_BLOCKS = 16
-"""The sizes of ``models.loss``, which cannot be imported here without torch; a test holds the two together."""
+"""The sizes of ``models.loss``, which would import torch; a test compares the two."""
 
 
 def loss_chunk_tokens(vocab_size: int, hidden_size: int, itemsize: int) -> int:
-    """Return the most tokens whose logits the linear cross-entropy holds at once: ``models.loss``'s own rule."""
+    """Return the most tokens whose logits the linear cross-entropy holds at once, by the rule of ``models.loss``."""
     row_bytes = vocab_size * itemsize
     chunk_bytes = min(max(hidden_size * row_bytes, LOSS_MIN_CHUNK_BYTES), LOSS_MAX_CHUNK_BYTES)
     return max(1, chunk_bytes // row_bytes)
 
 
 DIVIDED_INPUT = ("o_proj", "down_proj", EMBEDDING)
-"""The matrices whose input tensor-parallel ranks divide between them; of the others it is the output."""
+"""The matrices whose input tensor-parallel ranks divide; of the others they divide the output."""
 
 
 class Adapter(NamedTuple):
-    """The parameters of one adapter on one of the tensor-parallel ranks."""
+    """The parameters of one adapter on one tensor-parallel rank."""
 
     divided: int
-    """Of the side that is divided as its matrix is."""
+    """Of the side that is divided like its matrix."""
     whole: int
-    """Of the other side, whose gradient the ranks have in parts."""
+    """Of the other side, whose gradient is a sum over the ranks."""
 
 
 def adapter_size(spec: ModelSpec, matrix: str, tp: int) -> Adapter:
-    """Return the size of the adapter beside a matrix; 0 where it has none."""
+    """Return the size of a matrix's adapter; 0 if it has none."""
     if spec.lora is None or matrix not in spec.lora.target_modules:
         return Adapter(0, 0)
     columns, rows = spec.target_shapes[matrix]
@@ -54,28 +54,28 @@ def adapter_size(spec: ModelSpec, matrix: str, tp: int) -> Adapter:
 
 
 class Tensors:
-    """The sizes, in bytes, of the tensors of one forward and backward on one rank, with those of one dense layer.
+    """The bytes of the tensors of one forward and backward on one rank, including one dense layer.
 
     Args:
         spec: the architecture.
         plan: how it is divided.
         seq_len: tokens per sequence.
         itemsize: bytes per element of activations.
-        documents: what keeps attention inside packed documents.
+        documents: how attention is kept inside packed documents.
     """
 
     recomputing = 0
-    """What a layer holds beside what it keeps as its recomputation ends, where that is more than its backward holds."""
+    """Bytes a layer holds on top of those it keeps as its recomputation ends, if more than its backward holds."""
 
     def __init__(
         self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
     ) -> None:
         self.spec, self.itemsize = spec, itemsize
         self.narrow = itemsize < FP32_BYTES
-        # copies of weights in the activations' dtype, which wait for the backward; fully_shard gathers in that dtype
+        # copies of weights in the activations' dtype, kept for the backward; fully_shard gathers in that dtype
         casts = self.narrow and not plan.uses_fully_shard
-        self.casts = casts and not plan.splits_backward  # in parts, the backward makes copies of its own
-        self.casts_head = casts and not spec.lora  # what is frozen is held in the activations' dtype
+        self.casts = casts and not plan.splits_backward  # a split backward makes its own copies
+        self.casts_head = casts and not spec.lora  # frozen weights are held in the activations' dtype
         tp = plan.tp
         own_seq = seq_len // plan.cp
         tokens = plan.rows_per_forward * own_seq
@@ -89,24 +89,24 @@ class Tensors:
         self.queries = tokens * spec.q_size // tp * itemsize  # [B, N, S, H]
         self.keys = tokens * spec.kv_size // tp * itemsize  # keys, or values, [B, K, S, H]
         self.norm = 2 * self.wide + stream_tokens * FP32_BYTES  # the input in fp32, the input normalised, its scale
-        # what attention's backward needs beside its inputs and its output: a sum for each query, or, of the kernel that
-        # computes in fp32 with as many key heads as query heads, the scores, and the inputs as it has them
+        # for its backward, attention also keeps a sum per query, or, in the math kernel, which computes in fp32 with
+        # as many key heads as query heads, the scores and its inputs in that form
         self.scores = tokens * seq_len * spec.num_heads // tp * FP32_BYTES if plan.attention == "math" else 0
         self.log_sum_exp = tokens * spec.num_heads // tp * FP32_BYTES
         if self.scores:
             self.log_sum_exp = self.scores + 3 * self.queries * FP32_BYTES // itemsize
-        self.attended = 0 if self.scores else self.queries + self.log_sum_exp  # what selective recomputation keeps
-        # inputs of wq to wv, wo, w1 and w3, w2, and the gradients of what they return
+        self.attended = 0 if self.scores else self.queries + self.log_sum_exp  # kept by selective recomputation
+        # inputs of wq to wv, wo, w1 and w3, w2, and the gradients of their outputs
         matrices = 4 * self.stream + 2 * self.queries + 2 * self.keys + 3 * self.ffn
         self.put_off = matrices if plan.splits_backward else 0
-        # around a ring, attention to each block of another rank has a result of its own, over half of the queries
+        # around a ring, attention to the block of each other rank has a result of its own, over half of the queries
         self.ring = (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
 
         self.layer_parameters = spec.layer_matmul_parameters // tp + 2 * spec.hidden_size
         self.layer_trained = self.layer_parameters  # those with gradients
-        self.layer_divided = self.layer_parameters  # those that ZeRO divides over all ranks that shard
-        self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # trained ones of one of its three matrices
-        self.entering = self.whole  # what goes into the feed-forward's first two matrices
+        self.layer_divided = self.layer_parameters  # those that ZeRO divides over all sharding ranks
+        self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # trained ones, in one of its three matrices
+        self.entering = self.whole  # the input of the feed-forward's first two matrices
         self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head, without adapters
         self.head_adapter = adapter_size(spec, HEAD, tp)
         beside_embedding, beside_head = sum(adapter_size(spec, EMBEDDING, tp)), sum(self.head_adapter)
@@ -117,16 +117,16 @@ class Tensors:
         self.head_norm_trained = 0 if spec.lora else spec.hidden_size
 
         num_inputs = 2 if documents == "none" else 3  # token, target, position
-        pieces = 2 if plan.cp > 1 else 1  # this rank's columns beside the rows that all ranks of the sequence get
+        pieces = 2 if plan.cp > 1 else 1  # this rank's columns, and the rows that all ranks of the sequence get
         self.inputs = INT64_BYTES * num_inputs * plan.microbatch_size * plan.num_microbatches
         self.inputs *= seq_len + (own_seq if pieces > 1 else 0)
         rotations = own_seq if documents == "none" else tokens  # without documents all rows share their positions
         self.shared = rotations * spec.head_dim * FP32_BYTES  # cos and sin, [B, 1, S, H/2] each
         if (
             documents == "mask"
-        ):  # the additive mask, [B, 1, S, S]; around a ring a half of it per block, and its own whole
+        ):  # the additive mask, [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
             self.shared += tokens * own_seq * itemsize * (plan.cp + 1) // 2
-        # which rows of its part of the table a rank looked up, and for which tokens it has none
+        # the rows of its part of the table that a rank looked up, and the tokens that are not in its part
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
         self._set_loss(plan, tokens)
 
@@ -144,25 +144,25 @@ class Tensors:
             + (self.table_parameters * self.itemsize if self.casts_head else 0)  # the head
             + chunk * vocab_size * self.itemsize  # logits of one chunk, then their gradients
             + -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES  # fp32 rows for the softmax
-            + tokens * (INT64_BYTES + 1 + FP32_BYTES)  # answers, which of them are ignored, losses
+            + tokens * (INT64_BYTES + 1 + FP32_BYTES)  # targets, which of them are ignored, losses
         )
-        if spec.lora is None:  # the hidden states, those of ignored targets zeroed, and rows of the head's gradient
+        if spec.lora is None:  # hidden states with ignored targets zeroed, and rows of the head's gradient
             self.loss_working += self.whole + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize
         elif sum(self.head_adapter):
             rank, dropped = spec.lora.lora_rank, spec.lora.lora_dropout > 0
-            # A's input, and which part of it is left; gradients of what A returns and of B; copies of A and B
+            # A's input and its dropout mask; gradients of A's output and of B; copies of A and B
             kept = self.whole + dropped * self.whole // self.itemsize + width * rank
             kept += FP32_BYTES * self.head_adapter.divided + (self.itemsize * self.head_trained if self.narrow else 0)
             self.loss_saved += kept
-            # what A returned, scaled, and that of ignored targets zeroed; unless a part of it is dropped, A's input are
-            # the hidden states, which are there already
+            # A's output, scaled, and again with ignored targets zeroed; without dropout A's input is the hidden
+            # states, which are there already
             self.loss_working += kept + 2 * width * rank - (0 if dropped else self.whole)
 
     def layer(self, mode: RecomputeMode = "none") -> int:
-        """Return what one layer keeps for its backward."""
+        """Return the bytes one layer keeps for its backward."""
         if mode == "full":
             return self.stream
-        if mode == "selective":  # its input, and what attention returns
+        if mode == "selective":  # its input, and the output of attention
             products = {"wq": self.queries, "wk": self.keys, "wv": self.keys, "wo": self.whole}
             products |= {"w1": self.ffn, "w3": self.ffn}
             kept = sum(products[name] for name in KEPT_PRODUCTS)
@@ -180,8 +180,8 @@ class Tensors:
         return attention + feed_forward + (self.itemsize * self.layer_parameters if self.casts else 0)
 
     def leaving(self, mode: RecomputeMode) -> int:
-        """Return what one layer holds at the end of its forward beside what it keeps."""
-        # the stream before it, w2's output and, of a divided sequence, its parts; their sum
+        """Return the bytes one layer holds at the end of its forward on top of those it keeps."""
+        # the stream before it, w2's output (with a divided sequence also its parts), and their sum
         joined = self.stream * (2 if self.narrow else 1) + self.whole * (2 if self.is_divided else 1)
         if mode == "none":
             return joined
@@ -189,15 +189,15 @@ class Tensors:
 
     @property
     def layer_before_w2(self) -> int:
-        """What is left of a layer after the backward of its last matrix."""
+        """Bytes left of a layer after the backward of its last matrix."""
         return self.layer() - self.ffn - self.itemsize * self.ffn_parameters * self.casts
 
     @property
     def layer_before_norm(self) -> int:
-        """What is left of a layer after the backward of all three matrices of its feed-forward."""
+        """Bytes left of a layer after the backward of all three matrices of its feed-forward."""
         return self.layer() - 4 * self.ffn - 3 * self.itemsize * self.ffn_parameters * self.casts
 
     @property
     def layer_attending(self) -> int:
-        """What is kept of a layer before its feed-forward, and is left after the backward of that."""
+        """Bytes left of a layer after the backward of its whole feed-forward: those kept before it."""
         return self.layer_before_norm - self.norm - self.whole

@@ -1,9 +1,9 @@
 """The weights and gradients that a rank holds of one pipeline stage within an optimizer step.
 
-A rank alone and a rank with a copy of the whole model hold all weights at all times; a gradient is fp32 from the start.
-``fully_shard`` treats three kinds of groups: each layer, the embedding, and the root with whatever is left, the final
-norm and the head (an embedding that is tied to it included). A group's weights are gathered in the compute dtype, its
-gradients are made in that dtype, and when the backward has passed the group they are reduced, in fp32, into the shards.
+A single rank and a rank with a copy of the whole model always hold all weights, and make their gradients in fp32.
+``fully_shard`` has three kinds of groups: each layer, the embedding, and the root with the rest: the final norm and the
+head (including an embedding tied to it). It gathers a group's weights in the compute dtype and makes its gradients in
+that dtype. After the group's backward it reduces the gradients, in fp32, into the shards.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ from llama_core.planning.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank holds of a pipeline stage."""
+    """The part of a pipeline stage that one rank holds."""
 
     modes: tuple[RecomputeMode, ...]
-    """What is recomputed of each layer."""
+    """The recompute mode of each layer."""
     layers: tuple[Tensors, ...]
     """The sizes of each layer's tensors."""
     is_first: bool
@@ -29,11 +29,11 @@ class Stage:
     tied: bool
     """Whether the head is the embedding."""
     shares_table: bool
-    """Whether the embedding is held as the head of another stage of the same rank."""
+    """Whether another stage of the same rank holds the embedding, as its head."""
 
 
 class Counts(NamedTuple):
-    """Parameters of a stage, by the groups of ``fully_shard``."""
+    """Numbers of parameters of a stage, by the groups of ``fully_shard``."""
 
     layers: tuple[int, ...]
     root: int
@@ -70,27 +70,27 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class When:
-    """Where in the step a forward or backward of a stage stands."""
+    """The position of a stage's forward or backward in the step."""
 
     is_first: bool
     """Whether the stage has not run before in this step."""
     after_forward: bool
-    """Whether the rank ran a forward just before, and not a backward, which ends by dropping weights in stage 3."""
+    """Whether the rank's previous action was a forward, not a backward, which drops weights at its end in ZeRO 3."""
     accumulated: int
-    """Parameters of the stage that have gradients of earlier microbatches: most often none or all."""
+    """Parameters of the stage with gradients of earlier microbatches: usually none or all."""
     final: bool
     """Whether this is the rank's last backward of the step."""
     repeated: bool = False
-    """Whether the stage has had two backwards or more."""
+    """Whether the stage has run two or more backwards."""
 
 
 class StageWeights:
-    """One stage's weights and gradients on a rank that has them whole.
+    """One stage's weights and gradients on a rank that holds them whole.
 
     Args:
         stage: the stage.
         tensors: sizes of its tensors.
-        has_buckets: whether copies of the model average their gradients in buckets, which are there at all times.
+        has_buckets: whether copies of the model average their gradients in buckets, which always exist.
     """
 
     def __init__(self, stage: Stage, tensors: Tensors, *, has_buckets: bool = False) -> None:
@@ -103,42 +103,42 @@ class StageWeights:
         trained = (layer.layer_trained for layer in stage.layers)
         embedding, head, norm = tensors.embedding_trained, tensors.head_trained, tensors.head_norm_trained
         self.trained = Counts.of(stage, trained, embedding=embedding, head=head, norm=norm)
-        """Those of them that get gradients: all, or adapters alone."""
+        """Those of them that get gradients: all, or the adapters only."""
         self.num_shards: int | Fraction = 1
-        """Ranks that divide a parameter among them; where they divide experts less than others, on average."""
+        """Ranks that share a parameter; an average if experts are sharded over fewer ranks than the rest."""
         self.root_gathered = 0
-        """Bytes that are gathered in whatever stage of the rank runs."""
+        """Bytes gathered in whichever stage of the rank runs."""
         self.stay_gathered = 0
         """Bytes that stay gathered between the stage's forwards and backwards."""
         self.embedding_gradient = FP32_BYTES * tensors.embedding_trained
-        """Bytes of the embedding's gradient as it is made."""
+        """Bytes of the embedding's gradient when it is made."""
         self.head_gradient = FP32_BYTES * tensors.head_trained
-        """Bytes of the head's gradient as it is made."""
+        """Bytes of the head's gradient when it is made."""
         self.head_done = 0
-        """Parameters whose gradients are done when the backward comes to the layers."""
+        """Parameters whose gradients are done when the backward reaches the layers."""
         if stage.is_last:
             self.head_done = self.trained.root - tensors.head_trained * stage.tied
         self.last_buffer = 0
-        """Bytes of a backward's last reduction, which are kept until the next one."""
+        """Bytes of the buffer of a backward's last reduction, kept until the next one."""
 
     def at_work(self, layer: int) -> int:
-        """Return the bytes of a layer's weights, where they are gathered for its forward and backward alone."""
+        """Return the bytes of a layer's weights, if they are gathered only for its own forward and backward."""
         return 0
 
     def gathered(self, when: When, done: int) -> int:
-        """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        """Return the bytes still gathered after a backward has reduced the gradients of ``done`` parameters."""
         return 0
 
     def fetched(self, when: When) -> int:
-        """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
+        """Return the bytes of the buffer of a forward's last gather, kept until the next one."""
         return 0
 
     def fetched_ahead(self, layer: int) -> int:
-        """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
+        """Return the bytes of the stage prefetched while its backward is in a layer, counted from the first."""
         return 0
 
     def averaged(self, when: When, done: int, group: int = 0) -> int:
-        """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones."""
+        """Return the bytes of averages over copies that were added to gradients and are kept until the next ones."""
         return 0
 
     def gradients(self, when: When, done: int, fresh: int = 0) -> int:
@@ -146,7 +146,7 @@ class StageWeights:
 
         Args:
             when: which backward.
-            done: parameters whose gradients this backward has made and, where that has to be, reduced.
+            done: parameters whose gradients this backward has made and, if necessary, reduced.
             fresh: parameters of the layer at work whose gradients it has made.
         """
         made, whole = FP32_BYTES * (done + fresh), FP32_BYTES * self.trained.total
@@ -156,15 +156,15 @@ class StageWeights:
         return held
 
     def adds(self, when: When) -> bool:
-        """Return whether a gradient is made beside the one that it is then added to, or moved into."""
+        """Return whether a gradient is made beside the one that it is then added to or moved into."""
         return when.accumulated > 0 or self.has_buckets
 
     def waiting_head(self, when: When) -> int:
-        """Return the bytes of the head's gradient while the backward is in the layers, where it is not done yet."""
+        """Return the bytes of the head's gradient while the backward is in the layers and it is not done yet."""
         return self.head_gradient if self.stage.is_last and self.stage.tied else 0
 
     def reduction_buffer(self, when: When, group: int) -> int:
-        """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
+        """Return the bytes of the buffer in which a backward reduces the gradients of ``group`` parameters."""
         return 0
 
 
@@ -184,7 +184,7 @@ class ShardedWeights(StageWeights):
         more = sum(layer.layer_divided - layer.layer_parameters for layer in stage.layers)
         if more:
             self.num_shards *= Fraction(self.held.total, self.held.total + more)
-        self.drops = self.zero_stage == 3  # a layer's weights, after its forward and its backward
+        self.drops = self.zero_stage == 3  # drops a layer's weights after its forward and its backward
         self.root_gathered = self.itemsize * self.held.root
         self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
         self.embedding_gradient = self.itemsize * tensors.embedding_trained
@@ -195,42 +195,42 @@ class ShardedWeights(StageWeights):
         self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
 
     def at_work(self, layer: int) -> int:
-        """Return the bytes of a layer's weights, where they are gathered for its forward and backward alone."""
+        """Return the bytes of a layer's weights, if they are gathered only for its own forward and backward."""
         return self.itemsize * self.held.layers[layer] if self.drops else 0
 
     def gathered(self, when: When, done: int) -> int:
-        """Return what stays gathered when a backward has reduced the gradients of ``done`` parameters."""
+        """Return the bytes still gathered after a backward has reduced the gradients of ``done`` parameters."""
         layers = sum(self.trained.layers)
         if self.drops:
             return self.stay_gathered if done <= layers else 0
         if not when.final:
             return self.stay_gathered
-        # a group goes as its gradients come, with what of it is frozen
+        # a group is freed when its gradients come, with its frozen part
         frozen = (sum(self.held.layers) - layers) * min(done, layers) // layers
         if self.trained.root and done >= layers + self.trained.root:
             frozen += self.held.root - self.trained.root
         return self.stay_gathered - self.itemsize * (done + frozen)
 
     def fetched(self, when: When) -> int:
-        """Return the bytes that the last gathering of a forward filled, which are kept until the next one."""
+        """Return the bytes of the buffer of a forward's last gather, kept until the next one."""
         gathers = (self.drops or when.is_first) and self.num_shards > 1
         return self.itemsize * self.held.layers[-1] if gathers else 0
 
     def fetched_ahead(self, layer: int) -> int:
-        """Return the bytes of the stage that are fetched while its backward is in a layer, counted from the first."""
+        """Return the bytes of the stage prefetched while its backward is in a layer, counted from the first."""
         if layer:
             return self.at_work(layer - 1)
         return self.itemsize * self.held.embedding if self.drops and self.trained.embedding else 0
 
     def averaged(self, when: When, done: int, group: int = 0) -> int:
-        """Return the bytes of averages over copies that were added to gradients, and are kept until the next ones.
+        """Return the bytes of averages over copies that were added to gradients and are kept until the next ones.
 
         The first average of a step becomes the gradient itself.
 
         Args:
             when: which backward.
             done: parameters whose gradients this backward has reduced.
-            group: parameters of the group that it reduces now, whose last average is gone.
+            group: parameters of the group being reduced, whose previous average is freed.
         """
         if not self._averages_often or not when.accumulated:
             return 0
@@ -249,7 +249,7 @@ class ShardedWeights(StageWeights):
         return held + unreduced
 
     def adds(self, when: When) -> bool:
-        """Return whether a gradient is made beside the one that it is then added to; else it is reduced or widened."""
+        """Return whether a gradient is made beside the one that it is then added to, not reduced or widened."""
         return when.accumulated > 0 and self.itemsize == FP32_BYTES and self.zero_stage < 2
 
     def waiting_head(self, when: When) -> int:
@@ -257,25 +257,25 @@ class ShardedWeights(StageWeights):
         return self.head_gradient if self.stage.is_last and not self.adds(when) else 0
 
     def reduction_buffer(self, when: When, group: int) -> int:
-        """Return the bytes in which a backward reduces the gradients of a group of ``group`` parameters."""
+        """Return the bytes of the buffer in which a backward reduces the gradients of ``group`` parameters."""
         return FP32_BYTES * group if self._reduces(when) else 0
 
     def _reduces(self, when: When) -> bool:
         return self.zero_stage >= 2 or when.final
 
     def in_reduction(self, when: When, group: int, largest: int) -> int:
-        """Return the bytes of a group's gradients as they are reduced or, where that comes later, widened.
+        """Return the bytes of a group's gradients as they are reduced or, if they are reduced later, widened.
 
         Args:
             when: which backward.
             group: parameters of the group.
-            largest: parameters of its last matrix, whose gradient is held on to a little longer.
+            largest: parameters of its last matrix, whose gradient is kept a little longer.
         """
         made, reduces = self.itemsize * group, self._reduces(when)
         if not reduces and self.itemsize == FP32_BYTES:
             return 0 if self.adds(when) else made
         result = int(FP32_BYTES * group // (self.num_shards if reduces else 1))
-        if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to what was there
+        if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to the earlier gradient
             made, result = (0 if reduces else made), 0
         holds_on = self.num_shards > 1 or not reduces
         return max(made, result + (self.itemsize * largest if holds_on else 0))

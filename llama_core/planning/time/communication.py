@@ -1,8 +1,8 @@
-"""What the ranks of a plan send one another in one optimizer step: how often and how much.
+"""The traffic between the ranks of a plan in one optimizer step: how often and how much they send.
 
-Counted are the transfers of activations, weights and gradients, as ``llama_core.parallel`` makes them. Left out are
-those of a few numbers: the count of targets, the loss, the gradient norm, and what the parts of a divided vocabulary
-tell each other of every token.
+This counts the transfers of activations, weights and gradients that ``llama_core.parallel`` makes. It leaves out
+transfers of a few numbers: the count of targets, the loss, the gradient norm, and the values per token that ranks with
+a part of the vocabulary exchange.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (tensor and sequence); Rajbhandari et al. 2020, arXiv:1910.02054
 (ZeRO); Liu et al. 2023, arXiv:2310.01889 (ring).
@@ -23,15 +23,15 @@ from llama_core.schedules.actions import Action, Kind, Schedule
 from llama_core.units import MIB
 
 BUCKET_BYTES = 25 * MIB
-"""Gradients that copies of a model average at once: the default of ``DistributedDataParallel``."""
+"""Gradients that copies of a model average at once: the default bucket of ``DistributedDataParallel``."""
 POWERSGD_RANK = 4
-"""Rank of the factors that PowerSGD sends: that of ``parallel.zero``, which cannot be imported here without torch."""
+"""Rank of the factors PowerSGD sends. Repeats ``parallel.zero``, which would import torch."""
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 @dataclass(frozen=True)
 class PassTraffic:
-    """What goes along with one forward and its backward."""
+    """The transfers of one forward and its backward."""
 
     forward: tuple[Traffic, ...] = ()
     backward: tuple[Traffic, ...] = ()
@@ -44,14 +44,14 @@ class PassTraffic:
 def communication(
     spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, pp_rank: int | None = None
 ) -> tuple[Traffic, ...]:
-    """Return what one rank takes part in within one optimizer step, one record per collective, axis and group size.
+    """Return the transfers of one rank in one optimizer step, one record per collective, axis and group size.
 
     Args:
         spec: the architecture.
         plan: how a batch is divided.
         seq_len: tokens per sequence.
         precision: the dtype of activations; ``auto`` counts as bf16.
-        pp_rank: the rank's place in its pipeline; by default the one that sends most.
+        pp_rank: the rank's position in its pipeline; by default the one that sends most.
     """
     messages = Messages(spec, plan, seq_len=seq_len, precision=precision)
     ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
@@ -73,7 +73,7 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
 
 
 def _is_sent(schedule: Schedule, pp_rank: int, action: Action) -> bool:
-    """Return whether the outcome of ``action`` goes to another rank."""
+    """Return whether the output of ``action`` goes to another rank."""
     step = 1 if action.kind is Kind.FORWARD else -1 if action.kind in _BACKWARDS else 0
     stage = action.stage + step
     return step != 0 and 0 <= stage < schedule.num_stages and schedule.rank_of(stage, action.microbatch) != pp_rank
@@ -125,17 +125,17 @@ class Messages:
         return stage == len(self.layers) - 1
 
     def activations(self, stage: int) -> Iterator[Traffic]:
-        """Yield what one microbatch's forward and backward through a stage exchange with tp and cp ranks."""
+        """Yield the tp and cp transfers of one microbatch's forward and backward through a stage."""
         for mode in self.modes[stage]:
             yield from self.tensor_parallel(mode)
             yield from self.ring(mode)
         yield from self.tensor_parallel_ends(stage)
 
     def tensor_parallel(self, mode: RecomputeMode) -> PassTraffic:
-        """Return what tensor-parallel ranks exchange in one layer.
+        """Return the tensor-parallel transfers of one layer.
 
-        Attention and feed-forward each gather their input and sum their output, and the backward does the reverse. What
-        is recomputed ends before the last sum.
+        Attention and feed-forward each gather their input and sum their output; the backward does the reverse.
+        Recomputation stops before the last sum.
         """
         again = mode != "none"
         if self.plan.sharded_sequence:
@@ -144,7 +144,7 @@ class Messages:
         return PassTraffic((self._tp("all_reduce", 2),), (self._tp("all_reduce", 2 + again),))
 
     def tensor_parallel_ends(self, stage: int) -> PassTraffic:
-        """Return what tensor-parallel ranks exchange in the embedding and the head, whose vocabulary they divide."""
+        """Return the tensor-parallel transfers of the embedding and the head, whose vocabulary the ranks divide."""
         forward: list[Traffic] = []
         backward: list[Traffic] = []
         divided = self.plan.sharded_sequence
@@ -152,7 +152,7 @@ class Messages:
             forward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
             if self.spec.trains_embedding:
                 backward += [self._tp("all_gather", 1)] * divided
-            elif self.spec.lora:  # nor are gradients summed of inputs that no adapter comes before
+            elif self.spec.lora:  # inputs that no adapter precedes need no gradient sums either
                 without = 1 if set(ATTENTION_MATRICES).intersection(self.spec.lora.target_modules) else 2
                 backward.append(self._tp("reduce_scatter" if divided else "all_reduce", -without))
         if self.is_last(stage):
@@ -164,7 +164,7 @@ class Messages:
         return Traffic(collective, "tp", self.plan.tp, count, count * self.stream)
 
     def ring(self, mode: RecomputeMode) -> PassTraffic:
-        """Return the hops of keys and values in one layer; gradients follow them, in fp32, in the backward."""
+        """Return the hops of keys and values in one layer; in the backward their fp32 gradients follow."""
         hops = self.plan.cp - 1
         elements = 2 * self.tokens * self.spec.kv_size / self.plan.tp
         blocks = Traffic("send", "cp", 2, 1, elements * self.itemsize)
@@ -173,28 +173,28 @@ class Messages:
         return PassTraffic((blocks.times(hops),), (blocks.times(again * hops), gradients.times(hops)))
 
     def trained_parameters(self, stage: int) -> float:
-        """Return the parameters of a stage on one rank that get gradients, before data-parallel ranks divide them."""
+        """Return the parameters of a stage on one rank that get gradients, before data-parallel sharding."""
         return sum(self.trained_groups(stage))
 
     def groups(self, stage: int) -> tuple[float, ...]:
-        """Return the parameters of each group of weights that is gathered at once."""
+        """Return the number of parameters in each group of weights that is gathered at once."""
         return self._blocks(stage) + self._rest(stage)
 
     def trained_groups(self, stage: int) -> tuple[float, ...]:
-        """Return the parameters with gradients of each group that has any: all, or adapters alone."""
+        """Return the number of parameters with gradients in each group that has any: all, or the adapters only."""
         if self.spec.lora is None:
             return self.groups(stage)
         tables = (sum(adapter) for adapter in self._table_adapters(stage))
         return (*(self._layer_adapters,) * len(self.layers[stage]), *tables)
 
     def _table_adapters(self, stage: int) -> Iterator[Adapter]:
-        """Yield the sizes of a stage's adapters that are outside the layers."""
+        """Yield the sizes of a stage's adapters outside the layers."""
         for table, is_there in ((EMBEDDING, self.is_first(stage)), (HEAD, self.is_last(stage))):
             if is_there and self.spec.table_adapter_parameters(table):
                 yield adapter_size(self.spec, table, self.plan.tp)
 
     def _blocks(self, stage: int) -> tuple[float, ...]:
-        """Return the parameters of every layer, and of an embedding that is no head."""
+        """Return the number of parameters in every layer, and in an untied embedding."""
         layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size + self._layer_adapters
         embedding: tuple[float, ...] = ()
         if self.is_first(stage) and not self.spec.tied_embeddings:
@@ -202,7 +202,7 @@ class Messages:
         return (*[layer] * len(self.layers[stage]), *embedding)
 
     def _rest(self, stage: int) -> tuple[float, ...]:
-        """Return what no block holds: the last norm and the head, or an embedding tied to the head of another rank."""
+        """Return the rest: the last norm and the head, or an embedding tied to the head of another rank."""
         if self.is_last(stage):
             return (self._table + sum(adapter_size(self.spec, HEAD, self.plan.tp)) + self.spec.hidden_size,)
         return (self._table,) if self._is_tied_apart(stage) else ()
@@ -218,10 +218,10 @@ class Messages:
         return self.is_first(stage) and self.spec.tied_embeddings and not together
 
     def weights_per_pass(self, stage: int) -> PassTraffic:
-        """Return what data-parallel ranks exchange with every microbatch."""
+        """Return the data-parallel transfers of every microbatch."""
         forward, backward = [], []
         if self.plan.effective_zero_stage == 3:
-            # what no block holds is gathered in whatever stage of the rank runs first, and kept up to a backward
+            # the rest is gathered in whichever stage of the rank runs first, and kept up to a backward
             hosted = next(hosted for hosted in self.placement if stage in hosted)
             rest = [group for other in hosted for group in self._rest(other)]
             forward = [self._gather(group) for group in (*self._blocks(stage), *rest)]
@@ -233,7 +233,7 @@ class Messages:
         return PassTraffic(_merged(forward), _merged(backward))
 
     def weights_per_step(self, stage: int) -> PassTraffic:
-        """Return what data-parallel ranks exchange once: in the first forward and in the last backward."""
+        """Return the data-parallel transfers made once per step: in the first forward and in the last backward."""
         if not self.plan.uses_fully_shard:
             return PassTraffic((), _merged([self._copies(stage)]))
         groups = self.trained_groups(stage)
@@ -254,7 +254,7 @@ class Messages:
         return Traffic("all_reduce", "replicate", self.num_copies, count, parameters * self.gradient_itemsize)
 
     def _copies(self, stage: int) -> Traffic:
-        """Return the averaging of whole gradients, in buckets, or with PowerSGD of their factors."""
+        """Return the averaging of whole gradients in buckets, or of their factors with PowerSGD."""
         parameters, hidden = self.trained_parameters(stage), self.spec.hidden_size
         count = math.ceil(parameters * FP32_BYTES / BUCKET_BYTES)
         if self.plan.gradient_compression != "powersgd":
@@ -274,13 +274,13 @@ class Messages:
 
     @property
     def sums_partial_every_pass(self) -> bool:
-        """Whether ``partial_gradients`` are summed after every backward: before they are reduced into shards."""
+        """Whether ``partial_gradients`` are summed after every backward, before they are reduced into shards."""
         return self.plan.effective_zero_stage >= 2
 
     def partial_gradients(self, stage: int) -> Traffic:
-        """Return the sums of gradients that each tensor-parallel rank has a part of.
+        """Return the sums of gradients that are partial on each tensor-parallel rank.
 
-        Those are norms', of which a rank knows its part of the sequence, or those of the whole side of every adapter.
+        These are the gradients of norms, where a rank sees its part of the sequence, or of the whole side of adapters.
         """
         num_layers = len(self.layers[stage])
         count = 2 * num_layers + self.is_last(stage) if self.plan.sharded_sequence else 0
@@ -293,7 +293,7 @@ class Messages:
         return Traffic("all_reduce", "tp", self.plan.tp, count, elements * itemsize)
 
     def shared_gradients(self, pp_rank: int) -> Iterator[Traffic]:
-        """Yield the sums, after the last backward, of gradients that several pipeline ranks have a part of."""
+        """Yield the sums, after the last backward, of gradients that are partial on several pipeline ranks."""
         hosted = self.placement[pp_rank]
         groups = [group for stage in hosted for group in self.trained_groups(stage)]
         if self.num_replicas > 1:

@@ -1,9 +1,9 @@
-"""How long one device computes on one microbatch of a pipeline stage, communication left out.
+"""The time one device computes on one microbatch of a pipeline stage, without communication.
 
-Matrix products run at a measured share of the device's peak, less where a side is short; attention at the rate of a
-flash kernel, over the scores it does not skip; everything else at the speed of memory, by the bytes that its kernels
-read and write. The engine's own kernels are counted: norms, rotation and activation in eager kernels, or fused where
-the plan compiles; a linear cross-entropy that computes its gradients in the forward.
+Matrix products run at a measured share of the device's peak, slower if a side is short. Attention runs at the rate of a
+flash kernel, over the scores it does not skip. Everything else runs at the speed of memory, by the bytes its kernels
+read and write. The kernels are this engine's: norms, rotation and activation in eager kernels, or fused if the plan
+compiles; a linear cross-entropy that computes its gradients in the forward.
 """
 
 from collections.abc import Iterator
@@ -17,24 +17,24 @@ from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
 HALF_RATE_DIM = 128
-"""Shortest side of a matrix product at which it reaches half of its rate; at 4096 it reaches 97 %.
+"""Shortest side at which a matrix product reaches half of its rate; at 4096 it reaches 97 %.
 
 A product is computed in tiles of about this many rows and columns. NVIDIA 2023, *Matrix Multiplication Background
 User's Guide*, sections 3 and 4.
 """
 MODEL_SHAPES = 0.9
-"""Rate of the products of a model over that of the best shape, which ``DeviceSpec.matmul_share`` is of.
+"""Rate of a model's products over that of the best shape, which ``DeviceSpec.matmul_share`` gives.
 
 720 over 794 TFLOP/s on H100: SemiAnalysis 2024, *MI300X vs H100 vs H200 Benchmark Part 1: Training*.
 """
 MEMORY_SHARE = 0.85
-"""Share of a device's memory bandwidth that kernels are assumed to reach: about 0.9 in long streams, else less."""
+"""Share of memory bandwidth that kernels are assumed to reach: about 0.9 in long streams, less in others."""
 KERNEL_SECONDS = 5e-6
-"""Least time of a kernel: to launch it from Python."""
+"""Shortest time of a kernel: its launch from Python."""
 KERNELS_PER_LAYER = {False: 40, True: 16}
 """Kernels of a layer's forward, eager and compiled."""
 BACKWARD_ATTENTION = 2.5
-"""Products of attention's backward over those of its forward: five, with the scores computed again, over two."""
+"""Products of attention's backward over those of its forward: five, including recomputed scores, over two."""
 
 
 class Pass(NamedTuple):
@@ -55,18 +55,18 @@ class _Accesses(NamedTuple):
     """How often the kernels of a layer read or write an element, in the activations' dtype and in fp32."""
 
     stream: tuple[int, int]
-    """Of the residual stream: norms and residual additions."""
+    """Residual stream: norms and residual additions."""
     whole: tuple[int, int]
-    """Of a matrix input: adding the gradients of the matrices that share it."""
+    """Matrix input: adding the gradients of the matrices that share it."""
     rotated: tuple[int, int]
-    """Of queries and keys: the rotation."""
+    """Queries and keys: the rotation."""
     queries: tuple[int, int]
-    """Of the attention's output: putting the heads last."""
+    """Attention's output: moving the heads last."""
     ffn: tuple[int, int]
-    """Of the feed-forward: the activation and its product."""
+    """Feed-forward: the activation and its product."""
 
 
-# (compiled, backward); each norm is widened, squared, averaged, scaled, narrowed and multiplied, eager in a kernel each
+# (compiled, backward); a norm widens, squares, averages, scales, narrows and multiplies: in eager mode, a kernel each
 _ACCESSES = {
     (False, False): _Accesses(stream=(14, 14), whole=(0, 0), rotated=(2, 11), queries=(2, 0), ffn=(5, 0)),
     (False, True): _Accesses(stream=(22, 26), whole=(9, 0), rotated=(2, 11), queries=(2, 0), ffn=(9, 0)),
@@ -74,21 +74,21 @@ _ACCESSES = {
     (True, True): _Accesses(stream=(10, 0), whole=(3, 0), rotated=(2, 0), queries=(2, 0), ffn=(6, 0)),
 }
 _LOSS_ACCESSES = (2, 10)
-"""Of a logit: widened, its row's peak, less the peak, the exponential, their sum, the quotient, narrowed."""
+"""Of a logit: widen, find the row's maximum, subtract it, exponentiate, sum, divide, narrow."""
 _TABLE_ACCESSES = (2, 2)
-"""Of an element of the head's gradient and chunk of tokens: its product, and its sum in fp32."""
+"""Of an element of the head's gradient, per chunk of tokens: its product, and its sum in fp32."""
 
 
 class StageCompute:
-    """The times of one plan's layers, embedding and head on one rank, for one microbatch as it passes a stage.
+    """The times of a plan's layers, embedding and head on one rank, for one microbatch passing a stage.
 
     Args:
         spec: the architecture.
         plan: how it is divided.
-        device: what computes.
+        device: the device that computes.
         seq_len: tokens per sequence.
         precision: the dtype of activations and products; ``auto`` counts as bf16.
-        documents: what keeps attention inside packed documents; for a mask no score is skipped, and otherwise those
+        documents: how attention is kept inside packed documents. With a mask no score is skipped; otherwise the scores
             after each token are, as if every row were one document.
     """
 
@@ -110,7 +110,7 @@ class StageCompute:
         self.casts = self.itemsize < FP32_BYTES and not plan.uses_fully_shard
 
     def stage(self, modes: tuple[RecomputeMode, ...], *, is_first: bool, is_last: bool) -> Pass:
-        """Return the time of a stage whose layers are recomputed as ``modes`` has it."""
+        """Return the time of a stage whose layers recompute according to ``modes``."""
         layers = {mode: self.layer(mode) for mode in set(modes)}
         total = NO_TIME
         for mode in modes:
@@ -120,12 +120,12 @@ class StageCompute:
         return total.plus(self.head()) if is_last else total
 
     def layer(self, mode: RecomputeMode) -> Pass:
-        """Return the time of one layer, with what of its forward is computed again in its backward."""
+        """Return the time of one layer, including recomputation in its backward."""
         products = {name: self._product(*shape) for name, shape in self._shapes().items()}
         attention, elementwise, adapters = self.attention(), self._elementwise(), self._beside_frozen()
         launches = KERNEL_SECONDS * KERNELS_PER_LAYER[self.plan.compile]
         once = sum(products.values())
-        # of what is frozen there are no gradients, but it passes them on
+        # a frozen matrix has no gradient of its own, but passes gradients on
         back = once if self.spec.lora else 2 * once
         forward = max(once + attention.forward + elementwise.forward + adapters.forward, launches)
         backward = max(back + attention.backward + elementwise.backward + adapters.backward, 2 * launches)
@@ -136,7 +136,7 @@ class StageCompute:
         return Pass(forward, backward + again - (attention.forward if mode == "selective" else 0))
 
     def _beside_frozen(self) -> Pass:
-        """Return the time of a layer's adapters: two narrow products each, and adding what they return."""
+        """Return the time of a layer's adapters: two narrow products each, and adding their output."""
         spec, forward, backward = self.spec, 0.0, 0.0
         if spec.lora is None:
             return NO_TIME
@@ -148,13 +148,13 @@ class StageCompute:
         return Pass(forward, backward)
 
     def attention(self) -> Pass:
-        """Return the time of one layer's scores and of their products with the values."""
+        """Return the time of one layer's attention: its scores and their products with the values."""
         flops = 4 * self.tokens * self.visible_scores * self.spec.q_size / self.plan.tp
         forward = flops / (self.peak * self.device.attention_share)
         return Pass(forward, BACKWARD_ATTENTION * forward)
 
     def embedding(self) -> Pass:
-        """Return the time of looking up every token, and of adding their gradients to the table's."""
+        """Return the time to look up every token, and to add their gradients to the table's."""
         looked_up = self._memory(self.tokens * self.spec.hidden_size, narrow=1, wide=2)
         if not self.spec.trains_embedding:
             return Pass(looked_up, 0.0)
@@ -165,7 +165,7 @@ class StageCompute:
         return Pass(looked_up, looked_up + self._memory(self._table_size, narrow=0, wide=4))
 
     def head(self) -> Pass:
-        """Return the time of the last product and the loss, whose gradients are computed in the forward."""
+        """Return the time of the last product and the loss, which computes its gradients in the forward."""
         vocab_size = self.spec.vocab_size // self.plan.tp
         chunk = loss_chunk_tokens(vocab_size, self.spec.hidden_size, self.itemsize)
         num_chunks = -(-self.tokens // chunk)
@@ -182,12 +182,12 @@ class StageCompute:
         return Pass(3 * product + loss + table, hidden + self._memory(self._table_size, narrow=0, wide=2))
 
     def optimizer(self, num_parameters: float) -> float:
-        """Return the time to clip and to update so many parameters with AdamW, all of them in fp32."""
+        """Return the time to clip and update ``num_parameters`` with AdamW, all in fp32."""
         # the norm reads the gradient; clipping reads and writes it; the update reads it and reads and writes three more
         return self._memory(num_parameters, narrow=0, wide=1 + 2 + 7)
 
     def copying(self, num_bytes: float) -> float:
-        """Return the time to read or write so many bytes."""
+        """Return the time to read or write ``num_bytes``."""
         return num_bytes / (self.device.memory_bandwidth * MEMORY_SHARE)
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
@@ -205,17 +205,17 @@ class StageCompute:
         }  # in the order of MATRICES
 
     def _product(self, columns: int, rows: int) -> float:
-        """Return the time to multiply the tokens with one matrix; its gradients take twice as long."""
+        """Return the time to multiply the tokens by one matrix; its gradients take twice as long."""
         shortest = min(self.tokens, columns, rows)
         rate = self.peak * self.device.matmul_share * MODEL_SHAPES * shortest / (shortest + HALF_RATE_DIM)
         return 2 * self.tokens * columns * rows / rate
 
     def _elementwise(self) -> Pass:
-        """Return the time of what one layer does besides products and attention."""
+        """Return the time of one layer outside products and attention."""
         forward, backward = (sum(self._elementwise_parts(backward)) for backward in (False, True))
         if not self.casts or self.spec.lora:
             return Pass(forward, backward)
-        # each weight is read in fp32 and written narrow; its gradient is widened and added to the one that is there
+        # each weight is read in fp32 and written narrow; its gradient is widened and accumulated
         weights = self.spec.layer_matmul_parameters / self.plan.tp
         return Pass(forward + self._memory(weights, 1, 1), backward + self._memory(weights, 1, 4))
 
@@ -234,5 +234,5 @@ class StageCompute:
         return self.spec.embedding_parameters / self.plan.tp
 
     def _memory(self, num_elements: float, narrow: int, wide: int) -> float:
-        """Return the time to access elements so often in the activations' dtype and so often in fp32."""
+        """Return the time to access elements ``narrow`` times in the activations' dtype and ``wide`` times in fp32."""
         return self.copying(num_elements * (narrow * self.itemsize + wide * FP32_BYTES))

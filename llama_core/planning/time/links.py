@@ -1,4 +1,4 @@
-"""Transfers between the ranks of a plan, and how long the links between them take for one."""
+"""Transfers between the ranks of a plan, and the time each takes over their links."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
 Axis = Literal["tp", "cp", "pp", "shard", "replicate"]
 
 COLLECTIVE_SHARE = 0.8
-"""Share of a link's rate that a collective reaches: 370 of 450 GB/s, say NCCL's authors (nccl-tests, issue 212)."""
+"""Share of a link's rate that a collective reaches: 370 of 450 GB/s, by NCCL's authors (nccl-tests, issue 212)."""
 START_SECONDS = 8.4e-6
 """Time to start a collective."""
 LINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 3.4e-6, 5.7e-6, 9.6e-6
 """Latency of one hop of a ring, over NVLink or its like, over PCIe and between nodes.
 
-All of these are what NCCL reckons with itself (``src/graph/tuning.cc``, ring and protocol Simple).
+These and ``START_SECONDS`` are from NCCL's own model (``src/graph/tuning.cc``, ring and protocol Simple).
 """
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Transfers of one kind over one axis, as one rank takes part in them."""
+    """Transfers of one kind over one axis, as seen by one rank."""
 
     collective: Collective
     axis: Axis
@@ -32,7 +32,7 @@ class Traffic:
     count: int
     """Transfers."""
     num_bytes: float
-    """Bytes of the whole tensors: what a gather yields, what a reduction is made from, what is sent."""
+    """Bytes of the whole tensors: the output of a gather, the input of a reduction, the tensor sent."""
 
     @property
     def sent_bytes(self) -> float:
@@ -48,18 +48,18 @@ class Traffic:
 
 
 class Links:
-    """What connects the ranks of a plan, which are numbered as ``plan.AXES`` has them, node by node.
+    """The links between the ranks of a plan, which are numbered in the order of ``plan.AXES``, node by node.
 
     Args:
         plan: the plan.
-        device: the devices, how many there are in a node, and their links.
+        device: the devices, their number per node and their links.
     """
 
     def __init__(self, plan: ParallelPlan, device: DeviceSpec) -> None:
         self.plan, self.device = plan, device
 
     def seconds(self, traffic: Iterable[Traffic]) -> float:
-        """Return how long transfers take, one after the other."""
+        """Return the time of the transfers, one after the other."""
         return sum(self._seconds(part) for part in traffic if part.num_ranks > 1)
 
     def _seconds(self, traffic: Traffic) -> float:
@@ -70,7 +70,7 @@ class Links:
         hops_between_nodes = 0 if size <= in_a_node else max(1, traffic.num_ranks // in_a_node - 1)
         bandwidth, latency = device.neighbour_bandwidth, LINK_SECONDS if device.link_bandwidth else PCIE_SECONDS
         if hops_between_nodes:
-            # a ring through a node enters and leaves it by as many NICs as it has devices there
+            # a ring through a node uses as many NICs as it has devices there
             nics = 1 if traffic.collective == "send" else in_a_node
             bandwidth = min(bandwidth, nics * device.network_bandwidth)
         passes = 2 if traffic.collective == "all_reduce" else 1
@@ -78,7 +78,7 @@ class Links:
         return traffic.count * (START_SECONDS + waiting) + traffic.sent_bytes / (bandwidth * COLLECTIVE_SHARE)
 
     def _extent(self, axis: Axis) -> tuple[int, int]:
-        """Return how far neighbours on an axis are apart in rank, and how many ranks it has."""
+        """Return the distance in rank between neighbours on an axis, and the number of its ranks."""
         plan = self.plan
         shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         return {

@@ -1,4 +1,4 @@
-"""How long a pipeline takes when its stages do not: the clock of the plan's own lists, with a time for every stage."""
+"""The time of a pipeline with uneven stages: the plan's own action lists, simulated with a time for every stage."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,49 +10,49 @@ from llama_core.schedules.actions import Action, Kind, inputs
 from llama_core.schedules.registry import build_schedule
 
 EXACT_UNITS = 4
-"""Microbatches per rank after which every further unit of microbatches takes as long as the one before."""
+"""Microbatches per rank after which every further unit of microbatches takes as long as the previous one."""
 
 
 class Span(NamedTuple):
-    """One optimizer step of a pipeline, in the unit of the times it was made from."""
+    """One optimizer step of a pipeline, in the same time unit as its passes."""
 
     makespan: float
     """Time from the first start to the last end."""
     busy: float
-    """Work of the rank that has most."""
+    """Work of the busiest rank."""
 
     @property
     def bubble(self) -> float:
-        """Time that this rank waits."""
+        """Idle time of that rank."""
         return self.makespan - self.busy
 
 
 class _Step(NamedTuple):
-    """One action in an order in which each comes after those it waits for."""
+    """One action, in an order where each action comes after those it waits for."""
 
     rank: int
     stage: int
     kind: Kind
     waits: tuple[tuple[int, bool], ...]
-    """Actions, by their place in the order, that have to end before, and whether another rank runs them."""
+    """The actions that have to end first, by position in the order, and whether another rank runs them."""
 
 
 def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_units: int = EXACT_UNITS) -> Span:
-    """Return how long the schedule of ``plan`` takes.
+    """Return the time of the schedule of ``plan``.
 
-    Each action starts as soon as its rank is free and its input is there. Where a step has very many microbatches, two
-    shorter ones are clocked, and it is taken to go on as the longer one differs from the shorter.
+    Each action starts as soon as its rank is free and its input has arrived. A step of very many microbatches is
+    extrapolated from two shorter ones.
 
     Args:
         plan: the plan.
         passes: the time of one action of every stage: its forward, and its whole backward.
-        hop: time that an output or a gradient takes to another rank, which nobody waits for but its receiver.
-        exact_units: microbatches per rank up to which, and a little more, the whole step is clocked.
+        hop: time to send an output or a gradient to another rank; only the receiver waits for it.
+        exact_units: microbatches per rank up to which (and a little beyond) the whole step is simulated.
     """
     count = plan.num_microbatches
     if plan.pp == 1:
         return Span(count * sum(passes[0]), count * sum(passes[0]))
-    period = 2 * plan.pp  # Chimera's pairs come in units of so many
+    period = 2 * plan.pp  # Chimera's pairs come in units of this many
     clocked = min(count, exact_units * plan.pp + count % period)
     shorter = _clock(plan, clocked, passes, hop)
     if clocked == count:
@@ -85,7 +85,7 @@ def _order(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) ->
     """Return the actions of all ranks, each after those it waits for."""
     schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     steps: list[_Step] = []
-    placed: dict[Action, tuple[int, int]] = {}  # its place in the order, and its rank
+    placed: dict[Action, tuple[int, int]] = {}  # position in the order, and rank
     waiting = [list(reversed(actions)) for actions in schedule.actions]
     while any(waiting):
         for rank, actions in enumerate(waiting):

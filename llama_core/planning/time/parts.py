@@ -1,8 +1,8 @@
-"""The parts of one optimizer step: what computing takes, and what everything else adds to it.
+"""The parts of one optimizer step: the time to compute, and what everything else adds to it.
 
-What is hidden: gathering weights and reducing gradients, behind the layers that compute meanwhile, but for the first
-gather and the last reduction of a pass; a hop of the ring, behind attention to the block before; a hop of the pipeline,
-behind whatever its receiver does until it needs it. What tensor-parallel ranks exchange is not hidden.
+Weight gathers and gradient reductions overlap the layers that compute meanwhile, except the first gather and the last
+reduction of a pass. A hop of the ring overlaps attention to the previous block; a hop of the pipeline overlaps whatever
+its receiver does until it needs the data. Tensor-parallel communication does not overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +22,24 @@ from llama_core.units import GB
 Part = Literal["compute", "bubble", "tp", "cp", "dp", "pp", "optimizer"]
 
 CONTENTION = 0.19
-"""Part of hidden communication that is paid all the same: it takes processors and memory from what computes meanwhile.
+"""Share of overlapped communication that still costs time: it takes processors and memory bandwidth from computing.
 
 Lee et al. 2025, arXiv:2507.03114: computation is slower by 18.9 % on average while it overlaps communication.
 """
 HOST_BANDWIDTH = 25 * GB
-"""Bytes per second and device from the host's memory, for an optimizer whose states are there: 200 GB/s for eight."""
+"""Bytes per second and device from host memory, for an optimizer with its states there: 200 GB/s for eight devices."""
 
 
 class StepParts:
-    """What the step of a plan takes.
+    """The time of one step of a plan, by parts.
 
     Args:
         spec: the architecture.
         plan: the plan.
-        device: what runs it.
+        device: the device that runs it.
         seq_len: tokens per sequence.
         precision: the dtype of activations.
-        documents: what keeps attention inside packed documents.
+        documents: how attention is kept inside packed documents.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class StepParts:
     def seconds(self) -> dict[Part, float]:
         """Return the seconds of every part.
 
-        The schedule is clocked with the stages' own work, and again with each axis of communication added to it; an
-        axis costs what it makes the step longer.
+        The schedule is timed with the work of the stages alone, then with each axis of communication added in turn. An
+        axis costs the time by which it lengthens the step.
         """
         passes = [self._computing(stage) for stage in self.stages]
         alone = span(self.plan, passes)
@@ -90,7 +90,7 @@ class StepParts:
         )
 
     def _tensor_parallel(self, stage: int, before: Pass) -> Pass:
-        """Return what tensor parallelism adds to a pass."""
+        """Return the time tensor parallelism adds to a pass."""
         if self.plan.tp == 1:
             return NO_TIME
         added = self._exchanged(self.messages.tensor_parallel_ends(stage))
@@ -101,7 +101,7 @@ class StepParts:
         return added
 
     def _partial_per_step(self) -> float:
-        """Return what summing partial gradients adds once, on the rank where it is most."""
+        """Return the time summing partial gradients adds once per step, on the rank where it takes longest."""
         if self.messages.sums_partial_every_pass:
             return 0.0
         return max(sum(map(self._partial, hosted)) for hosted in self.messages.placement)
@@ -113,11 +113,11 @@ class StepParts:
         return Pass(*(self.links.seconds(way) + self._put_in_order(way) for way in (traffic.forward, traffic.backward)))
 
     def _put_in_order(self, traffic: Sequence[Traffic]) -> float:
-        """Return how long it takes to copy what is divided along the sequence, which is not the outermost dim."""
+        """Return the time to copy tensors divided along the sequence, which is not their outermost dim."""
         return self.compute.copying(2 * sum(part.num_bytes for part in traffic)) if self.plan.sharded_sequence else 0.0
 
     def _ring(self, stage: int, before: Pass) -> Pass:
-        """Return what context parallelism adds to a pass."""
+        """Return the time context parallelism adds to a pass."""
         added = NO_TIME
         if self.plan.cp > 1:
             for mode in self.messages.modes[stage]:
@@ -127,7 +127,7 @@ class StepParts:
     def _ring_of_layer(self, mode: RecomputeMode) -> Pass:
         attention, ring = self.compute.attention(), self.messages.ring(mode)
         forward = self.links.seconds(ring.forward)
-        # what is recomputed goes around again, and where attention's outcome was kept there is nothing to hide it
+        # recomputation repeats the ring; if attention's output was kept, there is nothing to overlap it with
         again = forward if mode != "none" else 0.0
         behind_again = attention.forward if mode == "full" else 0.0
         backward = self.links.seconds(ring.backward) - again
@@ -137,11 +137,11 @@ class StepParts:
         )
 
     def _weights_per_pass(self, stage: int, before: Pass) -> Pass:
-        """Return what gathering weights and reducing gradients adds to every pass of a stage."""
+        """Return the time weight gathers and gradient reductions add to every pass of a stage."""
         return self._sharding(stage, self.messages.weights_per_pass(stage), before)
 
     def _weights_per_step(self, passes: Sequence[Pass]) -> float:
-        """Return what gathering weights and reducing gradients adds once, on the rank where it is most."""
+        """Return the time weight gathers and gradient reductions add once per step, on the rank where it is longest."""
         added = [
             sum(self._sharding(stage, self.messages.weights_per_step(stage), passes[stage])) for stage in self.stages
         ]
@@ -152,12 +152,12 @@ class StepParts:
         added = []
         for way, computing in zip((traffic.forward, traffic.backward), before, strict=True):
             seconds = self._from_host(way)
-            copies = self.compute.copying(2 * sum(part.num_bytes for part in way))  # into or out of what is sent
+            copies = self.compute.copying(2 * sum(part.num_bytes for part in way))  # into or out of the buffers
             added.append(_exposed(seconds, computing, seconds / num_groups) + copies)
         return Pass(*added)
 
     def _from_host(self, traffic: Sequence[Traffic]) -> float:
-        """Return how long transfers take where the shards to gather may have to come from the host."""
+        """Return the time of transfers whose shards may first have to come from the host."""
         seconds = self.links.seconds(traffic)
         if self.plan.offload != "parameters":
             return seconds
@@ -173,12 +173,12 @@ class StepParts:
         held /= messages.num_shards
         if self.plan.offload == "none":
             return self.compute.optimizer(held)
-        # gradients go to the host and weights come back; there an update reads four numbers and writes three
+        # gradients go to the host and weights come back; an update there reads four numbers and writes three
         moved = held * (FP32_BYTES + messages.itemsize) / PCIE_BANDWIDTH
         return moved + held * 7 * FP32_BYTES / HOST_BANDWIDTH
 
 
 def _exposed(communication: float, computing: float, least: float = 0.0) -> float:
-    """Return what communication adds to the computing that it overlaps; ``least`` of it has nothing to hide behind."""
+    """Return the time communication adds to the computing it overlaps; ``least`` of it cannot overlap."""
     exposed = max(communication - computing, least)
     return exposed + CONTENTION * (communication - exposed)

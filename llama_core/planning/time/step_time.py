@@ -1,11 +1,11 @@
-"""What training costs: FLOPs, the time of an optimizer step, and what follows from it: tokens per second and money.
+"""The cost of training: FLOPs, the time of an optimizer step, and from that tokens per second and money.
 
-FLOPs are those of matrix products, two per multiply-add; norms, rotary embedding, softmax and optimizer are left out.
-The convention of everything printed is full attention: a causal mask is not credited with the half that it spares, as
-in the figures of Megatron-LM and torchtitan.
+FLOPs count matrix products only, two per multiply-add; norms, rotary embedding, softmax and optimizer are left out.
+Everything printed counts full attention: the half that a causal mask saves is not subtracted, as in the figures of
+Megatron-LM and torchtitan.
 
-The time of a step is arithmetic from data sheets and published measurements; ``docs/cost.md`` has every constant with
-its source, and how far published throughputs are from the estimate.
+The step time is arithmetic from data sheets and published measurements. ``docs/cost.md`` lists every constant with its
+source, and compares the estimate with published throughputs.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from llama_core.planning.time.parts import Part, StepParts
 from llama_core.units import format_count, format_duration
 
 _SHOWN_SHARE = 0.005
-"""Share of a step below which a part is not worth a word."""
+"""Share of a step below which a part is not shown."""
 
 
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> float:
-    """Return the model FLOPs per token of a forward and a backward pass, nothing recomputed.
+    """Return the model FLOPs per token of a forward and a backward pass, without recomputation.
 
     Args:
         spec: the architecture.
-        seq_len: tokens per sequence, all of which every token is scored against.
+        seq_len: tokens per sequence; every token is scored against all of them.
         causal: count only the scores below the diagonal, half of them.
 
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6 N + 12 L H Q T), with N the parameters that are
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6 N + 12 L H Q T), with N the parameters
     multiplied: the head counts, the embedding look-up does not.
     """
     attention = 12 * spec.num_layers * spec.q_size * seq_len
@@ -39,10 +39,10 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> f
 
 
 def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: RecomputeMode) -> float:
-    """Return the FLOPs per token that are executed: with ``'full'`` every layer runs its forward a second time.
+    """Return the FLOPs per token that the hardware executes: with ``'full'`` every layer runs its forward twice.
 
-    That approaches 4/3 of ``flops_per_token`` as the layers outweigh the head, which is not recomputed. The scores
-    that flash attention computes again in its backward are not counted.
+    This approaches 4/3 of ``flops_per_token`` as the layers outweigh the head, which is not recomputed. The scores
+    that flash attention recomputes in its backward are not counted.
     """
     forward = flops_per_token(spec, seq_len) / 3
     head_forward = 2 * spec.embedding_parameters
@@ -52,9 +52,9 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
 def model_flops_utilisation(
     tokens_per_second: float, spec: ModelSpec, seq_len: int, num_devices: int, device: DeviceSpec | None
 ) -> float | None:
-    """Return model FLOP/s over the devices' peak bf16 rate, from 0 to 1; None where that peak is unknown.
+    """Return model FLOP/s over the devices' peak bf16 rate, from 0 to 1; None if that peak is unknown.
 
-    Attention is counted in full, recomputation is not counted.
+    Attention is counted in full; recomputation is not counted.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
@@ -65,14 +65,14 @@ def model_flops_utilisation(
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long one optimizer step takes, in seconds, and what follows from it."""
+    """The time of one optimizer step in seconds, and the throughput and cost that follow from it."""
 
     parts: Mapping[Part, float]
-    """What the step goes to on the pipeline rank that computes most; together they are the whole of it.
+    """The seconds of each part on the pipeline rank that computes most; they add up to the whole step.
 
-    ``compute``: forwards, backwards and what is recomputed. ``bubble``: waiting while other pipeline ranks compute.
-    ``tp``, ``cp``, ``dp``, ``pp``: what communication over these axes adds; dp is that of weights and gradients over
-    all ranks that hold the same ones. ``optimizer``: clipping, updating, and moving states to the host and back.
+    ``compute``: forwards, backwards and recomputation. ``bubble``: waiting while other pipeline ranks compute. ``tp``,
+    ``cp``, ``dp``, ``pp``: the time communication over these axes adds; dp covers weights and gradients over all ranks
+    that hold the same ones. ``optimizer``: clipping, updating, and moving states to the host and back.
     """
     tokens: int
     """Tokens of a step, over all devices."""
@@ -103,11 +103,11 @@ class StepTime:
         return self.flops / self.total / self.peak_flops
 
     def training_time(self, tokens: float) -> float:
-        """Return the seconds to train on so many tokens, without checkpoints, evaluations and failures."""
+        """Return the seconds to train on ``tokens``, without checkpoints, evaluations and failures."""
         return tokens / self.tokens_per_second
 
     def price(self, tokens: float, dollars_per_gpu_hour: float) -> float:
-        """Return the dollars to train on so many tokens."""
+        """Return the dollars to train on ``tokens``."""
         return self.training_time(tokens) / 3600 * self.num_devices * dollars_per_gpu_hour
 
     def summary(self) -> str:
@@ -140,15 +140,15 @@ def step_time(
     precision: Precision = "auto",
     documents: DocumentAttention = "none",
 ) -> StepTime:
-    """Return how long one optimizer step of ``plan`` takes on ``device``.
+    """Return the time of one optimizer step of ``plan`` on ``device``.
 
     Args:
         spec: the architecture.
-        plan: how a batch is divided and what is recomputed; one that ``plan.check`` accepts.
+        plan: how a batch is divided and what is recomputed; ``plan.check`` has to accept it.
         device: the devices, all of one kind.
         seq_len: tokens per sequence.
         precision: the dtype of activations and products; ``auto`` counts as bf16.
-        documents: what keeps attention inside packed documents.
+        documents: how attention is kept inside packed documents.
     """
     parts = StepParts(spec, plan, device, seq_len=seq_len, precision=precision, documents=documents)
     tokens = plan.batch_size * seq_len
