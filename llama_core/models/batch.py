@@ -1,4 +1,4 @@
-"""What a model is trained on. Nothing here imports torch, so that data can be looked at without it."""
+"""Batches of tokens. Importing this module needs no torch, so that data can be inspected without it."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,20 +8,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100
-"""The target of a token that does not count."""
+"""The target of a token that does not count in the loss."""
 
 
 class Documents(NamedTuple):
-    """The documents of some rows that are laid end to end; a document ends at the end of its row."""
+    """The documents of some rows laid end to end; no document crosses the end of its row."""
 
     starts: "Tensor"
-    """Where each begins, and where the last one ends: int32 [documents + 1], ascending."""
+    """Where each document begins, and where the last one ends: int32 [documents + 1], ascending."""
     longest: int
-    """Tokens of the longest one."""
+    """Tokens in the longest document."""
 
     @classmethod
     def of_positions(cls, positions_BS: "Tensor") -> "Documents":
-        """Return the documents of rows in which positions restart at 0 with each; waits for the rows' device."""
+        """Return the documents of rows whose positions restart at 0 with each document. Waits for the rows' device."""
         import torch
 
         is_start_BS = positions_BS == 0
@@ -33,16 +33,16 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of tokens, what follows each token, and where each stands in its document."""
+    """Rows of tokens, with each token's target and its position in its document."""
 
     tokens_BS: "Tensor"
     """Token ids, int64."""
     targets_BS: "Tensor"
-    """Next tokens, int64; -100 where there is none to predict."""
+    """Next tokens, int64; -100 for a token without a target."""
     positions_BS: "Tensor | None"
-    """Positions inside each document, int64, 0 at its first token; None where a row is one text."""
+    """Positions inside each document, int64, 0 at its first token; None if every row is one text."""
     documents: Documents | None = None
-    """The same for kernels that take documents rather than a mask; None where a mask is used."""
+    """The same documents for kernels that take them instead of a mask; None if a mask is used."""
 
     def tensors(self) -> "list[Tensor]":
         """Return all tensors of the batch."""
@@ -50,7 +50,7 @@ class Batch:
         return [t for t in (self.tokens_BS, self.targets_BS, self.positions_BS, starts) if t is not None]
 
     def num_targets(self) -> "Tensor":
-        """Return how many targets are not -100: an int64 scalar on the batch's device."""
+        """Return the number of targets that are not -100: an int64 scalar on the batch's device."""
         return (self.targets_BS != IGNORE_INDEX).sum()
 
     def split(self, microbatch_size: int) -> list["Batch"]:
@@ -65,7 +65,7 @@ class Batch:
         return Batch(self.tokens_BS.to(device), self.targets_BS.to(device), positions_BS, documents)
 
     def with_documents(self) -> "Batch":
-        """Return the batch with the documents that its positions tell of; best while it is in the host's memory."""
+        """Return the batch with documents found from its positions; cheapest while the batch is in host memory."""
         return self if self.positions_BS is None else replace(self, documents=Documents.of_positions(self.positions_BS))
 
     def _rows(self, rows: slice) -> "Batch":

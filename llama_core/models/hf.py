@@ -1,6 +1,6 @@
-"""Hugging Face's ``LlamaForCausalLM``: its names and shapes of our weights, and its ``config.json``. Without torch.
+"""Hugging Face's ``LlamaForCausalLM``: its names and shapes for our weights, and its ``config.json``. No torch.
 
-Both sides keep the same matrices, the rotary embedding's layout included, so that weights are renamed and nothing else.
+Both sides store the same matrices, in the same rotary layout, so conversion only renames weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ _IN_LAYER = {
 }
 _ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What weights can be written in, and what transformers calls it."""
+"""The dtypes that weights can be written in, with transformers' names for them."""
 
 
 def hugging_face_name(name: str) -> str:
-    """Return what Hugging Face calls our parameter ``name``, such as ``'layers.0.attention.wq.weight'``."""
+    """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``."""
     if name in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[name]
     _, index, part = name.removesuffix(".weight").split(".", 2)
@@ -38,12 +38,12 @@ def hugging_face_name(name: str) -> str:
 
 
 def matrix_name(path: str) -> str:
-    """Return what Hugging Face calls a matrix of ours inside its layer: ``q_proj`` for ``'layers.0.attention.wq'``."""
+    """Return Hugging Face's name for our matrix within its layer: ``q_proj`` for ``'layers.0.attention.wq'``."""
     return hugging_face_name(f"{path}.weight").split(".")[-2]
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by our names, adapters left out; a tied head is the embedding."""
+    """Return the shape of every parameter by our names, without adapters or a tied head."""
     table, norm = (spec.vocab_size, spec.hidden_size), (spec.hidden_size,)
     matrices = {name: (rows, columns) for name, (columns, rows) in spec.matrix_shapes.items()}
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": table}
@@ -56,13 +56,13 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def config_json(
     spec: ModelSpec, dtype: str = "fp32", *, bos_id: int | None = None, eos_id: int | None = None
 ) -> dict[str, Any]:
-    """Return ``config.json`` as transformers 4 and 5 read it: the rotary embedding and the dtype by both their keys.
+    """Return ``config.json`` for transformers 4 and 5, with the rotary embedding and the dtype under both their keys.
 
     Args:
         spec: the architecture.
-        dtype: of the weights beside it, one of ``DTYPES``.
-        bos_id: the token that begins a document; None where it is not known.
-        eos_id: the token that ends one.
+        dtype: dtype of the weights beside it, one of ``DTYPES``.
+        bos_id: the token that begins a document; None if unknown.
+        eos_id: the token that ends a document; None if unknown.
     """
     scaling = None
     if spec.rope_scaling is not None:
@@ -98,15 +98,15 @@ def config_json(
 def check_weights(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:
     """Refuse weights of another model.
 
-    A tied head and the rotary frequencies that old files carry may be there: the model has both already.
+    A tied head and the rotary frequencies of old files are allowed: the model already has both.
 
     Args:
         spec: the model.
-        shapes: of the weights there are, by Hugging Face's names.
-        source: where they are, for the error.
+        shapes: shapes of the given weights, by Hugging Face's names.
+        source: where the weights are, for the error.
 
     Raises:
-        WeightsError: if a weight is missing, unknown or of another shape than ``spec`` has.
+        WeightsError: if a weight is missing, unknown or differs in shape from ``spec``.
     """
     expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
     derived = {HEAD} if spec.tied_embeddings else set()
@@ -131,17 +131,17 @@ def check_shapes(
     remedy: str,
     hint: Callable[[str, tuple[int, ...]], str] = lambda name, shape: "",
 ) -> None:
-    """Refuse weights unless they are those that are expected, and no others.
+    """Refuse weights unless they are exactly the expected ones.
 
     Args:
         expected: shapes by name.
-        shapes: of the weights there are.
-        wrong: how the error begins.
-        remedy: how it ends.
-        hint: what it adds to a name with a shape that is not the expected one.
+        shapes: shapes of the given weights, by name.
+        wrong: the beginning of the error.
+        remedy: the end of the error.
+        hint: returns a note on a weight of the wrong shape, for the error.
 
     Raises:
-        WeightsError: naming up to three weights that are missing, unknown or of another shape.
+        WeightsError: naming up to three weights that are missing, unknown or of the wrong shape.
     """
     problems = [f"{name} is missing" for name in expected if name not in shapes]
     problems += [f"{name} is unknown" for name in shapes if name not in expected]

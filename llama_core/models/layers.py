@@ -1,7 +1,7 @@
 """The layers of a LLaMA block.
 
-Mixed precision is explicit: activations have one dtype from the embedding to the loss, parameters may have a wider
-one, and each layer casts its weight to the dtype of its input where it uses it.
+Mixed precision is explicit: activations keep one dtype from the embedding to the loss, parameters may have a wider
+one, and each layer casts its weight to the dtype of its input at use.
 """
 
 # Shape suffixes: B batch, S sequence (i queries, j keys), T tokens (B * S), D model dim, N query heads, K key/value
@@ -23,11 +23,11 @@ from llama_core.config.models import LinearScaling, ModelSpec
 from llama_core.models.batch import Documents
 
 KEPT = "kept"
-"""The annotation of operators whose results selective recomputation keeps, in eager and in compiled code alike."""
+"""The annotation of operators whose results selective recomputation keeps, in eager and in compiled code."""
 
 
 class LowRank(NamedTuple):
-    """The product ``narrow @ rows.T``."""
+    """The product ``narrow @ rows.T``, as its two factors."""
 
     narrow: Tensor
     """[..., R]."""
@@ -40,13 +40,13 @@ class Linear(nn.Linear):
 
     Args:
         in_features: columns of the matrix.
-        out_features: its rows.
+        out_features: rows of the matrix.
     """
 
     kept = False
-    """Whether selective recomputation keeps what it returns."""
+    """Whether selective recomputation keeps the result."""
     multiply: Callable[[Tensor, Tensor], Tensor]
-    """What multiplies an input with the weight."""
+    """Multiplies an input by the weight."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -58,7 +58,7 @@ class Linear(nn.Linear):
             return self.multiply(x, self.weight)
 
     def beside(self, x: Tensor) -> LowRank | None:
-        """Return what an adapter adds to ``x @ weight.T``, as a product that is not taken; None where there is none."""
+        """Return an adapter's addition to ``x @ weight.T``, as two factors; None without an adapter."""
         return None
 
 
@@ -78,7 +78,7 @@ class TokenEmbedding(nn.Embedding):
         return super().forward(tokens_BS).to(self.out_dtype)
 
     def beside(self, x: Tensor) -> None:
-        """Return None: a table that is the head too has no adapter."""
+        """Return None: a table that is also the head has no adapter."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -106,7 +106,7 @@ class Rotation(NamedTuple):
 def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Tensor:
     """Return the angle per position of every rotated pair, in radians: fp32, [R].
 
-    ``spec.rope_scaling`` says how they are stretched, if they are.
+    ``spec.rope_scaling``, if set, says how they are stretched.
 
     Source: Su et al. 2021, arXiv:2104.09864; for the scaling see ``LinearScaling`` and ``Llama3Scaling``.
     """
@@ -142,11 +142,11 @@ def rotate(x_BSNH: Tensor, rotary: Rotation) -> Tensor:
 
 
 def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive attention mask of rows of packed documents: 0 where query i sees key j, else -inf.
+    """Return the additive attention mask for rows of packed documents: 0 where query i sees key j, else -inf.
 
     ``positions_BS`` restarts at 0 with each document, so query i sees the keys i - positions[i] <= j <= i.
-    Shape [B, 1, S, S]. Additive and in the dtype of the queries, since SDPA would convert a boolean mask to just
-    this once per layer, and keep every copy for the backward.
+    Shape [B, 1, S, S]. It is additive and in the queries' dtype because SDPA would convert a boolean mask to this
+    in every layer, and keep every copy for the backward.
     """
     index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
     start_BS1 = (index_S - positions_BS)[:, :, None]
@@ -156,11 +156,11 @@ def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None) -> Tensor:
-    """Return softmax attention, [B, N, S, H]: causal, inside documents, or over what an additive mask allows."""
+    """Return softmax attention, [B, N, S, H]: causal, inside documents, or under an additive mask."""
     if isinstance(mask, Documents):
         return _attend_documents(q_BNSH, k_BKSH, v_BKSH, mask)
     if q_BNSH.is_cuda and mask is not None and k_BKSH.shape[1] < q_BNSH.shape[1]:
-        # the CUDA kernels that take a mask take a key head for each query head; without one, scores would be held
+        # CUDA's fused kernels with a mask need a key head per query head; the math kernel would hold all scores
         queries_per_key = q_BNSH.shape[1] // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (x.repeat_interleave(queries_per_key, dim=1) for x in (k_BKSH, v_BKSH))
     return F.scaled_dot_product_attention(
@@ -174,12 +174,12 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
 
 
 def attend_with_all_scores(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what ``attend`` returns, by torch's math kernel: matrix products and a softmax, all scores held."""
+    """Return the same as ``attend`` from torch's math kernel: matrix products and a softmax, with all scores held."""
     with sdpa_kernel(SDPBackend.MATH):
         return attend(q_BNSH, k_BKSH, v_BKSH, mask)
 
 
-# torch 2.11 takes fewer key heads than query heads without being told
+# torch 2.11 accepts fewer key heads than query heads without this argument
 _GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
@@ -203,19 +203,19 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
-        """What computes attention from queries, keys, values and the model's mask."""
+        """Computes attention from queries, keys, values and the model's mask."""
         self.wq = Linear(spec.hidden_size, spec.q_size)
         self.wk = Linear(spec.hidden_size, spec.kv_size)
         self.wv = Linear(spec.hidden_size, spec.kv_size)
         self.wo = Linear(spec.q_size, spec.hidden_size)
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
-        """Attend over the tokens that ``mask`` allows, or over all earlier ones where it is None."""
-        # the number of heads is read from the projection, which tensor parallelism makes narrower
+        """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
+        # the number of heads comes from the projection, because tensor parallelism makes it narrower
         q_BSNH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        # in memory the tokens stay first, so that nothing is copied to put the heads last again
+        # tokens stay first in memory, so that flattening the heads afterwards copies nothing
         q_BNSH, k_BKSH = (rotate(x, rotary).transpose(1, 2) for x in (q_BSNH, k_BSKH))
         out_BNSH = self.attend(q_BNSH, k_BKSH, v_BSKH.transpose(1, 2), mask)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
@@ -223,14 +223,14 @@ class Attention(nn.Module):
 
 
 def use_all_scores(model: nn.Module) -> None:
-    """Have every block of ``model`` compute attention with torch's math kernel."""
+    """Make every block of ``model`` compute attention with torch's math kernel."""
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = attend_with_all_scores
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``w2(silu(w1 x) * w3 x)``, where w1 is the gate, w3 goes up and w2 comes down.
+    """SwiGLU: ``w2(silu(w1 x) * w3 x)``, with gate projection w1, up projection w3 and down projection w2.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -238,7 +238,7 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.w1 = Linear(spec.hidden_size, spec.ffn_size)
-        self.w2 = Linear(spec.ffn_size, spec.hidden_size)  # nothing needs its result again
+        self.w2 = Linear(spec.ffn_size, spec.hidden_size)  # no backward needs its result
         self.w3 = Linear(spec.hidden_size, spec.ffn_size)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and feed-forward, each after a norm and beside a residual."""
+    """One transformer layer: attention and feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

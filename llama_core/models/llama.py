@@ -1,4 +1,4 @@
-"""LLaMA 1, 2, 3 and Code LLaMA: one architecture, whose sizes are a ``ModelSpec``."""
+"""LLaMA 1, 2, 3 and Code LLaMA: one architecture, sized by a ``ModelSpec``."""
 
 # Shape suffixes: B batch, S sequence, D model dim, V vocabulary, T tokens (B * S)
 
@@ -19,20 +19,20 @@ from llama_core.models.loss import linear_cross_entropy
 
 INIT_STD = 0.02
 INIT_CUTOFF = 3.0
-"""Initial weights further from zero than this many standard deviations are not drawn."""
+"""Initial weights lie within this many standard deviations of zero."""
 
 
 class Llama(nn.Module):
     """A LLaMA model, or the part of one that a pipeline rank holds: embedding, blocks, final norm and head.
 
-    Every parameter has the name that it has in the whole model. The parameters are made in torch's default dtype and
-    device; activations are in ``compute_dtype``.
+    A part keeps the parameter names of the whole model. The parameters are made in torch's default dtype and on its
+    default device; activations are in ``compute_dtype``.
 
     Args:
         spec: the architecture.
         compute_dtype: the dtype of the residual stream and of every matrix product.
-        layers: the layers of the part, by default all. With the first one comes the embedding, with the last one the
-            final norm and the head, which is a second copy of the embedding where the two are tied.
+        layers: the layers of the part; default: all. The first brings the embedding; the last brings the final norm
+            and the head, which is a second copy of the embedding if the two are tied.
     """
 
     def __init__(
@@ -44,22 +44,25 @@ class Llama(nn.Module):
         held = range(spec.num_layers) if layers is None else sorted(layers)
         first, last = 0 in held, spec.num_layers - 1 in held
         self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.tied_embeddings) else None
-        # a dict, so that a part of the model keeps the parameter names of the whole
+        # a dict, so that a part keeps the parameter names of the whole model
         self.layers = nn.ModuleDict({str(index): Block(spec) for index in held})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps) if last else None
         self.output = Linear(spec.hidden_size, spec.vocab_size) if last and not spec.tied_embeddings else None
         self.sequence_shards = 1
-        """Ranks that the sequence dimension of the residual stream is divided over between the blocks."""
+        """Number of ranks that divide the sequence dimension of the residual stream between the blocks."""
         self.sequence_index: Callable[[int, torch.device], Tensor] = _all_places
-        """The places in the whole sequence of the tokens held here, int64 [S], from their number."""
+        """Returns the places of the tokens held here in the whole sequence, int64 [S], given their number."""
         self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = _document_mask
-        """The mask that every block's attention is given: from positions [B, S], places [S] and the queries' dtype."""
+        """Makes the mask for every block's attention from positions [B, S], places [S] and the queries' dtype."""
         self.head: Callable[[Tensor, Linear | TokenEmbedding, Tensor | None], Tensor] = _head
-        """Summed cross-entropy, or logits: from hidden states [B, S, D], head_table, and targets [B, S] or None."""
+        """Computes the summed cross-entropy from hidden states [B, S, D], head_table and targets [B, S].
+
+        Without targets (None) it computes the logits.
+        """
 
     @property
     def head_table(self) -> Linear | TokenEmbedding:
-        """What has the matrix from hidden states to logits, [V, D]: the token embedding where the two are tied.
+        """The module with the matrix from hidden states to logits, [V, D]: the token embedding if the two are tied.
 
         Raises:
             ValueError: if this part of the model has no head.
@@ -78,22 +81,22 @@ class Llama(nn.Module):
         *,
         layers: range | None = None,
     ) -> Tensor:
-        """Run some consecutive layers, with what comes before the first and after the last layer of the model.
+        """Run consecutive layers; the first layer of the model includes the embedding, the last the norm and the head.
 
-        The logits of all tokens are never held at once where only the loss is asked for.
+        If only the loss is asked for, the logits of all tokens are never held at once.
 
         Args:
-            inputs: token ids [B, S] for the first layer of the model; else what the layer before returned, [B, S, D].
-            targets_BS: the token that follows each, -100 where it does not count. Only the last layer heeds it.
-            positions_BS: each token's position in its document where rows hold several documents: it restarts at 0
-                with each, and no token attends across a restart. None means that every row is one document.
-            documents: the same for the kernel that takes documents, on CUDA and in 16 bits; by default a mask is made.
-            layers: which layers; by default all of the model.
+            inputs: token ids [B, S] for the first layer of the model; else the previous layer's output, [B, S, D].
+            targets_BS: the next token of each, -100 if it does not count. Only the last layer uses it.
+            positions_BS: each token's position in its document, for rows of several documents: it restarts at 0 with
+                each document, and no token attends across a restart. None means that every row is one document.
+            documents: the same for the kernel that takes documents, on CUDA and in 16 bits; default: make a mask.
+            layers: which layers; default: all of the model.
 
         Returns:
-            Before the last layer: the residual stream, [B, S, D] in ``compute_dtype``. With it: the cross-entropy
-            summed over the targets that count, an fp32 scalar (fp64 where that is the compute dtype); without
-            targets the logits, [B, S, V] in ``compute_dtype``.
+            Before the last layer, the residual stream, [B, S, D] in ``compute_dtype``. With the last layer, the
+            cross-entropy summed over the targets that count, an fp32 scalar (fp64 if that is the compute dtype).
+            Without targets, the logits, [B, S, V] in ``compute_dtype``.
         """
         layers = range(self.spec.num_layers) if layers is None else layers
         num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
@@ -128,7 +131,7 @@ def _head(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | No
 
 
 def logits(x_BSD: Tensor, table: Linear | TokenEmbedding) -> Tensor:
-    """Return ``x_BSD @ table.weight.T``, with what an adapter adds, in the dtype of ``x_BSD``."""
+    """Return ``x_BSD @ table.weight.T`` plus an adapter's addition, in the dtype of ``x_BSD``."""
     out_BSV, adapter = F.linear(x_BSD, table.weight.to(x_BSD.dtype)), table.beside(x_BSD)
     return out_BSV if adapter is None else out_BSV + F.linear(adapter.narrow, adapter.rows.to(x_BSD.dtype))
 
@@ -137,15 +140,15 @@ def logits(x_BSD: Tensor, table: Linear | TokenEmbedding) -> Tensor:
 def initialize_weights(model: Llama, seed: int) -> None:
     """Draw the initial weights of ``model`` in place.
 
-    Matrices and the embedding are drawn from a normal distribution of standard deviation 0.02, cut off at three
-    standard deviations. In the two matrices that write to the residual stream (``wo`` and ``w2``) it is scaled by
-    ``1 / sqrt(2 * num_layers)``, so that the stream's variance does not grow with depth. Norms are one. Of an adapter,
-    A is uniform within one over the root of its columns, and B is zero; beside the embedding A is zero, and B normal
-    with standard deviation one, cut off as above: the model begins as it is without.
+    Matrices and the embedding are normal with standard deviation 0.02, truncated at three standard deviations. The two
+    matrices that write to the residual stream (``wo`` and ``w2``) are scaled by ``1 / sqrt(2 * num_layers)``, so that
+    the stream's variance does not grow with depth. Norms are one. In an adapter, A is uniform within
+    ``1 / sqrt(columns)`` and B is zero. In the embedding's adapter, A is zero and B is normal with standard deviation
+    one, truncated as above. In either case the adapter adds nothing at first.
 
-    Every parameter has a generator of its own, seeded by ``seed`` and the parameter's name: its values depend neither
-    on the order in which a model is built nor on which other parts of it a rank holds. A CPU and a GPU draw different
-    values from one seed.
+    Every parameter has its own generator, seeded by ``seed`` and the parameter's name. Its values depend neither on
+    the order in which a model is built nor on the other parts that a rank holds. A CPU and a GPU draw different values
+    from one seed.
 
     Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth; Hu et al. 2021, section 4.1, and PEFT for
     adapters.
@@ -156,9 +159,9 @@ def initialize_weights(model: Llama, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> None:
-    """Draw the initial values of one parameter in place, as ``initialize_weights`` does for all."""
+    """Draw the initial values of one parameter in place; see ``initialize_weights``."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    # drawn whole and wide, one parameter at a time, whatever part of it this rank holds in whatever dtype
+    # draw it whole and in fp32 or wider, one parameter at a time, whatever this rank's shard and dtype are
     whole = local
     wide = torch.promote_types(parameter.dtype, torch.float32)
     if isinstance(parameter, DTensor) or wide != parameter.dtype:
@@ -189,8 +192,8 @@ def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Gener
 
 
 def _draw_truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    # By the inverse of the distribution function: nn.init.trunc_normal_ draws again until all values are inside,
-    # which fake tensors cannot decide, and its draws change between versions of torch.
+    # By inverse transform sampling: nn.init.trunc_normal_ redraws until all values are inside, which fake tensors
+    # cannot decide, and its draws change between versions of torch.
     limit = math.erf(INIT_CUTOFF / math.sqrt(2))
     parameter.uniform_(-limit, limit, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
     parameter.clamp_(-INIT_CUTOFF * std, INIT_CUTOFF * std)
@@ -203,7 +206,7 @@ def build_llama(
     compute_dtype: torch.dtype = torch.float32,
     seed: int,
 ) -> Llama:
-    """Return a model on ``device`` with initial weights drawn from ``seed``; its memory is taken once."""
+    """Return a model on ``device`` with initial weights drawn from ``seed``; allocates its memory only once."""
     with torch.device("meta"):
         model = Llama(spec, compute_dtype=compute_dtype)
     model.to_empty(device=device)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: a model is frozen, and beside some of its matrices small ones are trained.
+"""Low-rank adapters: freeze a model, and train small matrices beside some of its matrices.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4; names and initial values are PEFT's.
 """
@@ -18,9 +18,9 @@ class AdaptedLinear(Linear):
     """A frozen matrix W with an adapter beside it: ``x @ W.T + scale * dropout(x) @ A.T @ B.T``.
 
     Args:
-        matrix: the matrix to be frozen.
+        matrix: the matrix to freeze.
         lora: the adapters.
-        dtype: of A and B, which are trained.
+        dtype: dtype of A and B, which are trained.
     """
 
     def __init__(self, matrix: Linear, lora: LoRA, dtype: torch.dtype) -> None:
@@ -31,13 +31,13 @@ class AdaptedLinear(Linear):
         self.scale, self.dropout = lora.scale, lora.lora_dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of what the matrix and its adapter return, in the dtype of ``x``."""
+        """Return the sum of the matrix's and the adapter's results, in the dtype of ``x``."""
         out = super().forward(x)
         added: Tensor = self.lora_B(self._narrow(x))
         return out + added
 
     def beside(self, x: Tensor) -> LowRank:
-        """Return what the adapter adds, as a product that is not taken."""
+        """Return the adapter's addition, as two factors."""
         return LowRank(self._narrow(x), self.lora_B.weight)
 
     def _narrow(self, x: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ class AdaptedEmbedding(TokenEmbedding):
     """A frozen embedding with an adapter beside it: ``table[token] + scale * A.T[token] @ B.T``, without dropout.
 
     Args:
-        table: the embedding to be frozen.
+        table: the embedding to freeze.
         spec: the model.
         lora: the adapters.
-        dtype: of A and B, which are trained.
+        dtype: dtype of A and B, which are trained.
     """
 
     def __init__(self, table: TokenEmbedding, spec: ModelSpec, lora: LoRA, dtype: torch.dtype) -> None:
@@ -72,9 +72,9 @@ class AdaptedEmbedding(TokenEmbedding):
 
 
 def with_adapters(model: Llama) -> Llama:
-    """Return ``model``, frozen and with the adapters that its spec has, if it has any.
+    """Return ``model``, frozen and with the adapters of its spec; unchanged if the spec has none.
 
-    What is frozen is held in the dtype that the model computes in; adapters have the dtype of its parameters.
+    Frozen parameters are cast to the model's compute dtype; adapters have the dtype that its parameters had.
     """
     lora = model.spec.lora
     if lora is None:

@@ -19,21 +19,21 @@ from llama_core.units import GIB, MIB
 MIN_CHUNK_BYTES = 128 * MIB
 MAX_CHUNK_BYTES = GIB
 NUM_BLOCKS = 16
-"""Parts in which what is wider than a chunk's logits is computed: small enough for a CPU's last-level cache."""
+"""Blocks in which intermediates wider than a chunk's logits are computed; one fits a CPU's last-level cache."""
 
 FP16_GRADIENT_SCALE = 2.0**10
-"""What gradients of fp16 logits are multiplied by until the backward, where the upstream gradient is known.
+"""Multiplies the gradients of fp16 logits until the backward, where the upstream gradient is known.
 
-Down to 6e-11 the softmax then survives in fp16, which alone ends at 6e-8. A gradient of the hidden states is at most
-twice this times the head's largest weight, so that it overflows only where that is above 31.
+Softmax values down to 6e-11 then survive in fp16, which otherwise underflows below 6e-8. A gradient of the hidden
+states is at most twice this scale times the head's largest weight, so it overflows only if that weight exceeds 31.
 """
 
 
 def default_chunk_tokens(vocab_size: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the most tokens whose logits are held at once by a rank with ``vocab_size`` rows of the head.
+    """Return how many tokens' logits a rank with ``vocab_size`` rows of the head holds at once, at most.
 
-    Every chunk reads and writes the weight's gradient once, so a chunk's logits may take as many bytes as the
-    weight, but at least ``MIN_CHUNK_BYTES`` and at most ``MAX_CHUNK_BYTES``.
+    Every chunk reads and writes the weight's gradient once, so its logits may take as many bytes as the weight, but
+    at least ``MIN_CHUNK_BYTES`` and at most ``MAX_CHUNK_BYTES``.
     """
     row_bytes = vocab_size * dtype.itemsize
     chunk_bytes = min(max(hidden_size * row_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
@@ -53,26 +53,26 @@ def linear_cross_entropy(
     """Return the cross-entropy of ``hidden_TD @ weight_VD.T``, summed over tokens: an fp32 scalar.
 
     The logits are computed in the dtype of ``hidden_TD``, widened to fp32 for the softmax, and dropped chunk by chunk;
-    the gradients are computed in the same pass, so that the backward only scales them. The weight is cast to the
+    the gradients are computed in the same pass, so the backward only scales them. The weight is cast to the
     dtype of ``hidden_TD`` once; its gradient is accumulated in fp32 and returned in the weight's dtype. fp64 inputs
     stay fp64 throughout. Not differentiable twice.
 
-    With ``vocab_group`` every rank of the group holds an equal part of the head's rows, in the order of their ranks
-    in the group, and the logits of that part alone. All ranks pass the same hidden states and targets, and get the
-    same loss, bit for bit, for one small collective per chunk. The weight's gradient is that of the rank's own rows.
-    The gradient of the hidden states is this rank's part of a sum: whoever gave every rank the same hidden states must
-    add it up over the group, by a reduce-scatter under sequence parallelism, else by an all-reduce.
+    With ``vocab_group``, every rank of the group holds an equal part of the head's rows, in rank order, and computes
+    only the logits of that part. All ranks pass the same hidden states and targets and get the same loss, bit for bit,
+    for one small collective per chunk. The weight's gradient is that of the rank's own rows. The gradient of the
+    hidden states is a partial sum: the caller must sum it over the group, with a reduce-scatter under sequence
+    parallelism, else with an all-reduce.
 
     Args:
         hidden_TD: the final hidden states.
         weight_VD: the head, or this rank's rows of it, of any floating dtype.
-        targets_T: the index of each token's right answer in the whole vocabulary, or ``ignore_index`` where there is
-            none. One outside the vocabulary is an error of indexing, or with ``vocab_group`` an infinite loss.
+        targets_T: the index of each token's target in the whole vocabulary, or ``ignore_index``. An index outside the
+            vocabulary raises an indexing error, or with ``vocab_group`` gives an infinite loss.
         ignore_index: the target that adds neither loss nor gradient.
-        chunk_tokens: most tokens whose logits are held at once; by default ``default_chunk_tokens``.
-        vocab_group: the ranks that the vocabulary is divided over; None where this one holds all of it.
-        adapter: what is added to the logits, of the dtype of ``hidden_TD``, with this rank's rows; its gradients are as
-            those of the hidden states and of the weight.
+        chunk_tokens: most tokens whose logits are held at once; default: ``default_chunk_tokens``.
+        vocab_group: the ranks that divide the vocabulary; None if this rank holds all of it.
+        adapter: a product to add to the logits, in the dtype of ``hidden_TD``, with this rank's rows. The gradients of
+            its factors behave like those of the hidden states and the weight.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the head and its loss in parallel.
     """
@@ -117,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             added.append(_Product(narrow_TA, rows_VA, ignored_T1, *needed[2:4]))
         losses_T1 = hidden_TD.new_empty((num_tokens, 1), dtype=wide)
 
-        # the buffers of the loop are made once: on a CPU fresh memory costs more than the arithmetic on it
+        # allocate the loop's buffers once: on a CPU, fresh memory costs more than the arithmetic on it
         logits_CV = hidden_TD.new_empty((chunk_tokens, vocab_size))
         block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
 
@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # as a matrix its dtype counts in the product; a scalar would be rounded to that of the gradients first
+        # a matrix, because its dtype counts in the product; a scalar would first be rounded to the gradients' dtype
         factor_11 = (upstream / ctx.scale).reshape(1, 1)
         scaled = [
             None if grad is None else torch.mul(grad, factor_11, out=torch.empty_like(grad, dtype=dtype))
@@ -150,13 +150,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Product:
-    """``left_TD @ right_VD.T``, which is logits or a part of them, and its gradients as they are made chunk by chunk.
+    """``left_TD @ right_VD.T``, the logits or a summand of them, and its gradients, computed chunk by chunk.
 
     Args:
         left_TD: one row per token.
         right_VD: one row per logit; cast to the dtype of ``left_TD`` once.
-        ignored_T1: tokens that add nothing.
-        need_left, need_right: which gradients are made.
+        ignored_T1: tokens that do not count.
+        need_left, need_right: which gradients to compute.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class _Product:
         self._grad_right_VD = torch.zeros_like(right_VD, dtype=wide) if need_right else None
         if need_right:
             self._counted_TD = left_TD.masked_fill(ignored_T1, 0)
-            # a sum over tokens may leave fp16's range, and no loss scale, which comes after it, could bring it back
+            # a sum over tokens may overflow fp16, and the loss scale comes too late to prevent that
             dtype = wide if left_TD.dtype == torch.float16 else left_TD.dtype
             vocab_size, width = right_VD.shape
             self._block_RD = left_TD.new_empty((math.ceil(vocab_size / NUM_BLOCKS), width), dtype=dtype)
@@ -181,14 +181,14 @@ class _Product:
             _add_product_(self._grad_right_VD, logit_gradients_CV, self._counted_TD[chunk], self._block_RD)
 
     def gradients(self, ignored_T1: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients, that of ``right_VD`` wide; None where one is not needed."""
+        """Return both gradients, that of ``right_VD`` in the wide dtype; None for one that is not needed."""
         if self._grad_left_TD is not None:
             self._grad_left_TD.masked_fill_(ignored_T1, 0)
         return self._grad_left_TD, self._grad_right_VD
 
 
 def _blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:
-    """Yield where to cut ``rows`` into pieces no longer than ``block``."""
+    """Yield slices that cut ``rows`` into pieces no longer than ``block``."""
     for start in range(0, rows.shape[0], block.shape[0]):
         yield slice(start, min(start + block.shape[0], rows.shape[0]))
 
@@ -214,7 +214,7 @@ def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C
 def _divided_losses_and_logit_gradients_(
     logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Do as ``_losses_and_logit_gradients_`` with the logits of one rank's part of the vocabulary."""
+    """Do the same as ``_losses_and_logit_gradients_`` with the logits of one rank's part of the vocabulary."""
     scale = _gradient_scale(logits_CV.dtype)
     columns_C1 = answers_C1 % logits_CV.shape[1]
     held_C1 = answers_C1 // logits_CV.shape[1] == dist.get_rank(group)
@@ -237,9 +237,9 @@ def _divided_losses_and_logit_gradients_(
 
 
 def _over_the_vocabulary(part_3C1: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's largest logit, sum of exponentials relative to it, and answer's logit, from all parts.
+    """Return each token's largest logit, sum of exponentials relative to it, and answer's logit, over all parts.
 
-    All ranks gather the same numbers and put them together in the same order, so that they agree bit for bit.
+    All ranks gather the same numbers and combine them in the same order, so they agree bit for bit.
     """
     parts_G3C1 = part_3C1.new_empty((dist.get_world_size(group), *part_3C1.shape))
     dist.all_gather(list(parts_G3C1.unbind()), part_3C1, group=group)

@@ -1,7 +1,7 @@
-"""PEFT's adapter folders: its names and shapes of our adapters, and its ``adapter_config.json``. Without torch.
+"""PEFT's adapter folders: its names and shapes for our adapters, and its ``adapter_config.json``. No torch.
 
-Both sides keep the same two matrices, A [rank, columns] and B [rows, rank], so that they are renamed and nothing else.
-Beside the embedding, A has a column for each token.
+Both sides store the same two matrices, A [rank, columns] and B [rows, rank], so conversion only renames them.
+The embedding's A has a column for each token.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ ADAPTERS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _BASE = ".base_layer.weight"
-"""What PEFT saves of a table that has an adapter: the table itself, which the base has too."""
+"""The end of PEFT's name for a table with an adapter; PEFT saves that table although the base has it too."""
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "corda_config",
@@ -36,11 +36,11 @@ _WITHOUT_EFFECT = {
     "revision",
     "runtime_config",
 }
-"""Keys of PEFT that change nothing of what saved adapters compute, whatever their values."""
+"""PEFT's keys that do not change the results of saved adapters, whatever their values."""
 
 
 class _AdapterJson(BaseModel):
-    """What is read of PEFT's ``LoraConfig``; a literal is the only value that our adapters have."""
+    """The keys that we read of PEFT's ``LoraConfig``; a ``Literal`` lists the values that we support."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
@@ -53,17 +53,17 @@ class _AdapterJson(BaseModel):
     bias: Literal["none"] = "none"
     fan_in_fan_out: Literal[False] = False
     init_lora_weights: Literal["gaussian", "orthogonal", "eva"] | bool | None = None
-    """How they began; the values left out change the base too, which is then not the one in its folder."""
+    """How they were initialised. The values left out change the base too, which then differs from its folder."""
     base_model_name_or_path: str | None = None
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Return whether ``folder`` holds adapters of PEFT and no model of its own."""
+    """Return whether ``folder`` holds PEFT adapters and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in (WHOLE, INDEX))
 
 
 def peft_name(name: str) -> str:
-    """Return what PEFT calls our parameter ``name``, such as ``'layers.0.attention.wq.lora_A.weight'``."""
+    """Return PEFT's name for our parameter ``name``, such as ``'layers.0.attention.wq.lora_A.weight'``."""
     path, _, part = name.rpartition(".lora_")
     if matrix_name(path) == EMBEDDING:
         part = f"embedding_{part.removesuffix('.weight')}"
@@ -71,7 +71,7 @@ def peft_name(name: str) -> str:
 
 
 def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the shape of every A and B by our names; none for a model without adapters."""
+    """Return the shape of every A and B by our names; empty for a model without adapters."""
     shapes: dict[str, tuple[int, int]] = {}
     for name in parameter_shapes(spec):
         path = name.removesuffix(".weight")
@@ -83,7 +83,7 @@ def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
-    """Return ``adapter_config.json`` for adapters that are to be used.
+    """Return ``adapter_config.json`` for trained adapters, in inference mode.
 
     Args:
         lora: the adapters.
@@ -111,11 +111,11 @@ def base_of(folder: Path) -> Path:
     """Return the folder of the model that the adapters in ``folder`` were trained over.
 
     Raises:
-        WeightsError: if ``adapter_config.json`` cannot be read, or names no folder that is there.
+        WeightsError: if ``adapter_config.json`` cannot be read or does not name an existing folder.
     """
     named = _read_config(folder).base_model_name_or_path or ""
     base = Path(named).expanduser()
-    if not (base.is_absolute() and base.is_dir()):  # a job may start elsewhere
+    if not (base.is_absolute() and base.is_dir()):  # a job may start in another directory
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={named!r}, which is not the absolute path of a "
             "folder here; write the path of the model that the adapters were trained over"
@@ -124,19 +124,18 @@ def base_of(folder: Path) -> Path:
 
 
 def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
-    """Return where each adapter of ``spec`` is in a folder that PEFT wrote, by our names.
+    """Return where a folder of PEFT stores each adapter of ``spec``, by our names.
 
     Raises:
-        WeightsError: if the folder is not whole, or its adapters are others than those of ``spec``, or of a kind that
-            ours are not.
+        WeightsError: if the folder is incomplete, or its adapters are not supported or differ from those of ``spec``.
     """
     config = _read_config(folder)
     file = folder / ADAPTERS
     if not file.exists():
         if (folder / _PICKLED).exists():
             raise WeightsError(
-                f"{folder} holds pickled adapters ({_PICKLED}), which can run code when they are read; convert them "
-                "where you trust them, with save_pretrained(safe_serialization=True)"
+                f"{folder} holds pickled adapters ({_PICKLED}), which can run code when they are read; if you trust "
+                "them, convert them with save_pretrained(safe_serialization=True)"
             )
         raise WeightsError(f"{folder} holds no {ADAPTERS}; download it")
     tensors = read_header(file)
@@ -146,7 +145,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
         {theirs: adapter_shapes(spec)[ours] for theirs, ours in names.items()},
         {name: tensor.shape for name, tensor in tensors.items() if not name.endswith(_BASE)},
         wrong=f"the adapters in {folder} are not those of {spec.name}",
-        remedy="choose the model they were trained over, or save them anew",
+        remedy="choose the model they were trained over, or save them again",
     )
     for tensor in tensors.values():
         if tensor.dtype not in FLOAT_BYTES:
@@ -155,15 +154,15 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
-    """Refuse adapters that are not of the kind which ``spec`` trains.
+    """Refuse adapters that differ in rank, alpha or targets from those that ``spec`` trains.
 
     Args:
         spec: the model.
-        given: the adapters there are; their dropout may be another one.
+        given: the given adapters; their dropout may differ.
         source: where they are, for the error.
 
     Raises:
-        WeightsError: naming all that differs, with both values.
+        WeightsError: naming every difference, with both values.
     """
     if spec.lora is None:
         raise WeightsError(
@@ -179,13 +178,13 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
 
 
 def _alpha(lora: LoRA) -> float:
-    """Return what the scale is named by, an integer where it is one, as PEFT has it."""
+    """Return alpha, from the scale if it is not set; an int if it is whole, as PEFT writes it."""
     alpha = lora.lora_alpha or lora.scale * lora.lora_rank
     return int(alpha) if alpha.is_integer() else alpha
 
 
 def _kind(lora: LoRA) -> dict[str, str]:
-    """Return what two sets of adapters have to agree in, by our keys, as it is written on a command line."""
+    """Return the settings in which two sets of adapters must agree, by our keys, as written on a command line."""
     targets = [matrix for matrix in TARGETS if matrix in lora.target_modules]
     return {
         "lora_rank": str(lora.lora_rank),
@@ -214,13 +213,13 @@ def _read_config(folder: Path) -> _AdapterJson:
         if value and key not in _WITHOUT_EFFECT:
             raise WeightsError(
                 f"{file} has {key}={value!r}, which is not supported here; merge the adapters into their model with "
-                "PEFT's merge_and_unload, and begin with that"
+                "PEFT's merge_and_unload and use the merged model"
             )
     return config
 
 
 def _as_lora(config: _AdapterJson, tensors: dict[str, StoredTensor], folder: Path) -> LoRA:
-    """Return the adapters that a folder describes; what they are beside is read off the weights if it is a pattern."""
+    """Return the adapters that a folder describes; if the targets are a pattern, the weights' names tell them."""
     targets = config.target_modules
     if isinstance(targets, str):
         targets = [name.rpartition(".lora_")[0] for name in tensors]
@@ -228,8 +227,8 @@ def _as_lora(config: _AdapterJson, tensors: dict[str, StoredTensor], folder: Pat
     for matrix in matrices:
         if matrix not in TARGETS:
             raise WeightsError(
-                f"the adapters in {folder} are beside {matrix}, among others; only {', '.join(TARGETS)} have any here"
+                f"the adapters in {folder} target {matrix}, which is not supported; only {', '.join(TARGETS)} are"
             )
     if not matrices:
-        raise WeightsError(f"{folder / ADAPTER_CONFIG} names no target_modules; save the adapters anew")
+        raise WeightsError(f"{folder / ADAPTER_CONFIG} names no target_modules; save the adapters again")
     return LoRA(lora_rank=config.r, lora_alpha=config.lora_alpha, target_modules=tuple(matrices))

@@ -1,4 +1,4 @@
-"""Weights to begin with, looked at without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
+"""Initial weights, inspected without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,17 +16,17 @@ from llama_core.records.files import read_json
 
 _CONFIG = "config.yaml"
 _FIXED = ("num_heads", "tied_embeddings")
-"""What shapes do not show, and no training gets over."""
+"""Traits that shapes do not show, and that training cannot make up for."""
 _MOVABLE = ("rope_theta", "rope_scaling", "norm_eps")
-"""What shapes do not show either, but may be meant to differ, as for longer sequences."""
+"""Traits that shapes do not show either, but that may differ on purpose, as for longer sequences."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights come from that a run begins with."""
+    """Where a run's initial weights come from."""
 
     base: Path | None
-    """A Hugging Face folder or a checkpoint with a full model; None where a run drew it from its seed."""
+    """A Hugging Face folder or a checkpoint with a full model; None if a run drew it from its seed."""
     adapters: Path | None = None
     """A PEFT folder, or a checkpoint of a run that trains adapters; None if there are none yet."""
     drawn_by: RunConfig | None = None
@@ -34,23 +34,23 @@ class Origin:
 
 
 def resolve_pretrained(path: str) -> str:
-    """Return ``path`` as seen from anywhere; of a run's directory, its newest complete checkpoint.
+    """Return ``path`` as an absolute path; for a run's directory, that of its newest complete checkpoint.
 
-    So a run's configuration says which weights it began with, even when the other run goes on.
+    A run's configuration then says which weights it started from, even if the other run continues.
     """
     absolute = Path(path).expanduser().absolute()
     return str(newest_checkpoint(RunDirectory(absolute)) or absolute)
 
 
 def origin_of(source: Path) -> Origin:
-    """Return where the weights are that ``source`` stands for: those of adapters lie apart from their base.
+    """Return where the weights behind ``source`` are; adapters are stored apart from their base.
 
     Raises:
         WeightsError: if ``source`` is a PEFT folder whose base is not on this disk, or a damaged checkpoint.
     """
     if is_adapter_folder(source):
         base = base_of(source)
-        if newest_checkpoint(RunDirectory(base)):  # another one each time it is asked for
+        if newest_checkpoint(RunDirectory(base)):  # its newest checkpoint may change
             raise WeightsError(f"the base of the adapters in {source} is the run {base}; name one of its checkpoints")
         return Origin(base, source)
     if not is_checkpoint(source):
@@ -66,18 +66,18 @@ def origin_of(source: Path) -> Origin:
 
 
 def check_pretrained(spec: ModelSpec, source: Path) -> list[str]:
-    """Refuse weights that ``spec`` cannot begin with; of files only the headers are read.
+    """Refuse weights that ``spec`` cannot start from. Reads only the headers of weight files.
 
     Args:
         spec: the model.
         source: a path that ``resolve_pretrained`` returned.
 
     Returns:
-        What the weights were made for and ``spec`` has otherwise, a sentence each: another rotary embedding, say.
+        A sentence for each trait, such as the rotary embedding, that differs from the model the weights were made for.
 
     Raises:
-        WeightsError: if they are not there, not complete, or another model's, or adapters that ``spec`` has not.
-        ConfigError: if the folder's ``config.json`` is not that of a Llama.
+        WeightsError: if they are missing, incomplete or another model's, or are adapters that ``spec`` does not have.
+        ConfigError: if the folder's ``config.json`` is not a Llama's.
     """
     if is_checkpoint(source):
         _check_complete(source)
@@ -114,8 +114,8 @@ def _check_adapters(spec: ModelSpec, checkpoint: Path) -> list[str]:
 def _check_drawn(origin: Origin) -> None:
     if origin.drawn_by is not None and origin.drawn_by.launch.device == "cuda":
         raise WeightsError(
-            f"the base of the adapters in {origin.adapters} was drawn from a seed on a GPU, and is in no file; train "
-            "adapters over weights that are (training.init_from)"
+            f"the base of the adapters in {origin.adapters} was drawn from a seed on a GPU and is in no file; train "
+            "adapters over saved weights (training.init_from)"
         )
 
 
@@ -140,7 +140,7 @@ def is_checkpoint(source: Path) -> bool:
 
 
 def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
-    """Return where each weight of ``spec`` is in a Hugging Face folder, by our names.
+    """Return where a Hugging Face folder stores each weight of ``spec``, by our names.
 
     Raises:
         WeightsError: as ``check_pretrained``.
@@ -171,20 +171,20 @@ def saved_run(checkpoint: Path) -> RunConfig:
     layout = read_json(checkpoint / LAYOUT) if (checkpoint / LAYOUT).exists() else {}
     if (layout.get("zero_stage"), layout.get("compute_dtype")) == (1, "bfloat16"):
         raise WeightsError(
-            f"{checkpoint} was written by DeepSpeed at stage 1 in bf16, whose weights DeepSpeed itself cannot put "
-            "together; train at parallel.zero_stage=2 or with parallel.zero_backend=native to take them elsewhere"
+            f"{checkpoint} was written by DeepSpeed at stage 1 in bf16, whose weights DeepSpeed itself cannot "
+            "consolidate; train with parallel.zero_stage=2 or parallel.zero_backend=native to use them elsewhere"
         )
     config = RunConfig.load(checkpoint / _CONFIG)
     if config.strategy not in {"standard", "lora"}:
         raise WeightsError(
             f"{checkpoint} was trained with strategy={config.strategy}; only full models (strategy=standard) and "
-            "adapters (strategy=lora) are read"
+            "adapters (strategy=lora) can be read"
         )
     return config
 
 
 def full_model(checkpoint: Path) -> ModelSpec:
-    """Return the model whose weights a checkpoint holds, every one of them.
+    """Return the model whose full weights a checkpoint holds.
 
     Raises:
         WeightsError: if it holds adapters or experts, or DeepSpeed wrote it at stage 1 in bf16.
@@ -192,7 +192,7 @@ def full_model(checkpoint: Path) -> ModelSpec:
     config = saved_run(checkpoint)
     if config.strategy != "standard":
         raise WeightsError(
-            f"{checkpoint} was trained with strategy={config.strategy}, and holds no full model; name one"
+            f"{checkpoint} was trained with strategy={config.strategy} and holds no full model; name one that does"
         )
     return config.spec
 
@@ -216,7 +216,7 @@ def _moved(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> list[str]
     different = [trait for trait in _MOVABLE if theirs and getattr(theirs, trait) != getattr(spec, trait)]
     return [
         f"architecture.{trait} is {_said(getattr(spec, trait))}, but {source} was made for "
-        f"{_said(getattr(theirs, trait))}; leave it if that is meant"
+        f"{_said(getattr(theirs, trait))}; ignore this if it is intended"
         for trait in different
     ]
 

@@ -1,6 +1,6 @@
-"""Safetensors files, alone or sharded with an index: what their headers say, read and checked without torch.
+"""Safetensors files, alone or sharded with an index: read and check their headers without torch.
 
-A file is the length of its header in 8 bytes, little endian; the header, which is JSON; then the bytes of all tensors.
+A file holds the length of its header in 8 bytes, little endian; the header, in JSON; then the bytes of all tensors.
 
 Source: https://github.com/huggingface/safetensors, "Format"; the index is transformers'.
 """
@@ -15,32 +15,32 @@ from typing import Any
 from llama_core.errors import WeightsError
 
 WHOLE = "model.safetensors"
-"""The file of a model that is not sharded."""
+"""The weights file of an unsharded model."""
 INDEX = "model.safetensors.index.json"
-"""What names the file of each weight of a model that is."""
+"""The file that says where each weight of a sharded model is."""
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of the dtypes that weights are read in, by the format's names."""
+"""Bytes per element of the dtypes that we read, by the format's names."""
 _AGAIN = "download it again"
 _PICKLED = ("*.bin", "*.pth", "*.pt")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """Where a tensor is stored."""
 
     file: Path
     dtype: str
-    """By the format's name, such as BF16."""
+    """The format's name for it, such as BF16."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of the model in ``folder``; of its files only the headers are read.
+    """Return every tensor of the model in ``folder``. Reads only the headers of its files.
 
     Raises:
-        WeightsError: if there is no such model, or not the whole of it and nothing else.
+        WeightsError: if there is no model, a part of one, or other weight files besides.
     """
     files = {path.name for path in folder.glob("*.safetensors")}
     index = folder / INDEX
@@ -50,7 +50,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     placed = _weight_map(index)
     listed = set(placed.values())
     for name in sorted(listed):
-        if not (folder / name).exists():  # also where a link leads nowhere
+        if not (folder / name).exists():  # or is a dangling link
             raise WeightsError(f"{INDEX} in {folder} names {name}, which is not there; download it")
     for name in sorted(files - listed):
         raise WeightsError(f"{folder} holds {name}, which {INDEX} does not name; move it elsewhere")
@@ -66,18 +66,18 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _check_alone(folder: Path, files: set[str]) -> None:
-    """Refuse a folder without an index, unless it holds the one file of a whole model."""
+    """Refuse a folder without an index unless it holds exactly the one file of an unsharded model."""
     if files == {WHOLE}:
         return
     if files:
         raise WeightsError(
-            f"{folder} holds {', '.join(sorted(files)[:3])} but no {INDEX}; download it, or leave {WHOLE} alone there"
+            f"{folder} holds {', '.join(sorted(files)[:3])} but no {INDEX}; download it, or keep only {WHOLE} there"
         )
     for pattern in _PICKLED:
         for path in sorted(folder.glob(pattern)):
             raise WeightsError(
-                f"{folder} holds pickled weights ({path.name}), which can run code when they are read; convert them "
-                "where you trust them, with save_pretrained(safe_serialization=True)"
+                f"{folder} holds pickled weights ({path.name}), which can run code when they are read; if you trust "
+                "them, convert them with save_pretrained(safe_serialization=True)"
             )
     raise WeightsError(
         f"{folder} holds no weights: neither {WHOLE}, nor {INDEX} with its files, nor a run of training-infra with a "
@@ -99,7 +99,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a safetensors file.
 
     Raises:
-        WeightsError: if it is none, or not whole.
+        WeightsError: if the file is incomplete or not in this format.
     """
     try:
         size = file.stat().st_size
@@ -110,7 +110,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
     if prefix == b"version ":
-        raise WeightsError(f"{file} is a pointer of Git LFS, without the weights; run git lfs pull")
+        raise WeightsError(f"{file} is a Git LFS pointer without the weights; run git lfs pull")
     if not text:
         raise WeightsError(f"{file} has {size:,} bytes, fewer than its header; {_AGAIN}")
     try:
@@ -133,18 +133,18 @@ def _stored(file: Path, first: int, entry: Mapping[str, Any]) -> StoredTensor:
 
 
 def new_header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """Return the beginning of a file of tensors of one dtype, and the place of each tensor's first byte in the file.
+    """Return the length and header of a file of tensors of one dtype, and the offset of each tensor in the file.
 
     Args:
-        shapes: of the tensors, in the order of their bytes.
-        dtype: by the format's name.
+        shapes: shapes of the tensors, in the order of their bytes.
+        dtype: the format's name for it.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses the file
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without this
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name], end = end, end + math.prod(shape) * FLOAT_BYTES[dtype]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begins[name], end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that every tensor begins at a multiple of its elements
+    text += b" " * (-len(text) % 8)  # aligns every tensor to its element size
     first = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: first + begin for name, begin in begins.items()}

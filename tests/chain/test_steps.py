@@ -149,7 +149,7 @@ def test_a_rotary_embedding_that_the_weights_were_not_made_for_is_a_warning(tmp_
     asked = config(init_from="other").with_overrides("architecture.rope_theta=1000000")
     (warning,) = [line for line in validate_environment(asked).warnings if "rope_theta" in line]
     assert warning.startswith("architecture.rope_theta is 1e+06, but ")
-    assert warning.endswith(" was made for 500000; leave it if that is meant")
+    assert warning.endswith(" was made for 500000; ignore this if it is intended")
 
 
 def test_the_weights_a_run_began_with_are_needed_until_it_has_saved(tmp_path):

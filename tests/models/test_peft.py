@@ -135,7 +135,10 @@ KEY_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
             "have lora_rank=2 instead of 4, target_modules=[q_proj,v_proj,up_proj] instead of [q_proj,v_proj]; "
             "set lora.lora_rank=2 lora.target_modules=[q_proj,v_proj,up_proj]",
         ),
-        (lambda at: describe(at, target_modules=["q_proj", "gate"]), "are beside gate, among others; only q_proj, "),
+        (
+            lambda at: describe(at, target_modules=["q_proj", "gate"]),
+            "target gate, which is not supported; only q_proj, ",
+        ),
         (lambda at: describe(at, target_modules=None), "has target_modules=None"),
         (lambda at: describe(at, target_modules=[]), "names no target_modules"),
         (lambda at: (at / ADAPTER_CONFIG).write_text("{"), "cannot be read (Invalid JSON"),
@@ -230,7 +233,7 @@ def test_the_base_of_a_folder_cannot_be_a_run_that_may_go_on(checkpoint, folder)
     describe(folder, base_model_name_or_path=str(run))
     assert f"is the run {run}; name one of its checkpoints" in refusal(folder)
     describe(folder, base_model_name_or_path=str(checkpoint))
-    assert "strategy=lora, and holds no full model; name one" in refusal(folder)
+    assert "strategy=lora and holds no full model; name one that does" in refusal(folder)
 
 
 def test_a_base_that_was_drawn_is_known_by_its_seed(checkpoint):

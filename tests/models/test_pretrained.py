@@ -162,7 +162,7 @@ def pickle_instead(folder, name):
         (lambda at: (at / "model.safetensors").write_text("x" * 99), "fewer than its header"),
         (
             lambda at: (at / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
-            "is a pointer of Git LFS, without the weights; run git lfs pull",
+            "is a Git LFS pointer without the weights; run git lfs pull",
         ),
         (lambda at: (at / "model.safetensors").write_bytes(b"\4" + b"\0" * 7 + b"{}}}"), "is not a safetensors file"),
         (lambda at: describe(at, replace(SPEC, num_heads=2)), "num_heads=2 instead of 4"),
@@ -194,7 +194,7 @@ def test_a_folder_of_another_architecture_is_refused(folder):
 )
 def test_a_function_that_the_weights_were_not_made_for_may_be_meant_and_is_said(folder, changes, note):
     describe(folder, replace(SPEC, **changes))
-    expected = [f"{sentence.format(folder)}; leave it if that is meant" for sentence in note]
+    expected = [f"{sentence.format(folder)}; ignore this if it is intended" for sentence in note]
     assert check_pretrained(SPEC, folder) == expected
 
 
