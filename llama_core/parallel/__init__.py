@@ -1,1 +1,1 @@
-"""What is applied to a built model so that it trains on many devices, or on less memory."""
+"""Changes to a built model that let it train on many devices, or in less memory."""

@@ -1,4 +1,4 @@
-"""A plan applied to a model, in the one order in which its parts go together."""
+"""Apply a plan to a model, in the one order in which its parts work together."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,21 +25,21 @@ from llama_core.planning.plan import ParallelPlan
 
 
 class ParallelModel:
-    """One rank's part of a model, which trains with the others; made on the meta device, without memory.
+    """One rank's part of a model, which trains with the others; built on the meta device, without memory.
 
-    The parts of the engine are applied in one order: the stages are cut and given adapters, tensor parallelism divides
-    what is left, then context parallelism, recomputation and compilation change how blocks run, and data parallelism
-    comes last, as it divides whatever parameters it finds.
+    The order is fixed. Pipeline parallelism cuts the stages, which get their adapters. Tensor parallelism divides
+    their matrices. Context parallelism, recomputation and compilation change how blocks run. Data parallelism comes
+    last, because it shards whatever parameters it finds.
 
     Args:
         spec: the architecture of the whole model.
-        plan: how it is divided. With more than one rank the default process group has to exist.
+        plan: how it is divided. More than one rank needs the default process group.
         device: where this rank computes.
         compute_dtype: dtype of activations and matrix products.
         weight_dtype: dtype of the parameters, their gradients and moments.
 
     Raises:
-        PlanError: if the plan has another number of ranks than were started.
+        PlanError: if the plan's number of ranks is not the number started.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ParallelModel:
             self._sharded = Sharded(self.model, mesh.weights, plan, compute_dtype=compute_dtype)
 
     def materialize(self) -> Self:
-        """Take the memory of the parameters, and return the model, whose weights are undefined yet."""
+        """Allocate the parameters and return the model; its weights are still undefined."""
         self.model.to_empty(device=self.device)
         self.data = self._data_parallel()
         self.pipeline = Pipeline(self.model, self.data, self.plan, self.mesh)
@@ -78,29 +78,29 @@ class ParallelModel:
     def _data_parallel(self) -> DataParallel:
         if self._sharded is not None:
             return self._sharded
-        # DDP's reducer cannot rehearse; its buckets are the gradients themselves, so the bytes are the same without it
+        # DDP's reducer needs real ranks; its buckets are the gradients themselves, so memory is the same without it
         if self.mesh is not None and self.plan.dp * self.plan.cp > 1 and dist.get_backend() != "fake":
             return Copies(self.model, self.mesh.weights.get_group("replicate"), self.plan)
         return Alone(self.model)
 
     def initialize_weights(self, seed: int) -> None:
-        """Draw the initial weights: for one seed the same ones whatever the plan."""
+        """Draw the initial weights; a seed gives the same ones under every plan."""
         initialize_weights(self.model, seed)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
         """Compute the gradients of one step and return its loss.
 
         Args:
-            microbatches: this rank's share of the step's sequences, whole; the same on all ranks that share them.
-            loss_scale: what the gradients shall be multiplied by.
-            on_phase: told as each forward and backward begins.
+            microbatches: this rank's share of the step's sequences, each whole; the same on all ranks that divide them.
+            loss_scale: factor on the gradients.
+            on_phase: called as each forward and backward begins.
 
         Returns:
             The mean cross-entropy over the target tokens of all ranks, a scalar.
         """
         pieces = [self._own_columns(batch) for batch in microbatches]
         num_targets = self._num_targets(pieces).clamp(min=1)
-        # data parallelism takes the mean over the ranks, and the loss is the mean over all targets
+        # data parallelism averages over the ranks, but the loss is the mean over all targets
         scale = loss_scale * self.plan.dp * self.plan.cp / num_targets
         losses = self.pipeline.forward_backward(pieces, scale, on_phase)
         self.gradients.complete()
@@ -108,10 +108,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the cross-entropy summed over the target tokens of all ranks, and how many they were.
+        """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens.
 
         Args:
-            microbatches: this rank's share, of as many microbatches as every other rank's.
+            microbatches: this rank's share; every rank has the same number of microbatches.
         """
         pieces = [self._own_columns(batch) for batch in microbatches]
         total, num_targets = self._sum_over_ranks(self.pipeline.evaluate(pieces)), self._num_targets(pieces)
@@ -128,7 +128,7 @@ class ParallelModel:
         total = torch.stack([piece.num_targets() for piece in pieces]).sum()
         if self.mesh is not None:
             dist.all_reduce(total)
-            total = total // (self.plan.tp * self.plan.pp)  # whose ranks count the same tokens
+            total = total // (self.plan.tp * self.plan.pp)  # tp and pp ranks count the same tokens
         return total
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
@@ -143,7 +143,7 @@ class ParallelModel:
 def _meta_model(
     spec: ModelSpec, plan: ParallelPlan, mesh: Mesh | None, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> Llama:
-    """Return this rank's part of the model, without memory."""
+    """Return this rank's part of the model on the meta device."""
     stages, pp_rank = plan.stage_layers(spec), mesh.rank("pp") if mesh else 0
     layers = {layer for stage in plan.build_schedule().stages_of(pp_rank) for layer in stages[stage]}
     with torch.device("meta"):

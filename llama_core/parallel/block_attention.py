@@ -1,7 +1,7 @@
-"""Attention of some queries to some of the keys, as part of a softmax over more: forward and backward of one block.
+"""Attention of some queries to some of the keys, one block of a larger softmax: forward and backward.
 
-torch's fused kernels return the log-sum-exp by which blocks are merged, and their backward takes the one over all
-blocks, but only under private names: all of these are here.
+torch's fused kernels return the log-sum-exp that merges blocks, and their backward takes the one over all blocks, but
+only under private names. All uses of these names are here.
 
 Source: Dao 2023, arXiv:2307.08691, section 3.1.
 """
@@ -21,9 +21,9 @@ from torch import Tensor
 aten = torch.ops.aten
 
 BIAS_ALIGNMENT = 16
-"""Elements that the rows of an additive mask are spaced by, or a multiple: CUDA's kernel loads aligned pieces."""
+"""The row stride of an additive mask is a multiple of this many elements: CUDA's kernel loads aligned pieces."""
 LSE_ALIGNMENT = 32
-"""Queries that CUDA's kernel for additive masks rounds the rows of its log-sum-exp up to."""
+"""CUDA's kernel for additive masks pads the rows of its log-sum-exp to a multiple of this many queries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,19 +31,19 @@ class BlockMask:
     """Which queries of a block see which keys."""
 
     queries: slice
-    """The queries that may see any of the keys; the others are left out of the computation."""
+    """The queries that may see any of the keys; the others are not computed."""
     keys: slice
     """The keys that any of those queries may see."""
     causal: bool
-    """Whether the i-th of those queries sees the first i + 1 of those keys only."""
+    """Whether the i-th of those queries sees only the first i + 1 of those keys."""
     bias_B1QJ: Tensor | None = None
-    """0 where a query sees a key and -inf elsewhere, in the queries' dtype; None where ``causal`` says it all."""
+    """0 where a query sees a key and -inf elsewhere, in the queries' dtype; None if ``causal`` says it all."""
     blind_B1Q: Tensor | None = None
-    """The queries that see none of the keys; None where there are none."""
+    """True for a query that sees none of the keys; None if there cannot be one."""
 
     @classmethod
     def of_visible(cls, queries: slice, keys: slice, visible_BQJ: Tensor, dtype: torch.dtype) -> "BlockMask":
-        """Return the mask under which query i sees key j where ``visible_BQJ`` is true; ``dtype`` is the queries'."""
+        """Return the mask in which query i sees key j if ``visible_BQJ`` is true; ``dtype`` is the queries'."""
         batch, num_queries, num_keys = visible_BQJ.shape
         spacing = -(-num_keys // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
         padded = torch.zeros((batch, 1, num_queries, spacing), dtype=dtype, device=visible_BQJ.device)
@@ -52,7 +52,7 @@ class BlockMask:
 
 
 class Kernel(NamedTuple):
-    """A fused attention and its gradient, on tensors that have been cut to the visible part of a block."""
+    """A fused attention and its gradient, on tensors cut to the visible part of a block."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     """From q, k, v and mask to the output and its log-sum-exp."""
@@ -69,7 +69,7 @@ def block_forward(q_BNSH: Tensor, kv_2BKSH: Tensor, *, mask: BlockMask) -> tuple
     out_BNQH, lse_BNQ = kernel_for(q_BNQH, mask).forward(q_BNQH, k_BKJH, v_BKJH, mask)
     if mask.blind_B1Q is None:
         return out_BNQH, lse_BNQ
-    # what the kernels return for such queries differs: the CPU's has log-sum-exp 0
+    # the kernels differ for such queries: the CPU's returns log-sum-exp 0
     return out_BNQH.masked_fill(mask.blind_B1Q[..., None], 0), lse_BNQ.masked_fill(mask.blind_B1Q, -math.inf)
 
 
@@ -78,7 +78,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the visible queries, [B, N, Q, H], and keys and values, [2, B, K, J, H].
 
-    ``out_BNSH`` and ``lse_BNS`` are those over all blocks; the gradients have the dtype of ``lse_BNS``.
+    ``out_BNSH`` and ``lse_BNS`` cover all blocks; the gradients have the dtype of ``lse_BNS``.
     """
     grad_out_BNQH, q_BNQH, out_BNQH, lse_BNQ = (
         x[:, :, mask.queries] for x in (grad_out_BNSH, q_BNSH, out_BNSH, lse_BNS)
@@ -91,7 +91,7 @@ def block_backward(
 
 
 def kernel_for(q_BNQH: Tensor, mask: BlockMask) -> Kernel:
-    """Return the kernel that serves such queries under such a mask."""
+    """Return the kernel for these queries under this mask."""
     if not q_BNQH.is_cuda:
         return CPU
     return CUDA_FLASH if q_BNQH.dtype.itemsize == 2 and mask.bias_B1QJ is None else CUDA_BIASED
@@ -121,7 +121,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Te
 
 def _flash_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
     grad_out, q, k, v, out, lse, mask = tensors_and_mask
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout state, without dropout
     grads: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
         *(grad_out, q, k, v, out, lse.contiguous()),
         *(None, None, q.shape[2], k.shape[2], 0.0, mask.causal, unused, unused),
@@ -143,9 +143,9 @@ def _biased_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[T
 
 def _biased_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
     grad_out, q, k, v, out, lse, mask = tensors_and_mask
-    dense_out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes its rows to be without gaps
+    dense_out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes dense rows
     padded_lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=math.inf).contiguous()
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that there is not
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout state, without dropout
     grad_q, *grads_kv, _ = aten._scaled_dot_product_efficient_attention_backward(
         *(grad_out, q, _per_query_head(k, q), _per_query_head(v, q), _per_head(mask.bias_B1QJ, q)),
         *(dense_out, padded_lse, unused, unused, 0.0, [True, True, True, False], mask.causal),
@@ -162,4 +162,4 @@ def _per_head(bias_B1QJ: Tensor | None, q_BNQH: Tensor) -> Tensor | None:
 
 
 CUDA_BIASED = Kernel(_biased_forward, _biased_backward)
-"""The slower one, for what ``CUDA_FLASH`` cannot do: additive masks and fp32."""
+"""The slower kernel, for additive masks and fp32, which ``CUDA_FLASH`` does not support."""

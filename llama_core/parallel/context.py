@@ -1,16 +1,16 @@
-"""Context parallelism: a rank holds a part of each sequence, and its attention reaches the other parts by a ring.
+"""Context parallelism: a rank holds a part of each sequence, and its attention reaches the other parts over a ring.
 
-The sequence is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, in this order. The causal mask
-then gives every rank the same work at every step of the ring, and nothing invisible is computed. In squares of
-chunk by chunk, with a triangle as half a square: of its own block a rank computes two triangles and a square, of a
-lower rank's block its two chunks of queries by the first chunk of keys, and of a higher rank's block its second chunk
-of queries by two chunks of keys: two squares each time.
+The sequence is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, in this order. Under the causal
+mask, every rank then has the same work at every step of the ring and computes nothing invisible. Count the work in
+squares of chunk by chunk, where a triangle is half a square; every step takes two squares. For its own block a rank
+computes two triangles and a square. For a lower rank's block it computes its two chunks of queries by the first chunk
+of keys. For a higher rank's block it computes its second chunk of queries by both chunks of keys.
 
 Sources: Liu et al. 2023, arXiv:2310.01889 (the ring); Llama team 2024, arXiv:2407.21783, section 3.3.2 (the chunks).
 """
 
-# Shape suffixes: B batch, S tokens that this rank holds (Q its queries that see some of a block, J the keys of that
-# block which they see)
+# Shape suffixes: B batch, S tokens that this rank holds (Q its queries that see part of a block, J the keys of that
+# block that they see)
 
 from functools import partial
 
@@ -27,14 +27,14 @@ from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts
 
 
 def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
-    """Make ``model``, or the part of one, work on the part of each sequence that ``shard_sequence`` gives this rank.
+    """Make ``model``, or a part of one, work on the part of each sequence that ``shard_sequence`` gives this rank.
 
-    The heads may be divided over other ranks, as long as those of one ``group`` hold the same ones. Losses and
-    gradients are then this rank's share of the sum.
+    The heads may be divided over other ranks, if all ranks of ``group`` hold the same heads. Losses and gradients are
+    then this rank's share of the sum.
 
     Args:
         model: the model, changed in place.
-        group: the ranks that a sequence is divided over.
+        group: the ranks that divide a sequence.
     """
     model.sequence_index = partial(_held_places, group=group)
     model.attention_mask = partial(ring_masks, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))
@@ -45,27 +45,27 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
 
 
 def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """Return the part of ``x`` that a rank holds, [..., S]; its last dim is the sequence, [..., cp_size * S].
+    """Return a rank's part, [..., S], of ``x``, whose last dim is the sequence, [..., cp_size * S].
 
     Raises:
-        PlanError: if the sequence is not 2 * ``cp_size`` equal chunks.
+        PlanError: if the sequence cannot be cut into 2 * ``cp_size`` equal chunks.
     """
     seq_len, num_chunks = x.shape[-1], 2 * cp_size
     if seq_len % num_chunks:
         below = seq_len - seq_len % num_chunks
         legal = " or ".join(str(length) for length in (below, below + num_chunks) if length)
         raise PlanError(
-            f"a sequence of {seq_len} tokens is not 2 * cp = {num_chunks} equal chunks (cp={cp_size}); use {legal}"
+            f"{seq_len} tokens cannot be cut into 2 * cp = {num_chunks} equal chunks (cp={cp_size}); use {legal}"
         )
     chunks = x.chunk(num_chunks, dim=-1)
     return torch.cat((chunks[cp_rank], chunks[-1 - cp_rank]), dim=-1)
 
 
 def sequence_index(seq_len: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """Return the places in the whole sequence of the tokens that a rank holds: int64, [S], ascending.
+    """Return the places of a rank's tokens in the whole sequence: int64, [S], ascending.
 
     Raises:
-        PlanError: if the sequence is not 2 * ``cp_size`` equal chunks.
+        PlanError: if the sequence cannot be cut into 2 * ``cp_size`` equal chunks.
     """
     return shard_sequence(torch.arange(seq_len, device=device), cp_rank, cp_size)
 
@@ -78,12 +78,12 @@ def _held_places(num_tokens: int, device: torch.device, *, group: ProcessGroup) 
 def ring_masks(
     positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, *, cp_rank: int, cp_size: int
 ) -> RingMasks:
-    """Return what ``ring_attention`` needs to know of a microbatch, once for all layers.
+    """Return the masks that ``ring_attention`` needs for a microbatch, the same for all layers.
 
-    With documents the masks hold ``S * S * (cp + 1) / 2`` elements per row of the microbatch.
+    With documents, the masks hold ``S * S * (cp + 1) / 2`` elements per row of the microbatch.
 
     Args:
-        positions_BS: each token's position in its document where rows hold several documents; None where they do not.
+        positions_BS: each token's position in its document if rows hold several documents, else None.
         index_S: the places of this rank's tokens in the whole sequence.
         dtype: the dtype of the queries.
         cp_rank: this rank's place in the ring.

@@ -1,20 +1,20 @@
 """The second ZeRO backend, DeepSpeed: it shards like ``zero.Sharded``, and can keep its shards in host memory.
 
-Weights, gradients and moments are DeepSpeed's to keep, so that it replaces the whole of ``apply.ParallelModel`` and
-not only its data parallelism. Only this file knows DeepSpeed.
+DeepSpeed owns the weights, gradients and moments, so it replaces all of ``apply.ParallelModel``, not only its data
+parallelism. Only this file knows DeepSpeed.
 
-Bytes per parameter that a rank of N holds between steps, w being 2 in bf16 and 4 in fp32:
+Bytes per parameter that a rank of N holds between steps, where w is 2 in bf16 and 4 in fp32:
 
 ====== ================================================== ==============================================
-stage  held                                               and from the first to the last backward
+stage  held                                               also, from the first to the last backward
 ====== ================================================== ==============================================
 1      w + 12/N; in bf16 also 4, for the gradients        gradients whole, then 4/N
 2      w + 12/N                                           gradients reduced to 4/N after every backward
 3      (w + 12)/N and 4/N for the gradients               weights gathered for every block
 ====== ================================================== ==============================================
 
-The 12 are fp32 weights and moments. They are held besides the weights that compute, in fp32 too. At stage 3 the
-buffer in which gradients are sent is held as well.
+The 12 bytes are fp32 weights and moments, held in addition to the compute weights, even in fp32. Stage 3 also holds
+the buffer in which gradients are sent.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054; Ren et al. 2021, arXiv:2101.06840, for the host memory.
 """
@@ -50,9 +50,9 @@ from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.files import read_json, write_json
 
 MAX_BUCKET_ELEMENTS = 50_000_000
-"""Gradients or weights that are sent at once at most, in a buffer of that size."""
+"""Most gradients or weights that are sent at once, in a buffer of that size."""
 CHECKPOINT_TAG = "deepspeed"
-"""The folder inside a checkpoint that holds what DeepSpeed writes."""
+"""The folder of DeepSpeed's files inside a checkpoint."""
 
 
 def deepspeed_config(
@@ -60,14 +60,14 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a plan.
 
-    ``gradient_compression=bf16`` sends gradients in bf16; otherwise they travel in fp32. DeepSpeed's own quantisation
-    to 4 bits (ZeRO++) is not offered: it runs on CUDA at stage 3 alone.
+    ``gradient_compression=bf16`` sends gradients in bf16; otherwise they travel in fp32. DeepSpeed's own 4-bit
+    quantisation (ZeRO++) is not offered: it runs only on CUDA at stage 3.
 
     Args:
         plan: a plan with ``zero_backend=deepspeed``.
         spec: the model.
         device_type: ``cuda`` or ``cpu``.
-        compute_dtype: fp32 or bf16; the weights that are updated are fp32 in either case.
+        compute_dtype: fp32 or bf16; the updated weights are fp32 in either case.
     """
     host_memory = {"device": "cpu", "pin_memory": device_type == "cuda"}
     bucket = min(MAX_BUCKET_ELEMENTS, spec.num_parameters)
@@ -75,13 +75,13 @@ def deepspeed_config(
         "stage": plan.zero_stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        # norms stay whole, as gathering one takes as long as gathering a matrix
+        # norms stay whole, because gathering one takes as long as gathering a matrix
         "stage3_param_persistence_threshold": spec.hidden_size,
-        # while a block computes, the next one's weights are gathered; without the limit those of all others would be
+        # gather the next block's weights while a block computes; without a limit, all other blocks' would be gathered
         "stage3_max_live_parameters": 2 * (spec.layer_parameters + spec.embedding_parameters),
         "stage3_prefetch_bucket_size": min(MAX_BUCKET_ELEMENTS, spec.layer_parameters),
         "stage3_max_reuse_distance": 0,
-        # it would replace torch.nn.functional.linear for the whole process
+        # if true, it replaces torch.nn.functional.linear for the whole process
         "memory_efficient_linear": False,
     }
     if plan.offload != "none":
@@ -95,7 +95,7 @@ def deepspeed_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "bf16" if plan.gradient_compression == "bf16" else "fp32",
         "zero_optimization": zero,
-        # the same AdamW as without DeepSpeed, whose own would have to be compiled where it runs
+        # the same AdamW as without DeepSpeed; DeepSpeed's own must be compiled where it runs
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
@@ -106,14 +106,14 @@ class DeepSpeedModel:
 
     Args:
         spec: the architecture of the model.
-        plan: how it is divided; the default process group has to exist.
+        plan: how it is divided; needs the default process group.
         device: where this rank computes.
         compute_dtype: dtype of activations, matrix products and the weights in them; the updated weights are fp32.
-        build_optimizer: makes the optimizer of a module's parameters; at stage 3 these are without elements by then.
+        build_optimizer: makes the optimizer of a module's parameters; at stage 3 these have no elements by then.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
-        PlanError: if the plan has another number of ranks than were started.
+        PlanError: if the plan's number of ranks is not the number started.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class DeepSpeedModel:
             use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)
         if plan.zero_stage == 3:
-            # A block is gathered whole, before it is computed again: selective recomputation counts every operator in
-            # its midst. DeepSpeed lets its weights go with the gradient of its input, which under adapters the first
-            # one has only if asked to.
+            # Gather a block whole before recomputing it, because selective recomputation counts every operator inside
+            # it. DeepSpeed releases a block's weights with the gradient of its input; under adapters, the first
+            # block's input has one only if we ask for it.
             self._deepspeed.utils.set_z3_leaf_modules(self.model, [Block])
             embedding = self.model.get_submodule("tok_embeddings")
             embedding.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
@@ -146,7 +146,7 @@ class DeepSpeedModel:
             )
 
     def _build(self, spec: ModelSpec, config: dict[str, Any], compute_dtype: torch.dtype) -> Llama:
-        """Return the model with undefined weights: at stage 3 this rank's shards alone are ever held."""
+        """Return the model with undefined weights; at stage 3 this rank never holds more than its shards."""
         if self.plan.zero_stage < 3:
             with torch.device("meta"):
                 model = with_adapters(Llama(spec, compute_dtype=compute_dtype))
@@ -155,11 +155,11 @@ class DeepSpeedModel:
             return with_adapters(Llama(spec, compute_dtype=compute_dtype))
 
     def initialize_weights(self, seed: int) -> None:
-        """Draw the initial weights: for one seed the same ones whatever the plan."""
+        """Draw the initial weights; a seed gives the same ones under every plan."""
         self.set_weights(partial(initialize_weights, seed=seed))
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
-        """Have ``fill`` set the weights, layer by layer: every rank holds one layer whole at a time."""
+        """Set the weights with ``fill``, layer by layer: every rank holds one whole layer at a time."""
         for part in self._parts():
             fill(part)
             filled = {self.model.get_parameter(name): value.detach() for name, value in part.named_parameters()}
@@ -181,8 +181,8 @@ class DeepSpeedModel:
 
         Args:
             microbatches: this rank's share of the step's sequences.
-            loss_scale: 1: bf16 and fp32 need no other, and no plan has DeepSpeed train in fp16.
-            on_phase: told as each forward and backward begins.
+            loss_scale: 1; bf16 and fp32 need no other, and no plan trains in fp16 with DeepSpeed.
+            on_phase: called as each forward and backward begins.
 
         Returns:
             The mean cross-entropy over the target tokens of all ranks, a scalar.
@@ -191,9 +191,9 @@ class DeepSpeedModel:
             ValueError: if ``loss_scale`` is not 1.
         """
         if loss_scale != 1:
-            raise ValueError(f"loss_scale={loss_scale} with DeepSpeed, which would scale the loss again")
+            raise ValueError(f"loss_scale={loss_scale}: DeepSpeed would scale the loss again; use 1")
         num_targets = self._num_targets(microbatches).clamp(min=1)
-        # DeepSpeed takes the mean over the ranks, and the loss is the mean over all targets
+        # DeepSpeed averages over the ranks, but the loss is the mean over all targets
         scale = self.plan.dp / num_targets
         total = torch.zeros((), device=self.device)
         for batch in microbatches:
@@ -202,7 +202,7 @@ class DeepSpeedModel:
             loss = self._loss_sum(batch)
             total += loss.detach()
             on_phase("backward")
-            # zero, or NaN with a loss that is not finite: DeepSpeed leaves the update out if the gradient is not
+            # zero, or NaN if the loss is not finite: DeepSpeed then skips the update, as the gradient is not finite
             flaw = total - total
             self.engine.backward(loss * (scale + flaw), scale_wrt_gas=False)
         return self._sum_over_ranks(total) / num_targets
@@ -210,14 +210,14 @@ class DeepSpeedModel:
     def update(
         self, loss: Tensor, *, learning_rate: float, max_grad_norm: float, loss_scale: float, on_phase: OnPhase
     ) -> Update:
-        """Clip the gradients by their global norm and update the weights with them, unless they are not finite.
+        """Clip the gradients by their global norm and update the weights, unless the gradients are not finite.
 
         Args:
-            loss: what ``forward_backward`` returned; where it is not finite, neither are the gradients.
-            learning_rate: rate of this step.
+            loss: the result of ``forward_backward``; if it is not finite, neither are the gradients.
+            learning_rate: learning rate of this step.
             max_grad_norm: global norm above which gradients are scaled down.
             loss_scale: 1, as for ``forward_backward``.
-            on_phase: told that the optimizer begins.
+            on_phase: called as the optimizer begins.
         """
         on_phase("optimizer")
         optimizer = self.engine.optimizer
@@ -230,19 +230,19 @@ class DeepSpeedModel:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the cross-entropy summed over the target tokens of all ranks, and how many they were.
+        """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens.
 
         Args:
-            microbatches: this rank's share, of as many microbatches as every other rank's.
+            microbatches: this rank's share; every rank has the same number of microbatches.
         """
         total = torch.zeros((), device=self.device)
         for batch in microbatches:
             total += self._loss_sum(batch)
-        self.engine.empty_partition_cache()  # weights that it has gathered for a backward
+        self.engine.empty_partition_cache()  # drop weights gathered for a backward
         return float(self._sum_over_ranks(total)), int(self._num_targets(microbatches))
 
     def save(self, folder: Path) -> "Future[None]":
-        """Write the weights and moments of all ranks to ``folder``, and return when they are written."""
+        """Write the weights and moments of all ranks to ``folder``; they are written when this returns."""
         self.engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
         if is_first_rank():
             write_json(folder / LAYOUT, self._layout())
@@ -251,16 +251,16 @@ class DeepSpeedModel:
         return written
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote to ``folder``, wherever the folder is now; all ranks at once.
+        """Restore what ``save`` wrote to ``folder``, even if the folder has moved; all ranks call it together.
 
         Raises:
-            PlanError: if it was not written by as many ranks at the same stage and in the same precision.
+            PlanError: if the number of ranks, the ZeRO stage or the compute dtype differs from the writer's.
         """
         layout, own = read_json(folder / LAYOUT) if (folder / LAYOUT).exists() else None, self._layout()
         if layout != own:
             raise PlanError(
-                f"{folder} was written by {_in_words(layout)}; DeepSpeed reads it under no other plan, "
-                f"and this one is of {_in_words(own)}"
+                f"{folder} was written by {_in_words(layout)}; DeepSpeed can resume it only under the same plan, "
+                f"but this one is of {_in_words(own)}"
             )
         self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
 
@@ -281,21 +281,21 @@ class DeepSpeedModel:
 
 
 def saved_weights(folder: Path) -> Callable[[str], Tensor]:
-    """Return a function that reads one trained weight of a checkpoint by its name: whole, in fp32, without the ranks.
+    """Return a function that reads one trained weight of a checkpoint by name: whole, in fp32, without the ranks.
 
-    The files are mapped, and pickled: opening a checkpoint runs what its writer put there.
+    The files are memory-mapped and pickled: opening a checkpoint runs any code that its writer put there.
 
     Args:
-        folder: what ``DeepSpeedModel.save`` wrote to.
+        folder: the folder that ``DeepSpeedModel.save`` wrote to.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
-        CheckpointError: if the checkpoint cannot be read; from the function, if it does not hold the weight.
+        CheckpointError: if the checkpoint cannot be read. The function raises it for a weight that is not there.
     """
     _import_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it tells each step
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints every step
         try:
             weights = get_fp32_state_dict_from_zero_checkpoint(
                 str(folder), CHECKPOINT_TAG, exclude_frozen_parameters=True, lazy_mode=True
@@ -313,8 +313,8 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
 
 
 def _import_deepspeed(device_type: str) -> Any:
-    """Return the package ``deepspeed``, made to compute on one kind of device and to compile nothing."""
-    os.environ.setdefault("DS_ACCELERATOR", device_type)  # it would take a GPU that is present
+    """Return the package ``deepspeed``, set to compute on one kind of device and to compile nothing."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type)  # by default it takes a GPU if there is one
     os.environ.setdefault("LOCAL_RANK", "0")
     try:
         import deepspeed
@@ -322,9 +322,9 @@ def _import_deepspeed(device_type: str) -> Any:
         raise EnvironmentMismatchError(
             f"zero_backend=deepspeed needs the package {error.name}: pip install 'llama-training-infra[deepspeed]'"
         ) from error
-    # it has yet to follow torch 2.13
+    # DeepSpeed has not caught up with torch 2.13
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # an all-reduce in shared memory, which it would compile at the start, and which inference alone uses
+    # a shared-memory all-reduce, only for inference, that it would compile at startup
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

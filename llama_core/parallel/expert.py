@@ -1,7 +1,7 @@
 """Expert parallelism: tokens travel to the ranks that hold their experts, and back.
 
 Rank r of a group of n holds the experts r * E / n to (r + 1) * E / n - 1. Each trip is one all-to-all of uneven parts;
-the gradients take the same trips in the opposite direction.
+the gradients make the same trips in reverse.
 
 Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.1.
 """
@@ -21,35 +21,35 @@ from llama_core.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Tokens at their experts, and what it takes to send the results back."""
+    """Tokens at their experts, with all that is needed to send the results back."""
 
     tokens_RD: Tensor
-    """The tokens that reached this rank, those of its first expert first."""
+    """The tokens that reached this rank, in order of its experts."""
     tokens_per_expert: Tensor
-    """How many of them each expert of this rank has, int64."""
+    """Number of these tokens for each expert of this rank, int64."""
     group: dist.ProcessGroup
     num_sent: list[int]
     """Tokens that this rank sent to each rank."""
     num_received: list[int]
     """Tokens that this rank received from each rank."""
     order_R: Tensor
-    """Where in the order of arrival each of ``tokens_RD`` stood."""
+    """Place of each of ``tokens_RD`` in the order of arrival."""
 
     def combine(self, results_RD: Tensor) -> Tensor:
-        """Return the results of this rank's own tokens, [T, D], in the order in which ``dispatch`` was given them."""
+        """Return the results of this rank's own tokens, [T, D], in the order in which ``dispatch`` got them."""
         arrived_RD = torch.empty_like(results_RD).index_copy(0, self.order_R, results_RD)
         return _exchange(arrived_RD, self.num_sent, self.num_received, self.group)
 
 
 def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
-    """Send every token to the rank that holds its expert. All ranks of ``group`` have to call it.
+    """Send every token to the rank that holds its expert. All ranks of ``group`` must call it.
 
-    The numbers of tokens are read back once, as the sizes of the buffers depend on them.
+    It reads the token counts back once, because the buffers' sizes depend on them.
 
     Args:
         tokens_TD: this rank's tokens, those of expert 0 first, then those of expert 1 and so on.
-        tokens_per_expert: how many of them each of all experts has, int64, [E].
-        group: the ranks that the experts are divided over.
+        tokens_per_expert: number of these tokens for each of all experts, int64, [E].
+        group: the ranks that divide the experts.
 
     Raises:
         PlanError: if the experts cannot be divided evenly over the ranks.
@@ -65,7 +65,7 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     dist.all_to_all_single(received, sent.contiguous(), group=group)
     num_sent, num_received = sent.sum(1).tolist(), received.sum(1).tolist()
     arrived_RD = _exchange(tokens_TD, num_received, num_sent, group)
-    # they arrive by rank and within a rank by expert; the stable sort keeps the order among those of one expert
+    # tokens arrive by rank, and within a rank by expert; the stable sort keeps the order within an expert
     expert_R = torch.arange(received.shape[1], device=received.device).repeat(num_ranks)
     order_R = expert_R.repeat_interleave(received.flatten()).argsort(stable=True)
     return Dispatch(arrived_RD[order_R], received.sum(0), group, num_sent, num_received, order_R)

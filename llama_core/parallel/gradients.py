@@ -1,4 +1,4 @@
-"""Gradients over all ranks: those that several pipeline ranks hold, and the norm of all."""
+"""Gradients across ranks: sum those that several ranks share, and compute the global norm."""
 
 import math
 from collections import defaultdict
@@ -16,12 +16,12 @@ from llama_core.planning.plan import ParallelPlan
 
 
 class Update(NamedTuple):
-    """What came of the attempt to update the weights."""
+    """The outcome of an attempt to update the weights."""
 
     grad_norm: Tensor
-    """Global gradient norm before clipping, fp32 scalar; not finite where it led to no update."""
+    """Global gradient norm before clipping, fp32 scalar; there is no update if it is not finite."""
     updated: bool
-    """Whether the weights were updated: not when the loss or the norm was not finite."""
+    """Whether the weights were updated; they are not if the loss or the norm is not finite."""
 
 
 class Gradients:
@@ -30,7 +30,7 @@ class Gradients:
     Args:
         model: this rank's part, with its final parameters.
         plan: the plan.
-        mesh: the ranks; None where there is only this one. All ranks make this object at the same time.
+        mesh: the ranks; None if there is only this one. All ranks must build this object at the same time.
     """
 
     def __init__(self, model: Llama, plan: ParallelPlan, mesh: Mesh | None) -> None:
@@ -53,10 +53,10 @@ class Gradients:
             self._by_copies[copies].append(parameter)
 
     def complete(self) -> None:
-        """Add up what several ranks have of one gradient, so that each of them holds the sum.
+        """Sum the gradients that several ranks share, so that each of them holds the sum.
 
-        Those are the gradients of norms that each tensor-parallel rank has computed over a part of the sequence, of an
-        embedding tied to the head of another pipeline rank and, with Chimera, of every stage.
+        Ranks share the gradients of norms, which each tensor-parallel rank computes over a part of the sequence, of an
+        embedding tied to the head on another pipeline rank and, with Chimera, of every stage.
         """
         for parameters in self._by_copies.values():
             for parameter in parameters:
@@ -84,7 +84,7 @@ class Gradients:
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar."""
         gradients = [_local(p.grad) for ps in self._by_copies.values() for p in ps if p.grad is not None]
-        if factor.is_cuda:  # in one kernel; on the CPU that would read the factor back, which a fake one does not allow
+        if factor.is_cuda:  # one kernel; on the CPU it would read the factor's value, which a fake tensor lacks
             torch._foreach_mul_(gradients, factor)
             return
         for gradient in gradients:
@@ -92,7 +92,7 @@ class Gradients:
 
 
 def pipeline_holders(plan: ParallelPlan, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the pipeline ranks that hold each module with parameters of its own: ``layers.0``, ``norm`` and so on."""
+    """Return the pipeline ranks that hold each module with its own parameters: ``layers.0``, ``norm`` and so on."""
     schedule, stages = plan.build_schedule(), plan.stage_layers(spec)
     holders: dict[str, set[int]] = defaultdict(set)
     for rank in range(plan.pp):
@@ -110,7 +110,7 @@ def _module_of(parameter_name: str) -> str:
 
 
 def _num_shards(parameter: nn.Parameter) -> int:
-    """Return how many ranks together hold ``parameter`` once."""
+    """Return the number of ranks that together hold one copy of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -15,14 +15,14 @@ class Mesh:
 
     plan: ParallelPlan
     weights: DeviceMesh
-    """Axes pp, replicate, shard and tp. Context-parallel ranks hold the same weights: they are part of the ranks that
-    shard them or, without sharding, of those that hold copies."""
+    """Axes pp, replicate, shard and tp. Context-parallel ranks hold the same weights, so they belong to the shard axis
+    or, without sharding, to the replicate axis."""
     cp_group: dist.ProcessGroup | None
-    """The ranks that hold the other parts of this rank's sequences; None where sequences are whole."""
+    """The ranks that hold the parts of this rank's sequences; None if sequences are whole."""
 
     @classmethod
     def build(cls, plan: ParallelPlan, device_type: str) -> Self:
-        """Arrange the ranks of the default process group, as many as the plan has; all of them have to call it."""
+        """Arrange the ranks of the default process group, which has as many as the plan. All ranks must call it."""
         replicate, shard = plan.dp_replicate, plan.dp_shard * plan.cp
         if not plan.zero_stage:
             replicate, shard = plan.dp * plan.cp, 1
@@ -41,15 +41,15 @@ class Mesh:
         return self.plan.coordinate(dist.get_rank(), axis)
 
     def pipeline_peer(self, pp_rank: int) -> int:
-        """Return the global rank that differs from this one in its pipeline rank only."""
+        """Return the global rank that differs from this one only in its pipeline rank, ``pp_rank``."""
         ranks_per_stage = self.plan.world_size // self.plan.pp
         peer: int = pp_rank * ranks_per_stage + dist.get_rank() % ranks_per_stage
         return peer
 
     def groups_across_pipeline(self, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Make the groups of ranks that differ in their pipeline rank only, for some pipeline ranks.
+        """Make the groups of ranks that differ only in their pipeline rank, for the pipeline ranks ``pp_ranks``.
 
-        Every rank of the job has to call it; it returns the one this rank belongs to, if any.
+        Every rank of the job must call it; it returns the group of this rank, if any.
         """
         ranks_per_stage = self.plan.world_size // self.plan.pp
         mine = None

@@ -1,7 +1,7 @@
-"""Runs the action lists of a schedule: forwards and backwards of this rank's stages, and what goes between ranks.
+"""Run the action lists of a schedule: forwards and backwards of this rank's stages, and transfers between ranks.
 
-One rank is a pipeline of one stage, whose list is a forward and a backward per microbatch: there is one executor for
-everything that trains or evaluates.
+A single rank is a pipeline of one stage, with a forward and a backward per microbatch: one executor does all training
+and evaluation.
 """
 
 # Shape suffixes: B batch, S sequence, D model dim
@@ -34,9 +34,9 @@ class Pipeline:
 
     Args:
         model: this rank's part of the model.
-        data: how it is called.
+        data: calls the model.
         plan: the plan.
-        mesh: the ranks; None where there is only this one.
+        mesh: the ranks; None if there is only this one.
     """
 
     def __init__(self, model: Llama, data: DataParallel, plan: ParallelPlan, mesh: Mesh | None) -> None:
@@ -53,21 +53,23 @@ class Pipeline:
 
         Args:
             microbatches: the step's microbatches, as many as the schedule has, the same on every rank of a pipeline.
-            scale: what the summed loss is multiplied by before it is differentiated, a scalar.
-            on_phase: told as each forward and backward begins.
+            scale: factor on the summed loss before it is differentiated, a scalar.
+            on_phase: called as each forward and backward begins.
 
         Returns:
             The summed loss of every microbatch whose last stage is here.
 
         Raises:
-            DataError: if a pipeline of several ranks gets another number of microbatches than it is scheduled for.
+            DataError: if a pipeline of several ranks does not get its scheduled number of microbatches.
         """
         scheduled = self.schedule.num_microbatches
         if len(microbatches) == scheduled:
             return _Execution(self, microbatches, scale, on_phase).run(self.actions)
         if self.num_ranks > 1:
-            raise DataError(f"a batch of {len(microbatches)} microbatches for a pipeline scheduled for {scheduled}")
-        # a loader's last batch is shorter than the others
+            raise DataError(
+                f"a batch has {len(microbatches)} microbatches, but the pipeline is scheduled for {scheduled}"
+            )
+        # a loader's last batch may be shorter
         actions = [Action(0, kind, number) for number in range(len(microbatches)) for kind in _THERE_AND_BACK]
         return _Execution(self, microbatches, scale, on_phase).run(actions)
 
@@ -80,7 +82,7 @@ class Pipeline:
         return losses
 
     def _forwards(self, num_microbatches: int) -> Iterator[Action]:
-        """Yield this rank's part in the forwards of any number of microbatches, as many at a time as keep all busy."""
+        """Yield this rank's actions for the forwards of any number of microbatches, in waves that keep all busy."""
         waves = (range(num_microbatches)[at : at + self.num_ranks] for at in range(0, num_microbatches, self.num_ranks))
         for stage, microbatch in chain.from_iterable(product(range(len(self.layers)), wave) for wave in waves):
             here, before, after = (self.rank_of(s, microbatch) for s in (stage, max(0, stage - 1), stage + 1))
@@ -92,20 +94,20 @@ class Pipeline:
                     yield Action(stage, Kind.SEND_F, microbatch)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Return the pipeline rank that runs ``stage`` for ``microbatch``, the last stage's for one after it."""
+        """Return the pipeline rank that runs ``stage`` for ``microbatch``; past the last stage, the last stage's."""
         known = microbatch % self.schedule.num_microbatches
         return self.schedule.rank_of(min(stage, len(self.layers) - 1), known)
 
 
 class _Execution:
-    """What is under way while one list of actions is run; keys are (stage, microbatch)."""
+    """The state while one list of actions runs; keys are (stage, microbatch)."""
 
     def __init__(self, pipeline: Pipeline, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> None:
         self.pipeline, self.microbatches = pipeline, microbatches
         self.scale, self.on_phase = scale, on_phase
         self.last_stage = len(pipeline.layers) - 1
-        # without a device of its own, NCCL runs the transfers of two ranks in the order of their calls: an order that
-        # blocking sends go through, which every schedule's does
+        # NCCL without a bound device runs the transfers between two ranks in the order of their calls; that is safe
+        # because every schedule's order also works with blocking sends
         self.group = pipeline.mesh.weights.get_group("pp") if pipeline.mesh else None
         self.losses: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}
@@ -153,7 +155,7 @@ class _Execution:
             self.roots[key] = out
             return
         self.outputs[key] = out.detach()
-        if out.requires_grad:  # the graph alone is kept: the values are dropped as soon as they are sent
+        if out.requires_grad:  # keep only the graph: the values are dropped as soon as they are sent
             self.roots[key] = get_gradient_edge(out)
 
     def _backward(self, action: Action) -> None:
@@ -171,12 +173,12 @@ class _Execution:
         if stage > 0:
             gradient_of_input = self.inputs.pop(key).grad
             if gradient_of_input is None:
-                raise RuntimeError(f"stage {stage} gave no gradient of its input")
+                raise RuntimeError(f"stage {stage} returned no gradient of its input")
             self.input_gradients[key] = gradient_of_input
 
     def _weight_gradient(self, action: Action) -> None:
         if self.pipeline.deferred is None:
-            raise RuntimeError(f"nothing puts off what {action} computes")
+            raise RuntimeError(f"{action} has no deferred gradients to compute")
         self.on_phase("backward")
         self.pipeline.deferred.compute((action.stage, action.microbatch))
 
@@ -189,7 +191,7 @@ class _Execution:
     def _arrived(
         self, kind: Kind, key: tuple[int, int], local: dict[tuple[int, int], Tensor], source: tuple[int, int]
     ) -> Tensor:
-        """Return what was received under ``key``, or else what another stage of this rank left under ``source``."""
+        """Return the tensor received under ``key``, or the one that another stage of this rank left at ``source``."""
         if source in local:
             return local.pop(source)
         work, tensor = self.arriving.pop((kind, *key))
@@ -204,7 +206,7 @@ class _Execution:
         self.leaving.append((work, tensor))
 
     def _forget_sent(self) -> None:
-        """Drop what has left. Gloo tells it only to those who wait, so the first of many is waited for."""
+        """Drop tensors that have left. Gloo reports that only on a wait, so wait for the oldest if there are many."""
         self.leaving = [sent for sent in self.leaving if not sent[0].is_completed()]
         while len(self.leaving) > self.pipeline.num_ranks:
             self.leaving.pop(0)[0].wait()
@@ -225,5 +227,5 @@ class _Execution:
 
     def _peer(self, stage: int, microbatch: int) -> int:
         if self.pipeline.mesh is None:
-            raise RuntimeError("a pipeline of one rank has nobody to talk to")
+            raise RuntimeError("a pipeline of one rank has no peer")
         return self.pipeline.mesh.pipeline_peer(self.pipeline.rank_of(stage, microbatch))

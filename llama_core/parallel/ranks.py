@@ -17,27 +17,27 @@ from llama_core.planning.plan import ParallelPlan
 T = TypeVar("T")
 
 _groups = count()
-"""Numbers the groups that a process joins one after the other: the same on all ranks, which join together."""
+"""Numbers the groups that a process joins; the numbers agree on all ranks, because ranks join together."""
 
 PATIENCE = timedelta(days=1)
-"""How long ranks wait for what may well take hours: a data set to be tokenised, a checkpoint to be written."""
+"""How long ranks wait for work that may take hours, such as tokenising a data set or writing a checkpoint."""
 
 
 @contextmanager
 def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) -> Iterator[None]:
-    """Make the default process group from the environment that a launcher or torchrun gives, for the block's time.
+    """Join the default process group for the duration of the block, from the environment of a launcher or torchrun.
 
-    Alone, with no WORLD_SIZE or one of 1, a process needs none. After an error the group is left as it is: to take it
-    down a rank would need the others, which may be gone.
+    A process alone (WORLD_SIZE unset or 1) needs no group. After an error the group stays as it is: destroying it
+    would need the other ranks, which may be gone.
 
     Args:
         device_type: where the ranks compute.
-        timeout_s: how long a rank waits for the others before it gives up, in this group and those made of it.
-        even_alone: make the group of a single process too.
+        timeout_s: how long a rank waits for the others before it gives up, in this group and those made from it.
+        even_alone: make a group for a single process too.
     """
     world_size, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    # a group made later has these unless it is told otherwise, whatever the default group has
+    # groups made later use these by default, whatever timeout the default group has
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     if world_size == 1:
         if even_alone:
@@ -64,10 +64,10 @@ def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) 
 
 
 def check_started(plan: ParallelPlan) -> None:
-    """Refuse a plan of another number of ranks than work together here.
+    """Refuse a plan whose number of ranks is not the number started.
 
     Raises:
-        PlanError: naming both.
+        PlanError: naming both numbers.
     """
     started = dist.get_world_size() if dist.is_initialized() else 1
     if started != plan.world_size:
@@ -75,7 +75,7 @@ def check_started(plan: ParallelPlan) -> None:
 
 
 def this_device(device_type: str) -> torch.device:
-    """Return the device of this rank: on CUDA the one of its place on the machine."""
+    """Return the device of this rank; on CUDA, the GPU of its local rank."""
     if device_type == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device(device_type)
@@ -83,7 +83,7 @@ def this_device(device_type: str) -> torch.device:
 
 @contextmanager
 def one_per_machine_first() -> Iterator[None]:
-    """Let one rank of each machine through the block before the others, which then find what it has left there."""
+    """Let one rank of each machine run the block before the others, which then find its results there."""
     if not dist.is_initialized():
         yield
         return
@@ -96,13 +96,13 @@ def one_per_machine_first() -> Iterator[None]:
 
 
 def wait_for_all() -> None:
-    """Wait until all ranks are here, however long what came before takes some of them."""
+    """Wait until all ranks arrive, even if some take hours."""
     if dist.is_initialized():
         dist.barrier(dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def has_lost_the_others(error: BaseException) -> bool:
-    """Return whether ``error`` says that another rank is gone or does not answer: it is not this rank's own fault."""
+    """Return whether ``error`` says that another rank is gone or does not answer, so this rank is not at fault."""
     if not dist.is_initialized():
         return False
     of_the_store = isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
@@ -133,7 +133,7 @@ def is_first_rank() -> bool:
 
 
 def from_first_rank(value: T) -> T:
-    """Return the value that rank 0 gives, on all ranks; it has to be picklable."""
+    """Return rank 0's value on all ranks; it must be picklable."""
     if not dist.is_initialized():
         return value
     holder = [value]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep less for the backward pass and compute it again instead."""
+"""Activation checkpointing: keep less for the backward pass and recompute it instead."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,18 +37,18 @@ def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]
     """Make some blocks of ``model`` keep less for the backward pass; the gradients are the same bit for bit.
 
     ``full`` keeps the input of a block and runs its whole forward again: about a third more arithmetic. ``selective``
-    also keeps the results of attention and of ``KEPT_PRODUCTS``, and computes the rest again. ``none`` changes nothing.
+    also keeps the results of attention and of ``KEPT_PRODUCTS``, and recomputes the rest. ``none`` changes nothing.
 
     Args:
         model: the model, or a part of it.
-        modes: what is computed again, in every layer or for each layer of the whole model.
+        modes: one mode for every layer, or a mode for each layer of the whole model.
 
     Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
     for name, block in model.layers.items():
         mode: RecomputeMode = modes if isinstance(modes, str) else modes[int(name)]
         if mode != "none":
-            # Not torch's checkpoint_wrapper: it puts a name of its own into model.named_parameters().
+            # Not torch's checkpoint_wrapper: it inserts its own name into those of model.named_parameters().
             block.forward = _recomputed(block.forward, mode)
         for path, module in block.named_modules():
             if mode == "selective" and path.rpartition(".")[2] in KEPT_PRODUCTS:
@@ -58,8 +58,8 @@ def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]
 def recompute_and_compile(model: Llama, plan: ParallelPlan, device: torch.device) -> None:
     """Make the blocks of ``model`` recompute and compile as ``plan`` says, each block as one graph."""
     blocks = model.layers.values()
-    # A graph that also holds what is computed again is best. But of a divided block torch 2.13 saves the random state
-    # of the CPU's attention, if that is computed again, behind the device mesh, and then refuses the mesh.
+    # It is best to compile the recomputation into the same graph. But if a tensor-parallel block recomputes attention
+    # on the CPU, torch 2.13 saves its random state after the device mesh, and then refuses the mesh.
     inside = plan.compile and plan.tp > 1 and plan.recompute == "full" and device.type == "cpu"
     if inside:
         for block in blocks:
@@ -78,7 +78,7 @@ def _recomputed(forward: Callable[..., Tensor], mode: RecomputeMode) -> Callable
             return checkpoint(forward, *args, use_reentrant=False)
 
     else:
-        # It warns of in-place operators, of which a block has none.
+        # It warns about in-place operators, but a block has none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
         def run(*args: Any) -> Any:
@@ -88,7 +88,7 @@ def _recomputed(forward: Callable[..., Tensor], mode: RecomputeMode) -> Callable
 
 
 def _keep_costly(_: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide of one operator of a block whether its result is kept."""
+    """Decide whether to keep the result of one operator of a block."""
     is_kept = func is torch.ops.aten.mm.default and traceback.current_meta.get("custom", {}).get(KEPT)
     return CheckpointPolicy.MUST_SAVE if is_kept or func in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,13 +1,13 @@
-"""Attention over a sequence that a ring of ranks holds the parts of: keys and values go around, block by block.
+"""Attention over a sequence divided over a ring of ranks: keys and values go around, block by block.
 
-In compiled code the whole of it is one operator, since torch.compile cannot trace transfers from rank to rank.
+In compiled code the whole of it is one operator, because torch.compile cannot trace transfers between ranks.
 
 Sources: Liu et al. 2023, arXiv:2310.01889; Dao 2023, arXiv:2307.08691, section 3.1 (the backward of a block needs
 only the output and log-sum-exp of the whole row).
 """
 
-# Shape suffixes: B batch, S tokens that this rank holds (Q its queries that see some of a block, J the keys of that
-# block which they see), N query heads, K key/value heads, H head dim, 2 keys and values stacked
+# Shape suffixes: B batch, S tokens that this rank holds (Q its queries that see part of a block, J the keys of that
+# block that they see), N query heads, K key/value heads, H head dim, 2 keys and values stacked
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -23,11 +23,11 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from llama_core.parallel.block_attention import BlockMask, block_backward, block_forward
 
 RingMasks = tuple[BlockMask, ...]
-"""The mask of every block that comes by on the ring, in the order of their coming: this rank's own one first."""
+"""The mask of every block on the ring, in order of arrival: this rank's own block first."""
 
 
 def visible_parts(rank: int, source: int, num_tokens: int) -> tuple[slice, slice]:
-    """Return which queries of ``rank`` see keys of ``source`` under the causal mask, and which keys those are."""
+    """Return which queries of ``rank`` see keys of ``source`` under the causal mask, and which keys they see."""
     whole, half = slice(0, num_tokens), num_tokens // 2
     if source < rank:
         return whole, slice(0, half)
@@ -39,17 +39,17 @@ def visible_parts(rank: int, source: int, num_tokens: int) -> tuple[slice, slice
 def ring_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, masks: RingMasks, *, group: ProcessGroup) -> Tensor:
     """Return the attention of this rank's queries over the whole sequence, [B, N, S, H] in their dtype.
 
-    Keys and values, of the key/value heads only, go around the ring of ``group``; the next block arrives while one is
-    computed on, so that beside its own a rank holds two. The outputs of the blocks are merged by their log-sum-exp,
-    in fp32, or fp64 for fp64 inputs. The backward sends the blocks around once more, followed by their gradients,
-    which every rank adds to, in the same wide dtype. What is saved for it is O(S): queries, keys, values, output and
-    log-sum-exp. Every rank of the group must call this in the same order. Not differentiable twice.
+    Keys and values go around the ring of ``group``, for the key/value heads only. The next block arrives during the
+    computation on the current one, so a rank holds two besides its own. The outputs of the blocks are merged by their
+    log-sum-exp in fp32, or fp64 for fp64 inputs. The backward sends the blocks around once more, followed by their
+    gradients, to which every rank adds its part, in the same wide dtype. It needs O(S) saved memory: queries, keys,
+    values, output and log-sum-exp. Every rank of the group must call this in the same order. Not differentiable twice.
 
     Args:
         q_BNSH: queries, already rotated.
         k_BKSH: keys, already rotated; K divides N.
         v_BKSH: values.
-        masks: what ``ring_masks`` returned for this microbatch.
+        masks: the result of ``ring_masks`` for this microbatch.
         group: the ranks of the ring.
     """
     if torch.compiler.is_compiling():
@@ -109,11 +109,11 @@ def _backward(  # noqa: PLR0917 - as they are saved
     for mask, block_2BKSH in zip(others, blocks, strict=True):
         part_q_BNQH, part_kv_2BKJH = backward(block_2BKSH, mask=mask)
         grad_q_BNSH[:, :, mask.queries] += part_q_BNQH
-        # what the ranks that this block has passed have added up; the first one after its owner begins
+        # the sum over the ranks that this block has passed; the rank after its owner starts it
         sum_2BKSH, spare = travelling.wait() if travelling else (torch.zeros_like(grad_kv_2BKSH), None)
         sum_2BKSH[..., mask.keys, :] += part_kv_2BKJH
         travelling = _Hop(sum_2BKSH, spare, group)
-        del part_q_BNQH, part_kv_2BKJH, sum_2BKSH, spare  # not held while the next ones are computed
+        del part_q_BNQH, part_kv_2BKJH, sum_2BKSH, spare  # free them before computing the next ones
     if travelling is not None:
         grad_kv_2BKSH += travelling.wait()[0]
     grad_k_BKSH, grad_v_BKSH = grad_kv_2BKSH.to(kv_2BKSH.dtype)
@@ -121,7 +121,7 @@ def _backward(  # noqa: PLR0917 - as they are saved
 
 
 class _Hop:
-    """A block on its way to the next rank, while the block of the rank before arrives in ``spare`` memory."""
+    """A block on its way to the next rank, while the previous rank's block arrives in ``spare`` memory."""
 
     def __init__(self, block: Tensor, spare: Tensor | None, group: ProcessGroup) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -135,14 +135,14 @@ class _Hop:
         )
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the block that has arrived and the one that has left, whose memory is free again."""
+        """Return the block that has arrived, and the one that has left and whose memory is free again."""
         for transfer in self._transfers:
             transfer.wait()
         return self._arriving, self._leaving
 
 
 def _around(own: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
-    """Yield this rank's block, then that of the rank before it, and so on, each until the next one is asked for."""
+    """Yield this rank's block, then the previous rank's, and so on; each is valid until the next one is requested."""
     block, spare = own, None
     for _ in range(dist.get_world_size(group) - 1):
         hop = _Hop(block, spare, group)
@@ -153,12 +153,12 @@ def _around(own: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
 
 
 def _accumulators(out_BNSH: Tensor, lse_BNS: Tensor) -> tuple[Tensor, Tensor]:
-    # copies, since selective recomputation keeps what the kernel returned
+    # copies, because selective recomputation keeps the kernel's results
     return out_BNSH.to(lse_BNS.dtype, copy=True), lse_BNS.clone()
 
 
 def _merge_(out_BNQH: Tensor, lse_BNQ: Tensor, part_BNQH: Tensor, part_lse_BNQ: Tensor) -> None:
-    """Make ``out_BNQH`` and ``lse_BNQ`` those of both sets of keys; the first set is seen by every query."""
+    """Merge a part into ``out_BNQH`` and ``lse_BNQ`` in place; every query sees some of the keys merged so far."""
     weight_BNQ1 = torch.sigmoid(part_lse_BNQ - lse_BNQ)[..., None]
     out_BNQH.lerp_(part_BNQH.to(out_BNQH.dtype), weight_BNQ1)
     lse_BNQ.copy_(torch.logaddexp(lse_BNQ, part_lse_BNQ))
@@ -219,13 +219,13 @@ def _differentiate(ctx: Any, grad_out_BNSH: Tensor, _: Tensor) -> tuple[Any, ...
 
 _ring_attention.register_autograd(_differentiate, setup_context=_save)
 RING_ATTENTION = torch.ops.llama_core.ring_attention.default
-"""What a compiled block has in place of ``ring_attention``: one operator that returns output and log-sum-exp."""
+"""Replaces ``ring_attention`` in a compiled block: one operator that returns output and log-sum-exp."""
 
 
 def _as_ring_masks(
     q_BNSH: Tensor, biases: Sequence[Tensor], blinds: Sequence[Tensor], group: ProcessGroup
 ) -> RingMasks:
-    """Return the masks that ``ring_masks`` made, from the tensors in them."""
+    """Return the masks of ``ring_masks``, rebuilt from their tensors."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sources = [(rank - step) % size for step in range(size)]
     parts = [visible_parts(rank, source, q_BNSH.shape[2]) for source in sources]

@@ -1,10 +1,10 @@
-"""Tensor and sequence parallelism: which rank holds which part of every matrix, as one table.
+"""Tensor and sequence parallelism: one table of which rank holds which part of every matrix.
 
-Columns of the first and rows of the second matrix of attention and feed-forward are divided, so that a block needs
-the ranks to talk twice: to gather what goes in, and to sum what comes out. With sequence parallelism the residual
-stream between the blocks is divided along the sequence, and a gather and a reduce-scatter take the place of each
-all-reduce: the same bytes sent, and 1/tp of the stream and the norms held. The vocabulary is divided too: of the
-embedding, the head and the logits a rank has only its own part.
+Attention and feed-forward divide their first matrices by columns and their last one by rows, so the ranks communicate
+twice: to gather the input, and to sum the output. With sequence parallelism, the residual stream between the blocks is
+divided along the sequence, and an all-gather and a reduce-scatter replace each all-reduce: the same bytes are sent, and
+a rank holds 1/tp of the stream and the norms' results. The vocabulary is divided too: a rank holds only its own part of
+the embedding, the head and the logits.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198, for the sequence.
 """
@@ -34,7 +34,7 @@ from llama_core.parallel.vocabulary import vocab_parallel_embedding
 
 
 def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Return how each module of a model is divided, by its name; ``*`` stands for every layer."""
+    """Return how each module of a model is divided, by name; ``*`` stands for every layer."""
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
     return {
@@ -60,11 +60,11 @@ def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyl
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Divide the parameters of ``model`` over a mesh of one axis, and make it compute with its part.
 
-    The parameters become DTensors; what flows between the blocks stays plain tensors: whole, or with
+    The parameters become DTensors. The stream between the blocks stays in plain tensors: whole, or with
     ``sequence_parallel`` this rank's part of the sequence.
 
     Args:
-        model: the model, or a part of it, on the meta device or initialised alike on every rank.
+        model: the model, or a part of it, on the meta device or with the same values on every rank.
         mesh: the tensor-parallel ranks.
         sequence_parallel: divide the residual stream along the sequence.
     """
@@ -72,23 +72,23 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
     held = {name for name, _ in model.named_children()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parallelize_module(model, mesh, {name: style for name, style in styles.items() if name.split(".")[0] in held})
-    for name, parameter in model.named_parameters():  # which are new ones
+    for name, parameter in model.named_parameters():  # these are new ones
         parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
     model.head = partial(_head, mesh)
 
 
 class Columns(ColwiseParallel):
-    """A matrix that each rank has some rows of, which are columns of what it returns; of its adapter, A is whole."""
+    """A matrix divided by rows, which give columns of the result; its adapter's A is whole on every rank."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         _distribute(module, device_mesh, Replicate() if name == "lora_A" else Shard(0))
 
 
 class Rows(RowwiseParallel):
-    """A matrix that each rank has some columns of, for its part of the input; of its adapter, B is whole.
+    """A matrix divided by columns, as its input is; its adapter's B is whole on every rank.
 
-    What matrix and adapter return are parts of sums, which are added before they are summed over the ranks.
+    Matrix and adapter return partial sums, which are added up before the sum over the ranks.
     """
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -107,7 +107,7 @@ class Replicated(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            input_fn=_as_replicated,  # type: ignore[arg-type]  # what it returns becomes the module's input
+            input_fn=_as_replicated,  # type: ignore[arg-type]  # its result becomes the module's input
             output_fn=lambda _, output, mesh: output.to_local(),
         )
 
@@ -115,12 +115,12 @@ class Replicated(ParallelStyle):
 class VocabularyParallel(ParallelStyle):
     """A table with one row per token, divided by rows; looking tokens up yields the residual stream.
 
-    Of an adapter beside it, the side with the tokens is divided, and the other one whole.
+    Of its adapter, the matrix with the token dim is divided, and the other one is whole.
 
-    torch's row-wise embedding keeps a gradient of the whole table on every rank; this one of its own rows.
+    torch's row-wise embedding keeps a gradient of the whole table on every rank; this one keeps that of its own rows.
 
     Args:
-        stream: how the residual stream lies on the ranks.
+        stream: placement of the residual stream.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -144,7 +144,7 @@ def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_
     part_BSD = _rows(table.weight, tokens_BS, mesh).to(table.out_dtype)
     if isinstance(table, AdaptedEmbedding):
         narrow_BSA = _rows(table.lora_A.weight.t(), tokens_BS, mesh).to(table.out_dtype) * table.scale
-        # of whichever tokens a rank has, so that its gradient is a part of a sum
+        # a rank multiplies only its own tokens by it, so its gradient is a partial sum
         whole_DA = _local(table.lora_B.weight, Partial())
         part_BSD = part_BSD + F.linear(narrow_BSA, whole_DA.to(table.out_dtype))
     whole_BSD: Tensor = DTensor.from_local(part_BSD, mesh, [Partial()]).redistribute(placements=[stream]).to_local()
@@ -152,7 +152,7 @@ def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_
 
 
 def _rows(weight: Tensor, tokens_BS: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's part of the rows of a divided table: zeros where another rank has the token."""
+    """Return this rank's part of the rows of a divided table: zeros for tokens of another rank."""
     return vocab_parallel_embedding(tokens_BS, _local(weight), mesh.get_group())
 
 
@@ -162,7 +162,7 @@ def _head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding, targe
     if targets_BS is None:
         logits_BSV = logits(whole_BSD, table)
         return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
-    # every rank adds the part that its part of the vocabulary has in the gradient of the hidden states
+    # a rank's gradient of the hidden states is a partial sum, over its part of the vocabulary
     hidden_TD = _local(whole_BSD, Partial()).flatten(0, 1)
     adapter = table.beside(whole_BSD)
     if adapter is not None:
@@ -173,7 +173,7 @@ def _head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding, targe
 
 
 def _local(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's part of a tensor; ``gradient`` is what the ranks' gradients of it are, if they differ."""
+    """Return this rank's part of a tensor; ``gradient`` is the placement of its gradient, if that differs."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local(grad_placements=None if gradient is None else [gradient])

@@ -1,4 +1,4 @@
-"""Data parallelism: one interface to calling a rank's part of the model and combining its gradients.
+"""Data parallelism: one interface for calling a rank's part of the model and combining its gradients.
 
 * One rank: nothing is combined.
 * Copies of a whole model (``zero_stage=0``, tp = pp = 1): ``DistributedDataParallel``, with its compression hooks.
@@ -14,8 +14,8 @@
          after it
   ====== ====================================== ====================================== =========================
 
-  Between steps all three hold weights, gradients and moments in shards. Stage 0 of a divided model is stage 1 with
-  shards that are whole.
+  Between steps all three hold weights, gradients and moments in shards. Stage 0 with tensor or pipeline parallelism is
+  stage 1 with replicas instead of shards.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -37,7 +37,7 @@ from llama_core.planning.plan import ParallelPlan
 POWERSGD_RANK = 4
 """Rank of the factors that PowerSGD sends in place of a matrix."""
 POWERSGD_START_STEP = 100
-"""Steps that are sent whole before, while the gradients still change fast."""
+"""Number of initial steps that send whole gradients, while these still change fast."""
 
 
 class DataParallel(Protocol):
@@ -47,13 +47,13 @@ class DataParallel(Protocol):
     """The model's forward, with what data parallelism does around it."""
 
     def prepare(self, *, last: bool) -> None:
-        """Make ready for the next forward or backward; ``last`` says that it is the last of its kind in the step."""
+        """Prepare the next forward or backward; ``last`` says that it is the last of its kind in the step."""
 
     def release(self) -> None:
-        """Drop what a forward without a backward has gathered."""
+        """Drop the weights that a forward without a backward has gathered."""
 
     def forget(self) -> None:
-        """Drop what the step's gradients have left for the next ones: they were not finite."""
+        """Drop the state that this step's gradients left for later steps, because they were not finite."""
 
 
 class Alone:
@@ -77,7 +77,7 @@ class Copies:
 
     def __init__(self, model: Llama, group: dist.ProcessGroup, plan: ParallelPlan) -> None:
         self.model = model
-        # the seed makes all copies alike, without sending them
+        # no init_sync: the seed already makes all copies equal
         self.replica = DistributedDataParallel(
             model, process_group=group, init_sync=False, gradient_as_bucket_view=True
         )
@@ -100,14 +100,14 @@ class Copies:
         """Do nothing: every copy is whole at all times."""
 
     def forget(self) -> None:
-        """Drop what PowerSGD has not sent yet, and the factors that it begins the next step with."""
+        """Drop what PowerSGD has not sent yet, and the factors that it would start the next step with."""
         if self._powersgd is not None:
             for memory in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
                 memory.clear()
 
 
 def _halve(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    # under a name of its own: DDP refuses torch's hook by name on a CPU, where gloo can do it too
+    # wrapped under another name: DDP refuses torch's hook by name on a CPU, although gloo can do it
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -118,7 +118,7 @@ class Sharded:
         model: a rank's part of the model; its parameters become shards.
         weights: a mesh with the axes replicate and shard.
         plan: the plan.
-        compute_dtype: the dtype in which weights are gathered.
+        compute_dtype: the dtype of gathered weights.
     """
 
     def __init__(self, model: Llama, weights: DeviceMesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
@@ -134,18 +134,19 @@ class Sharded:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.stage == 3)
         embedding = model.tok_embeddings
         if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
-            # no backward needs a frozen embedding, which the first layer's would fetch: let that fetch itself again
+            # the first layer's backward would prefetch the frozen embedding, which no backward needs; let it prefetch
+            # itself instead
             first: Any = model.layers["0"]
             first.set_modules_to_backward_prefetch([first])
-        # what is left, the final norm and the head: on the last rank of a 1F1B pipeline, and without one, their
-        # backward begins when their forward has ended
+        # the rest, that is the final norm and the head, stays gathered: without a pipeline, or on the last rank of a
+        # 1F1B pipeline, their backward follows their forward
         self.root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.averages_every_backward = plan.averages_every_backward
         self.call: Callable[..., Tensor] = model
 
     def prepare(self, *, last: bool) -> None:
-        """Set what the coming backward does with gradients and weights, as the stage has it."""
+        """Set what the coming backward does with gradients and weights at this ZeRO stage."""
         self.root.set_is_last_backward(last)
         self.root.set_requires_gradient_sync(last or self.stage >= 2)
         self.root.set_requires_all_reduce(last or self.averages_every_backward)
@@ -161,7 +162,7 @@ class Sharded:
 
 
 def _groups(model: Llama) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together; a tied embedding is left to the head, which uses it."""
+    """Return the modules that gather their weights at once; a tied embedding is left to the head, which uses it."""
     groups: list[nn.Module] = list(model.layers.values())
     if model.tok_embeddings is not None and not model.spec.tied_embeddings:
         groups.append(model.tok_embeddings)

@@ -1,6 +1,6 @@
-"""Backwards in two parts: the gradient of a stage's input at once, those of its matrices whenever there is time.
+"""Backwards in two parts: the gradient of a stage's input at once, those of its matrices later.
 
-A matrix whose gradient is put off keeps its input and the gradient of its output until then.
+A matrix whose gradient is deferred keeps its input and the gradient of its output until then.
 
 Source: Qi et al. 2023, arXiv:2401.10241, section 2.
 """
@@ -20,10 +20,10 @@ from llama_core.models.llama import Llama
 
 
 class DeferredGradients:
-    """The matrix gradients of a model's blocks that have been put off, by whatever the caller keeps them under.
+    """The deferred matrix gradients of a model's blocks, under keys that the caller chooses.
 
     Args:
-        model: a part of a model with plain parameters; its blocks' matrices are made to use this object.
+        model: a part of a model with plain parameters; its blocks' matrices then use this object.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -35,7 +35,7 @@ class DeferredGradients:
 
     @contextmanager
     def put_off(self, key: Hashable) -> Iterator[None]:
-        """Keep the matrix gradients of a backward inside the block for ``compute``."""
+        """Defer the matrix gradients of the backwards in the block until ``compute`` is called with ``key``."""
         self._key = key
         try:
             yield
@@ -44,7 +44,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def compute(self, key: Hashable) -> None:
-        """Add what was put off under ``key`` to the parameters' gradients."""
+        """Add the gradients deferred under ``key`` to the parameters' gradients."""
         for add in self._put_off.pop(key):
             add()
 
@@ -53,7 +53,7 @@ class DeferredGradients:
         return out
 
     def take(self, x: Tensor, weight: Tensor, grad_out: Tensor) -> Tensor | None:
-        """Return the gradient of ``weight``, or None and put it off."""
+        """Return the gradient of ``weight``, or defer it and return None."""
         if self._key is None:
             return _weight_gradient(x, weight, grad_out)
         self._put_off[self._key].append(partial(_add_weight_gradient, x, weight, grad_out))
