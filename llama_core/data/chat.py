@@ -1,4 +1,4 @@
-"""Conversations: what they must be, how they become text, and which of their tokens count in the loss."""
+"""Conversations: check them, render them as text, and mark the tokens that count in the loss."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_t
 from llama_core.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
-"""Who may speak; which of them a template knows is its own affair."""
+"""The known roles; a template may accept fewer."""
 
 
 @dataclass(frozen=True)
 class ConversationCounts:
-    """What the conversations of a source are."""
+    """Counts of a source's conversations."""
 
     num_conversations: int = 0
     num_multi_turn: int = 0
@@ -41,7 +41,7 @@ class ConversationCounts:
     num_with_system: int = 0
     """Those that begin with a system prompt."""
     num_assistant_turns: int = 0
-    """Assistant turns of all."""
+    """Assistant turns in all conversations."""
     num_empty_turns: int = 0
     """Messages without content, which were dropped."""
 
@@ -56,7 +56,7 @@ class ConversationCounts:
         return type(self)(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
-        """Return the counts as a message has them."""
+        """Return the counts as text, for a message."""
         empty = f"; {self.num_empty_turns:,} empty turns dropped" if self.num_empty_turns else ""
         return (
             f"{self.num_conversations:,} conversations ({self.num_multi_turn:,} multi-turn, "
@@ -71,26 +71,28 @@ class ChatFormat:
     template: ChatTemplate
     loss_on: LossOn
     missing_markers: tuple[str, ...] = ()
-    """Special tokens of a published format that the tokenizer lacks, and takes for plain text."""
+    """Special tokens of a published format that the tokenizer lacks and reads as plain text."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that two formats share only if they make the same documents, and count the same tokens."""
+        """A digest that two formats share only if they make the same documents and count the same tokens."""
         return hashlib.sha256(f"{self.loss_on} {self.template.fingerprint}".encode()).hexdigest()
 
     def document(self, messages: object, location: str) -> Document:
         """Return a record's conversation as a document. Messages without content are dropped.
 
-        A conversation that cannot be understood is refused rather than left out: such sets are small, and what is
-        wrong with one record is mostly wrong with many.
+        A malformed conversation is an error instead of being left out: such data sets are small, and a fault in one
+        record is usually in many.
 
         Args:
             messages: the value of the record's ``messages``.
             location: the record's place, for errors.
 
         Raises:
-            UnusableRecordError: if no assistant turn counts, or it is empty turns that the template does not render.
-            DataError: if ``messages`` is no list of roles and contents, a role is unknown, or the template raises.
+            UnusableRecordError: if it has no content or no assistant turn that counts, or the template refuses it
+                without its empty turns.
+            DataError: if ``messages`` is not a list of roles and contents, a role is unknown, or the template raises
+                or renders no assistant text.
         """
         spoken = _checked(messages, location)
         kept = [message for message in spoken if message["content"].strip()]
@@ -100,7 +102,7 @@ class ChatFormat:
             raise UnusableRecordError("empty", "no message has any content")
         if not num_turns and self.loss_on == "assistant":
             raise UnusableRecordError(
-                "no assistant turn", "nothing of it would count in the loss; data.loss_on=all counts every token"
+                "no assistant turn", "none of it would count in the loss; set data.loss_on=all to count every token"
             )
         try:
             text, counted = self._render(kept)
@@ -113,7 +115,7 @@ class ChatFormat:
         checked_text(text)
         if not any(end > begin for begin, end in counted):
             raise DataError(
-                f"{location}: chat template {self.template.name!r} renders nothing of the assistant's; set another "
+                f"{location}: chat template {self.template.name!r} renders no assistant text; set another "
                 "data.chat_template, or data.loss_on=all"
             )
         identity = json.dumps(kept, sort_keys=True, default=str)
@@ -130,8 +132,8 @@ class ChatFormat:
 def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: Sequence[SourceFile]) -> ChatFormat:
     """Return how conversations in ``files`` become documents.
 
-    The template is the one that ``data`` names, else the tokenizer's, else the published one of the model's family; of
-    a model whose family is not known, the one whose markers the tokenizer has.
+    The template is the one that ``data`` names, else the tokenizer's, else the published one of the model's family. If
+    the family is unknown, it is the published one whose markers the tokenizer has.
 
     Raises:
         DataError: if a template cannot be read.
@@ -151,24 +153,24 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
 def notes(
     data: DataConfig, spec: ModelSpec, chat: ChatFormat | None, conversations: ConversationCounts, num_documents: int
 ) -> Iterator[str]:
-    """Yield what of the data may not be as meant, a sentence each.
+    """Yield a sentence for each property of the data that may be unintended.
 
     Args:
-        data: what is trained on.
+        data: the data configuration.
         spec: the model.
-        chat: how conversations become text, where there are any.
-        conversations: those of the source.
-        num_documents: conversations and texts of the source.
+        chat: how conversations become text, if there are any.
+        conversations: counts of the source's conversations.
+        num_documents: number of conversations and texts in the source.
     """
     num_texts = num_documents - conversations.num_conversations
     if chat is not None and conversations.num_conversations:
         if chat.missing_markers:
             yield (
-                f"tokenizer {data.tokenizer!r} takes {', '.join(chat.missing_markers)} of {chat.template.name} for "
+                f"tokenizer {data.tokenizer!r} reads {', '.join(chat.missing_markers)} of {chat.template.name} as "
                 "plain text, many tokens each"
             )
         if num_texts:
-            yield f"{num_texts:,} of the documents are texts, every token of which counts in the loss"
+            yield f"{num_texts:,} of the documents are texts, where every token counts in the loss"
         return
     if spec.instruct:
         yield (
@@ -182,10 +184,10 @@ def notes(
 def encode(
     tokenizer: Tokenizer, documents: Sequence[Document]
 ) -> list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]]:
-    """Return the tokens of each document, and which of them do not count in the loss; None for a text, where all do.
+    """Return each document's tokens and a mask of those that do not count in the loss; None for a text: all count.
 
     The tokens of a conversation are those of its whole text, as transformers' ``apply_chat_template`` gives them.
-    A token counts that has a character of what counts.
+    A token counts if any of its characters does.
     """
     texts = iter(tokenizer.encode_documents([document.text for document in documents if document.turns is None]))
     chats = iter(tokenizer.encode_rendered([document.text for document in documents if document.turns is not None]))
@@ -205,10 +207,10 @@ def _with_mask(tokens: Encoded, turns: Turns) -> tuple[npt.NDArray[Any], npt.NDA
 
 
 def _checked(messages: object, location: str) -> list[Message]:
-    """Return the messages of a record, without the keys that are null.
+    """Return the messages of a record, without keys that are null.
 
     Raises:
-        DataError: if they are no list of roles and contents.
+        DataError: if they are not a list of roles and contents.
     """
     if not isinstance(messages, list):
         raise DataError(
@@ -222,7 +224,7 @@ def _checked_message(message: object, which: str) -> Message:
         raise DataError(f"{which} is {json_type(message)}, not an object with 'role' and 'content'")
     message = {key: value for key, value in message.items() if value is not None}
     if "tool_calls" in message:
-        raise DataError(f"{which} calls tools, which is not supported; spell the call out in its 'content'")
+        raise DataError(f"{which} calls tools, which is not supported; write the call into its 'content'")
     for key in ("role", "content"):
         if key not in message:
             raise DataError(f"{which} has no {key!r}, only {_listed(message)}; give it 'role' and 'content'")

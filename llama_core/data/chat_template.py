@@ -1,7 +1,7 @@
-"""Chat templates: Jinja in a sandbox, as Hugging Face tokenizers carry it, and what of its text the assistant wrote.
+"""Chat templates: the Jinja of Hugging Face tokenizers, in a sandbox, and the spans of the assistant's text.
 
-A template may mark the assistant's text with ``{% generation %} ... {% endgeneration %}``. What any
-other renders is divided by rendering the conversation turn by turn.
+A template may mark the assistant's text with ``{% generation %} ... {% endgeneration %}``. For any other template, we
+find it by rendering the conversation turn by turn.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import DataError
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``, and whatever else the template may know."""
+"""``role``, ``content`` and any other keys that the template knows."""
 Spans = tuple[tuple[int, int], ...]
-"""Where some characters begin and end, in order."""
+"""The begin and end of each span of characters, in order."""
 
 LLAMA2 = """
 {%- set system, turns = '', messages -%}
@@ -45,7 +45,7 @@ LLAMA2 = """
     {%- endif -%}
 {%- endfor -%}
 """
-"""Meta's format of Llama 2 Chat; Code Llama Instruct has the same.
+"""Meta's format of Llama 2 Chat and Code Llama Instruct.
 
 Source: ``chat_completion`` in llama/generation.py of github.com/meta-llama/llama and of meta-llama/codellama.
 """
@@ -75,14 +75,14 @@ BUILT_IN = {
     "llama2": TemplateSource(LLAMA2, "Llama 2's format"),
     "llama3": TemplateSource(LLAMA3, "Llama 3's format"),
 }
-"""The published formats, as ``data.chat_template`` names them."""
+"""The published formats, by their names in ``data.chat_template``."""
 OF_FAMILY: Mapping[Family, str] = {
     "llama1": "llama2",  # it had no chat model of its own
     "llama2": "llama2",
     "code_llama": "llama2",
     "llama3": "llama3",
 }
-"""The published format of each family that is known."""
+"""The published format of each known family."""
 LLAMA3_MARKERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 """The special tokens that Llama 3's format spells out."""
 
@@ -91,19 +91,19 @@ _HAS_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class TemplateRefusalError(ValueError):
-    """What a template says of a conversation that it does not render."""
+    """A template's reason for not rendering a conversation."""
 
 
 class ChatTemplate:
     """One chat template.
 
-    The sandbox, its functions and its settings are those of transformers' ``apply_chat_template``, but for the date:
-    ``strftime_now`` gives that of the data, so that the same data become the same tokens on any day.
+    The sandbox, its functions and its settings are those of transformers' ``apply_chat_template``, except for the date:
+    ``strftime_now`` uses the date of the data, so that the same data give the same tokens on any day.
 
     Args:
         source: the template and its name.
         named_tokens: the tokenizer's special tokens, by the names that templates know.
-        today: what the template takes for it.
+        today: the date that the template sees.
     """
 
     def __init__(self, source: TemplateSource, named_tokens: Mapping[str, str], today: date) -> None:
@@ -123,20 +123,20 @@ class ChatTemplate:
 
         Args:
             messages: the conversation.
-            add_generation_prompt: end with what the assistant's next turn begins with.
+            add_generation_prompt: end with the beginning of the assistant's next turn.
 
         Raises:
-            DataError: if the template is no Jinja.
+            DataError: if the template is not valid Jinja.
             TemplateRefusalError: if the template raises.
         """
         return self._render(messages, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
 
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
-        """Return a conversation as text, and the spans that the assistant wrote: content and end of turn, no header.
+        """Return a conversation as text, and the assistant's spans: content and end of turn, without the header.
 
         Raises:
             DataError: as ``render``.
-            TemplateRefusalError: if the template raises, or the spans cannot be told.
+            TemplateRefusalError: if the template raises, or the spans cannot be found.
         """
         if self.marks_the_assistant:
             return _split_at_marks(self._render(messages, False))
@@ -144,15 +144,15 @@ class ChatTemplate:
         return whole, tuple(self._turns(messages, whole))
 
     def _turns(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
-        """Yield each assistant turn's span: from the prompt for it to where the conversation up to it ends."""
+        """Yield each assistant turn's span: from the end of its prompt to the end of the conversation up to it."""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self.render(messages[:index], add_generation_prompt=True)
                 turn = self.render(messages[: index + 1])
                 if not (turn.startswith(prompt) and whole.startswith(turn)):
                     raise TemplateRefusalError(
-                        f"it renders message {index + 1} otherwise inside the conversation than at its end, so the "
-                        "assistant's text cannot be told; mark it in the template with {% generation %} and "
+                        f"it renders message {index + 1} differently inside the conversation than at its end, so the "
+                        "assistant's text cannot be found; mark it in the template with {% generation %} and "
                         "{% endgeneration %}, or set data.loss_on=all"
                     )
                 yield len(prompt), len(turn)
@@ -161,7 +161,7 @@ class ChatTemplate:
         template = self._template
         try:
             return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._variables)
-        except Exception as error:  # templates are programs: they raise whatever programs raise
+        except Exception as error:  # a template is a program and may raise anything
             reason = " ".join(str(error).split())
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise TemplateRefusalError(
@@ -180,13 +180,13 @@ class ChatTemplate:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"chat template {self.name!r} is no Jinja: line {error.lineno}: {error.message}; mend it, or name "
-                "another as data.chat_template"
+                f"chat template {self.name!r} is not valid Jinja: line {error.lineno}: {error.message}; fix it, or "
+                "name another as data.chat_template"
             ) from None
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``: sets off what the assistant wrote with two marks."""
+    """``{% generation %}``: puts a mark before and after the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -214,5 +214,5 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Do as Jinja's own filter, without its escapes for HTML."""
+    """Do the same as Jinja's own filter, but without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -1,4 +1,4 @@
-"""Whether data can be trained on, found without tokenising all of it."""
+"""Check whether data can be trained on, without tokenising all of it."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -11,25 +11,25 @@ from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import DataError
 
 CHECKED_RECORDS = 1000
-"""Records that are read of a source, over all its files."""
+"""Number of records to read from a source, over all its files."""
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """What the first records of a run's data are."""
+    """The result of checking the first records of a run's data."""
 
     summary: str
-    """What was read, in one line."""
+    """The records that were read, in one line."""
     notes: tuple[str, ...] = ()
-    """What of it may not be as meant, a sentence each."""
+    """A sentence for each property of the data that may be unintended."""
 
 
 def check_data(data: DataConfig, spec: ModelSpec) -> DataCheck:
-    """Open every file of the run's data, read its first records and tokenise them. Nothing is written.
+    """Open every file of the run's data, read its first records and tokenise them. Writes nothing.
 
     Args:
-        data: what is trained on.
-        spec: the model, whose vocabulary the tokenizer must fit, and whose family has a format for conversations.
+        data: the data configuration.
+        spec: the model. The tokenizer must fit its vocabulary; its family may have a format for conversations.
 
     Raises:
         DataError: if a file, its records or the tokenizer cannot be used.

@@ -1,4 +1,4 @@
-"""Reading documents from .jsonl, .jsonl.gz and Parquet files one by one, counting the lines that cannot be used.
+"""Read documents from .jsonl, .jsonl.gz and Parquet files one by one, and count unusable lines.
 
 A record with ``messages`` is a conversation, whatever else it holds; any other is a text.
 """
@@ -25,12 +25,12 @@ CONVERSATION_FIELD = "messages"
 
 BadLineKind = Literal["invalid JSON", "missing field", "empty", "wrong type", "invalid UTF-8", "no assistant turn"]
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes to read in all."""
+"""Called with the bytes read so far and the total."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a corpus, and what tells whether it has changed."""
+    """One file of a corpus, with the size and time that show whether it has changed."""
 
     path: Path
     num_bytes: int
@@ -39,10 +39,10 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Turns:
-    """What the text of a conversation is made of."""
+    """The turns of a conversation."""
 
     counted: tuple[tuple[int, int], ...]
-    """Where the characters begin and end whose tokens count in the loss, in order."""
+    """The spans of characters whose tokens count in the loss, as begin and end, in order."""
     messages: str
     """The messages as JSON: the conversation itself, whatever the template."""
     num_assistant_turns: int
@@ -60,13 +60,13 @@ class Document:
     location: str
     """``file:line`` (a row number in Parquet), from 1."""
     turns: Turns | None = None
-    """Of a conversation; None for a text, every token of which counts in the loss."""
+    """Turns of a conversation; None for a text, where every token counts in the loss."""
 
 
 RenderConversation = Callable[[object, str], Document]
-"""Makes a document of a record's messages, given its location.
+"""Makes a document from a record's messages and its location.
 
-Raises ``UnusableRecordError`` for a conversation to leave out, ``DataError`` for one that cannot be understood.
+Raises ``UnusableRecordError`` for a conversation to leave out, ``DataError`` for a malformed one.
 """
 
 
@@ -80,7 +80,7 @@ class UnusableRecordError(ValueError):
 
 @dataclass
 class BadLines:
-    """The lines of a corpus that could not be used: how many of each kind, and the first few."""
+    """The unusable lines of a corpus: how many of each kind, and the first few."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
@@ -103,27 +103,27 @@ class BadLines:
         self.check(limit)
 
     def check(self, limit: int) -> None:
-        """Refuse more than ``limit`` lines.
+        """Refuse more than ``limit`` unusable lines.
 
         Raises:
             DataError: naming the first ones.
         """
         if self.total > limit:
-            raise DataError(f"more than data.max_bad_lines={limit} {self}; mend them or raise the limit")
+            raise DataError(f"more than data.max_bad_lines={limit} {self}; fix them or raise the limit")
 
     def __str__(self) -> str:
-        """Return the counts and the first lines, as they go into a message."""
+        """Return the counts and the first lines as text, for a message."""
         counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         return f"unusable lines ({counts}); the first: {'; '.join(self.examples)}"
 
 
 def find_files(source: str) -> list[SourceFile]:
-    """Return the files of ``source``: itself, or all below a folder in order of their paths.
+    """Return the files of ``source``: itself, or all files below a folder, in order of their paths.
 
-    Files with other endings, and whatever has a name that begins with a dot, are passed over in a folder.
+    In a folder, it skips files with other endings and names that begin with a dot.
 
     Raises:
-        DataError: if there is none, or one cannot be looked at.
+        DataError: if there is no file, or one cannot be accessed.
     """
     path = Path(source).expanduser()
     with _reading(path):
@@ -157,14 +157,14 @@ def read_documents(
 
     Args:
         files: what ``find_files`` returned.
-        text_field: the field that holds the text, in records that are no conversation.
+        text_field: the field that holds the text, in records that are not conversations.
         bad_lines: counts the lines that are left out.
-        render: makes documents of conversations: ``ChatFormat.document``.
-        max_bad_lines: how many may be.
+        render: makes documents from conversations: ``ChatFormat.document``.
+        max_bad_lines: how many lines may be left out.
         on_progress: called about once per MiB, and at the end of each file.
 
     Raises:
-        DataError: if a file cannot be read, a conversation cannot be understood, or too many lines cannot be used.
+        DataError: if a file cannot be read, a conversation is malformed, or too many lines are unusable.
     """
     total = sum(file.num_bytes for file in files)
     before = reported = 0
@@ -190,7 +190,7 @@ def read_documents(
 
 
 def text_of(record: object, text_field: str) -> str:
-    """Return the text of a record that is no conversation.
+    """Return the text of a record that is not a conversation.
 
     Raises:
         UnusableRecordError: if it has none.
@@ -218,19 +218,19 @@ def checked_text(text: str) -> str:
     """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is not a character
         raise UnusableRecordError("invalid UTF-8", f"lone surrogate at character {error.start + 1}") from None
     return text
 
 
 def json_type(value: object) -> str:
-    """Return what JSON calls the type of ``value``, with its article."""
+    """Return JSON's name for the type of ``value``, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def _messages(record: object, text_field: str) -> object:
-    """Return the messages of a record that is a conversation, else None; they may be of any type."""
+    """Return the messages of a record if it is a conversation, else None; they may be of any type."""
     messages = record.get(CONVERSATION_FIELD) if isinstance(record, dict) else None
     is_text = text_field == CONVERSATION_FIELD and isinstance(messages, str)
     return None if is_text else messages
@@ -250,7 +250,7 @@ def _parsed(read_record: Callable[[], object]) -> object:
 
 
 _Record = tuple[int, int, Callable[[], object]]
-"""Line or row number from 1, bytes of the file read so far, and what returns the record or raises."""
+"""Line or row number from 1, bytes of the file read so far, and a function that returns the record or raises."""
 
 
 def _records(path: Path, text_field: str) -> Iterator[_Record]:
@@ -303,7 +303,7 @@ def _parquet_record(names: Sequence[str], values: Sequence[Any]) -> dict[str, ob
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what can go wrong while reading ``path`` into one line."""
+    """Turn an error while reading ``path`` into one line."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -33,16 +33,16 @@ _SPLIT_SEED = 0  # held-out rows are the same, and in the same order, whatever t
 class BatchStream:
     """An endless, resumable stream of one rank's share of the global batches.
 
-    Every epoch visits all rows in an order of its own, a pure function of seed and epoch; epochs follow each other
-    without a gap, so that a batch may take rows of two. Rank r has the r-th of ``world_size`` equal contiguous parts
-    of each global batch: joined in order of rank, the parts are what a single rank would get.
+    Every epoch visits all rows in its own order, a pure function of seed and epoch. Epochs follow each other without a
+    gap, so a batch may take rows from two. Rank r has the r-th of ``world_size`` equal contiguous parts of each global
+    batch. Joined in rank order, the parts are the batch that a single rank would get.
 
     Args:
         dataset: the rows.
         batch_size: rows of a global batch.
         seed: draws the order.
         rank: this rank among those that divide the batch.
-        world_size: how many they are.
+        world_size: number of these ranks.
 
     Raises:
         ConfigError: if the batch cannot be divided evenly.
@@ -73,10 +73,10 @@ class BatchStream:
         return {"rows_consumed": self.rows_consumed, "dataset": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that ``state_dict`` returned, whatever the number of ranks was.
+        """Go to a position that ``state_dict`` returned, under any number of ranks.
 
         Raises:
-            DataError: if it belongs to other data, or to another order of them.
+            DataError: if it belongs to other data, or to another order of the data.
         """
         if state["dataset"] != self._digest():
             raise DataError(
@@ -98,10 +98,10 @@ class BatchStream:
 def validation_batches(
     dataset: PackedDataset, batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[Batch]:
-    """Yield one rank's share of at most ``max_rows`` rows spread evenly over ``dataset``: the same ones every time.
+    """Yield one rank's share of at most ``max_rows`` rows spread evenly over ``dataset``, the same ones every time.
 
-    Every rank gets as many batches, of ``batch_size`` rows but for the last; where the rows do not go round, some
-    ranks get one without targets.
+    Every rank gets the same number of batches, of ``batch_size`` rows except for the last. If the ranks do not divide
+    the rows evenly, some ranks get a row without targets.
     """
     num_rows = min(max_rows, len(dataset))
     rows = [index * len(dataset) // num_rows for index in range(num_rows)][rank::world_size]
@@ -123,12 +123,12 @@ def _batch(dataset: PackedDataset, rows: list[int]) -> Batch:
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """What the training and held-out data are."""
+    """Statistics of the training and held-out data."""
 
     num_documents: int
     """Documents trained on."""
     num_tokens: int
-    """Their tokens, BOS and EOS counted."""
+    """Their tokens, including BOS and EOS."""
     num_validation_documents: int
     """Documents held out."""
     num_validation_tokens: int
@@ -140,19 +140,19 @@ class DataStatistics:
     bad_line_examples: tuple[str, ...]
     """The first of them, as ``file:line: kind (reason)``."""
     entropies: Entropies | None
-    """Of the training tokens that count in the loss; only for the byte tokenizer."""
+    """Entropies of the training tokens that count in the loss; only for the byte tokenizer."""
     num_targets: int
     """Training tokens that count in the loss."""
     conversations: ConversationCounts
     """The conversations among the documents, held-out ones included."""
     chat_template: str | None
-    """What made texts of the source's conversations; None where it holds none."""
+    """The template that rendered the source's conversations; None if it holds none."""
     num_truncated: int
-    """Conversations of which ``training.seq_len`` cuts off the end, held-out ones included."""
+    """Conversations that ``training.seq_len`` truncates, held-out ones included."""
     num_left_out: int
-    """Those of them that have nothing left that counts, and are not trained on."""
+    """Truncated conversations that are left out, because no token left in them counts in the loss."""
     notes: tuple[str, ...]
-    """What of the data may not be as meant, a sentence each."""
+    """A sentence for each property of the data that may be unintended."""
 
     def summary(self) -> str:
         """Return the data in one line."""
@@ -184,17 +184,17 @@ def load_datasets(
 ) -> Datasets:
     """Read, tokenise (the first time) and pack the data of a run.
 
-    Of several processes on one machine, let one go first: the others then open the cache it made.
+    With several processes on one machine, let one go first: the others then open the cache that it made.
 
     Args:
-        data: what is trained on.
-        spec: the model, whose vocabulary the tokenizer must fit, and whose family has a format for conversations.
+        data: the data configuration.
+        spec: the model. The tokenizer must fit its vocabulary; its family may have a format for conversations.
         seq_len: tokens per row.
         seed: draws the order of the training documents.
-        on_progress: follows the tokenisation; default: a progress bar, on a terminal.
+        on_progress: called during tokenisation; default: a progress bar, on a terminal.
 
     Raises:
-        DataError: if the data or the tokenizer cannot be used, or make less than one row.
+        DataError: if the data or the tokenizer cannot be used, or the data make less than one row.
         EnvironmentMismatchError: if the tokenizer needs a package that is missing.
     """
     tokenizer = load_tokenizer(data.tokenizer)
@@ -247,9 +247,9 @@ def load_datasets(
 
 
 def held_out(text_hashes: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return a mask of the documents to hold out: those whose text's hash is in the lowest ``fraction`` of all hashes.
+    """Return a mask of the documents to hold out: those with a hash in the lowest ``fraction`` of possible hashes.
 
-    A document stays on its side when others come or go, and equal texts are on one side. Where chance would hold out
+    A document stays on its side when others come or go, and equal texts are on the same side. If chance would hold out
     none of two or more different texts, the one with the lowest hash is held out.
     """
     mask: npt.NDArray[np.bool_] = text_hashes < np.uint64(fraction * 2.0**64)
@@ -263,8 +263,8 @@ def _refuse_too_little(train: PackedDataset, source: str, num_held_out: int) -> 
     if isinstance(train, PackedConversations):
         if not len(train):
             raise DataError(
-                f"data source {source!r} leaves nothing to train on: of {train.num_documents} conversations "
-                f"({num_held_out} more are held out) none has a token that counts in the loss among its first "
+                f"data source {source!r} leaves nothing to train on: none of {train.num_documents} conversations "
+                f"({num_held_out} more are held out) has a token that counts in the loss among its first "
                 f"{seq_len + 1}; add conversations, or raise training.seq_len"
             )
     elif train.num_tokens <= seq_len:
@@ -276,18 +276,18 @@ def _refuse_too_little(train: PackedDataset, source: str, num_held_out: int) -> 
 
 
 def _losses(rows: PackedDataset, which: str) -> Iterator[str]:
-    """Yield what of some conversations does not fit into a row."""
+    """Yield a sentence about conversations that do not fit into a row."""
     if isinstance(rows, PackedConversations) and rows.num_truncated:
         yield (
-            f"{rows.num_truncated:,} of the {which} are longer than training.seq_len={rows.seq_len} and lose their "
-            f"end; {rows.num_left_out:,} of them have nothing left that counts, and are left out"
+            f"{rows.num_truncated:,} of the {which} are longer than training.seq_len={rows.seq_len} and are truncated; "
+            f"{rows.num_left_out:,} of them lose every token that counts and are left out"
         )
 
 
 def _tokens(
     source: str, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, on_progress: OnProgress | None
 ) -> tuple[TokenCache, ChatFormat]:
-    """Return the token cache of one source and its format of conversations; say which lines were left out."""
+    """Return the token cache and the chat format of one source; log the lines that were left out."""
     directory = cache_directory(data.cache_dir)
     with _naming(source), _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
         files = find_files(str(sample_file(directory)) if source == SAMPLE else source)
@@ -307,20 +307,20 @@ def _tokens(
 
 
 def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> Entropies:
-    """Return the entropies of some documents, counting them only once per cache and choice of documents."""
+    """Return the entropies of some documents, computed only once per cache and choice of documents."""
     digest = hashlib.sha256(np.packbits(documents).tobytes()).hexdigest()[:16]
     path = cache.path / f"entropy-{digest}.json"
     with suppress(RunDirectoryError):
         return Entropies(**read_json(path))
     entropies = token_entropies(cache.tokens, cache.offsets, documents, tokenizer.vocab_size, cache.ignored)
-    with suppress(OSError):  # a cache that others own costs the counting again, nothing else
+    with suppress(OSError):  # if the cache is not writable, the next run only has to count again
         write_json(path, entropies)
     return entropies
 
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Say in an error which source it is about: a run may have two."""
+    """Name the source in an error, because a run may have two."""
     try:
         yield
     except DataError as error:
@@ -329,7 +329,7 @@ def _naming(source: str) -> Iterator[None]:
 
 @contextmanager
 def _writing_to(directory: Path) -> Iterator[None]:
-    """Turn a failure to write the cache into one line; reading errors have become ``DataError`` before."""
+    """Turn a failure to write the cache into one line; reading errors are already ``DataError``."""
     try:
         yield
     except OSError as error:
@@ -341,7 +341,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _progress(description: str, on_progress: OnProgress | None) -> Iterator[OnProgress]:
-    """Yield ``on_progress``, or else a progress bar by bytes read that shows on a terminal only."""
+    """Yield ``on_progress``, or else a progress bar by bytes read, shown only on a terminal."""
     if on_progress is not None or not sys.stderr.isatty():
         yield on_progress or (lambda done, total: None)
         return

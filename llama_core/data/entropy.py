@@ -1,4 +1,4 @@
-"""What a predictor that knows only token frequencies would score on a corpus: the marks a model has to beat."""
+"""The loss of predictors that know only token frequencies: the marks that a model has to beat."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ CHUNK_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class Entropies:
-    """Entropies in nats per token, in the measure of the training loss."""
+    """Entropies in nats per token, comparable with the training loss."""
 
     unigram: float
     """H(token): the loss of the best predictor that sees no context."""
@@ -28,14 +28,14 @@ def token_entropies(
 ) -> Entropies:
     """Return the entropies of the target tokens of some documents: all but each document's first.
 
-    Takes ``8 * vocab_size**2`` bytes of counts, and reads ``tokens`` in chunks.
+    Needs ``8 * vocab_size**2`` bytes for counts, and reads ``tokens`` in chunks.
 
     Args:
         tokens: the ids of all documents, one document after another.
         offsets: where each document begins, and the end of the last, [documents + 1].
         documents: which documents to count, a mask [documents].
         vocab_size: one more than the largest id.
-        ignored: tokens that are no targets, a mask [tokens].
+        ignored: tokens that are not targets, a mask [tokens].
 
     Source: Shannon, "Prediction and Entropy of Printed English", 1951, equation 1 (F_1 and F_2).
     """
@@ -54,7 +54,7 @@ def token_entropies(
 
 
 def _targets(offsets: npt.NDArray[Any], documents: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[Any]:
-    """Return a mask [stop - start]: which of tokens start + 1 to stop are targets in the chosen documents."""
+    """Return a mask [stop - start] of the tokens start + 1 to stop that are targets in the chosen documents."""
     first = int(np.searchsorted(offsets, start + 1, side="right")) - 1
     last = int(np.searchsorted(offsets, stop, side="right"))
     bounds = np.clip(offsets[first : last + 1], start + 1, stop + 1) - (start + 1)

@@ -1,4 +1,4 @@
-"""Training on batches that the user's own code makes: any iterable of token tensors becomes a ``BatchSource``."""
+"""Batches from the user's own code: any iterable of token tensors becomes a ``BatchSource``."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -14,11 +14,11 @@ from llama_core.models.batch import IGNORE_INDEX, Batch
 class LoaderBatches:
     """An endless supply of batches from a re-iterable loader, such as ``torch.utils.data.DataLoader``.
 
-    A resumed run goes back to its place by passing over the batches it has already had, so the loader must give the
-    same batches in the same order on every pass.
+    A resumed run returns to its place by skipping the batches it has already used, so the loader must give the same
+    batches in the same order on every pass.
 
     Raises:
-        DataError: if the loader cannot be passed over twice.
+        DataError: if the loader cannot be iterated twice.
     """
 
     def __init__(self, loader: Iterable[Any], vocab_size: int) -> None:
@@ -49,20 +49,20 @@ class LoaderBatches:
         return {"taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place that ``state_dict`` returned."""
+        """Go to the position that ``state_dict`` returned."""
         self._taken = state["taken"]
         self._iterator = islice(iter(self.loader), self._taken, None)
 
 
 def made(loader: Any) -> Any:
-    """Return ``loader``, or what it makes if it is a function that makes one."""
+    """Return ``loader``, or its result if it is a function that makes a loader."""
     return loader() if callable(loader) and not isinstance(loader, Iterable) else loader
 
 
 def check_starts_over(loader: object) -> None:
-    """Raise ``DataError`` unless ``loader`` is an iterable that can be passed over again, as a generator cannot."""
+    """Raise ``DataError`` unless ``loader`` is an iterable that can start over, which a generator cannot."""
     if not isinstance(loader, Iterable):
-        raise DataError(f"{type(loader).__name__!r} is no dataloader; give an iterable of batches")
+        raise DataError(f"{type(loader).__name__!r} is not a dataloader; give an iterable of batches")
     if isinstance(loader, Iterator):
         raise DataError(
             f"a {type(loader).__name__} gives its batches only once; give an iterable that starts over, such as a "
@@ -75,12 +75,12 @@ def as_batch(item: Any, vocab_size: int) -> Batch:
 
     Args:
         item: a tensor of tokens [B, S]; or a pair of inputs and next-token targets, both [B, S]; or a mapping with
-            ``input_ids`` [B, S] and, optionally, ``labels`` (in place, as Hugging Face has them: shifted here, -100
-            is not trained on) and ``attention_mask`` (0 is not trained on).
+            ``input_ids`` [B, S] and, optionally, ``labels`` (not shifted, as in Hugging Face; they are shifted here,
+            and -100 is not trained on) and ``attention_mask`` (0 is not trained on).
         vocab_size: tokens must be below it.
 
     Raises:
-        DataError: if it is none of these, or a token is out of range.
+        DataError: if it has another form, or a token is out of range.
     """
     match item:
         case Batch():
@@ -108,7 +108,7 @@ def _tokens_and_labels(item: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _check(tokens_BS: Tensor, targets_BS: Tensor, vocab_size: int) -> None:
-    """Refuse what is not a batch of tokens of the model's vocabulary, targets of which may be -100."""
+    """Refuse a batch unless it holds tokens of the model's vocabulary; targets may also be -100."""
     if tokens_BS.ndim != 2 or tokens_BS.shape != targets_BS.shape or 0 in tokens_BS.shape:
         raise DataError(
             f"a batch has tokens {list(tokens_BS.shape)} and targets {list(targets_BS.shape)}; "
@@ -116,7 +116,7 @@ def _check(tokens_BS: Tensor, targets_BS: Tensor, vocab_size: int) -> None:
         )
     for ids_BS in (tokens_BS, targets_BS):
         if ids_BS.is_floating_point() or ids_BS.is_complex() or ids_BS.dtype == torch.bool:
-            raise DataError(f"tokens are integers, not {ids_BS.dtype}")
+            raise DataError(f"tokens must be integers, not {ids_BS.dtype}")
     if not (targets_BS != IGNORE_INDEX).any():
         raise DataError("a batch has no target to train on: all of them are masked")
     wrong = torch.cat([tokens_BS.flatten(), targets_BS[targets_BS != IGNORE_INDEX].flatten()])

@@ -1,4 +1,4 @@
-"""Packing documents into rows of one length, with targets and positions that keep documents apart."""
+"""Pack documents into rows of one length, with targets and positions that keep documents apart."""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -19,8 +19,8 @@ class PackedDataset:
     """Rows of ``seq_len`` tokens, cut out of the chosen documents laid end to end in an order drawn from ``seed``.
 
     Row i begins at token i * seq_len, and its last target is the first token of row i + 1: every token is an input
-    once, and every token but a document's first is a target once. The last row is filled up with end-of-text tokens
-    that are no targets, rather than dropped: a small corpus keeps all its text, and held-out loss is over all of it.
+    once, and every token except a document's first is a target once. The last row is padded with end-of-text tokens
+    that are not targets, and not dropped: a small corpus keeps all its text, and the held-out loss covers all of it.
 
     Takes 16 bytes of memory per document; tokens stay on disk.
 
@@ -29,7 +29,7 @@ class PackedDataset:
         documents: indices of the documents to pack.
         seq_len: tokens per row.
         seed: draws the order of the documents.
-        document_mask: whether attention shall stay inside each document; otherwise batches carry no positions.
+        document_mask: keep attention inside each document; otherwise batches carry no positions.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, BOS and EOS counted."""
+        """Tokens of all documents, including BOS and EOS."""
         return int(self._starts[-1])
 
     @property
@@ -65,15 +65,15 @@ class PackedDataset:
         return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
-        """Return the number of rows; the last end-of-text has no target after it and needs none."""
+        """Return the number of rows; the last token is only a target, never an input."""
         num_inputs = max(0, self.num_tokens - 1)
         return (num_inputs + self.seq_len - 1) // self.seq_len
 
     def row(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return tokens, targets and positions of a row, each [seq_len].
 
-        A target is the next token, or -100 where that belongs to another document or is padding. Positions count
-        from 0 at the start of the row and at each document's first token.
+        A target is the next token, or -100 if that belongs to another document or is padding. Positions count from 0
+        at the start of the row and at each document's first token.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)} rows")
@@ -87,7 +87,7 @@ class PackedDataset:
             source = self.cache.offsets[self.documents[document]] + low - self._starts[document]
             window[low - begin : high - begin] = self.cache.tokens[source : source + high - low]
         tokens, targets = window[:-1], window[1:].copy()
-        firsts = np.append(self._starts[first + 1 : last], end) - begin  # padding stands apart like a document
+        firsts = np.append(self._starts[first + 1 : last], end) - begin  # padding counts as another document
         targets[firsts[firsts <= self.seq_len] - 1] = IGNORE_INDEX
         targets[end - begin :] = IGNORE_INDEX
         segment_starts = np.zeros(self.seq_len, np.int64)
@@ -97,11 +97,11 @@ class PackedDataset:
 
 
 class PackedConversations(PackedDataset):
-    """Rows of ``seq_len`` tokens that hold whole conversations, so that no answer stands in a row without its prompt.
+    """Rows of ``seq_len`` tokens that hold whole conversations, so that no answer is in a row without its prompt.
 
-    What is left of a row is padding without targets. The end of a conversation that is longer than a row is cut off;
-    one that has no token that counts before that is left out. A text among the conversations is cut into pieces, each
-    of which begins with the last target of the one before.
+    The rest of a row is padding without targets. A conversation longer than a row is truncated, and left out if no
+    token that remains counts. A text among the conversations is cut into pieces, each of which begins with the last
+    target of the previous one.
 
     Takes 40 bytes of memory per document; tokens stay on disk.
 
@@ -109,23 +109,23 @@ class PackedConversations(PackedDataset):
         cache: the tokenised corpus, which holds conversations.
         documents: indices of the documents to pack.
         seq_len: tokens per row.
-        seed: draws the order of documents of one length.
-        document_mask: whether a row may hold several, between which attention is masked; otherwise each has a row of
-            its own, and batches carry no positions.
+        seed: draws the order of documents of the same length.
+        document_mask: let a row hold several documents, and mask attention between them; otherwise each has its own
+            row, and batches carry no positions.
     """
 
     def __init__(
         self, cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
     ) -> None:
         if cache.ignored is None or cache.is_conversation is None:
-            raise ValueError("these documents are texts; PackedDataset packs them")
+            raise ValueError("these documents are texts; use PackedDataset")
         super().__init__(cache, documents, seq_len, seed=seed, document_mask=document_mask)
         self._ignored = cache.ignored
         is_conversation = cache.is_conversation[self.documents]
-        # a document's last token is a target and no input
+        # a document's last token is a target, not an input
         num_inputs = np.diff(self._starts) - 1
         self.num_truncated = int((is_conversation & (num_inputs > seq_len)).sum())
-        """Conversations whose end is cut off."""
+        """Number of truncated conversations."""
         num_pieces = np.where(is_conversation, 1, -(-num_inputs // seq_len))
         document = np.repeat(np.arange(len(num_pieces)), num_pieces)
         before = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * seq_len
@@ -134,7 +134,7 @@ class PackedConversations(PackedDataset):
         num_targets = lengths - _count(self._ignored, begins + 1, begins + 1 + lengths)
         kept = num_targets > 0
         self.num_left_out = int((~kept).sum())
-        """Conversations without a token that counts before the end of a row."""
+        """Number of conversations left out, because no token that fits into a row counts."""
         self._num_targets = int(num_targets.sum())
         begins, lengths = begins[kept], lengths[kept]
         rows = best_fit(lengths, seq_len) if document_mask else np.arange(len(lengths))
@@ -159,8 +159,8 @@ class PackedConversations(PackedDataset):
     def row(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return tokens, targets and positions of a row, each [seq_len].
 
-        A target is the next token where that counts in the loss, else -100. Positions count from 0 at the first token
-        of each document, and of the padding.
+        A target is the next token if that counts in the loss, else -100. Positions count from 0 at the first token of
+        each document and of the padding.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)} rows")
@@ -181,23 +181,23 @@ class PackedConversations(PackedDataset):
 def pack(
     cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
 ) -> PackedDataset:
-    """Return some documents of a corpus as rows: whole conversations where there are any, else texts end to end."""
+    """Return some documents of a corpus as rows: whole conversations if there are any, else texts end to end."""
     kind = PackedDataset if cache.ignored is None else PackedConversations
     return kind(cache, documents, seq_len, seed=seed, document_mask=document_mask)
 
 
 def best_fit(lengths: npt.NDArray[Any], capacity: int) -> npt.NDArray[np.int64]:
-    """Return the row of each piece: from the longest piece to the shortest, the fullest row that still takes it.
+    """Return the row of each piece by best-fit decreasing: longest piece first, each into the fullest row with room.
 
     Args:
-        lengths: the pieces, [pieces], none above ``capacity``.
-        capacity: what a row takes.
+        lengths: lengths of the pieces, [pieces], none above ``capacity``.
+        capacity: length of a row.
 
     Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830, section 3.
     """
     rows = np.empty(len(lengths), np.int64)
     by_space: defaultdict[int, list[int]] = defaultdict(list)
-    spaces: list[int] = []  # those that some row has left, ascending
+    spaces: list[int] = []  # the distinct free spaces of rows, ascending
     num_rows = 0
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
@@ -219,7 +219,7 @@ def best_fit(lengths: npt.NDArray[Any], capacity: int) -> npt.NDArray[np.int64]:
 
 
 def _count(mask: npt.NDArray[np.bool_], begins: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return how many are set between each begin and end; no two of these spans overlap, and none is empty."""
+    """Return how many are set between each begin and end; these spans must not overlap or be empty."""
     counts = np.zeros(len(begins), np.int64)
     if len(begins):
         order = np.argsort(begins)
@@ -229,10 +229,10 @@ def _count(mask: npt.NDArray[np.bool_], begins: npt.NDArray[Any], ends: npt.NDAr
 
 
 def permutation(length: int, seed: int, *stream: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of ``range(length)`` drawn from ``seed`` and the number of a stream.
+    """Return a permutation of ``range(length)`` drawn from ``seed`` and a stream number.
 
-    It sorts raw PCG64 output, which NumPy keeps the same in every version, unlike ``Generator.permutation``: a run
-    resumed after an upgrade sees the same order.
+    It sorts raw PCG64 output, which NumPy keeps the same in every version, unlike ``Generator.permutation``. A run
+    that resumes after an upgrade therefore sees the same order.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=stream)
     return np.argsort(np.random.PCG64(sequence).random_raw(length), kind="stable")

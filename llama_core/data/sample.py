@@ -1,4 +1,4 @@
-"""The built-in sample: real text that exists on every machine, made from Python's own standard library."""
+"""The built-in sample: real text that every machine has, made from Python's standard library."""
 
 import hashlib
 import json
@@ -32,17 +32,17 @@ _LEFT_OUT = frozenset(
 
 
 def sample_file(directory: Path, standard_library: Path | None = None) -> Path:
-    """Return a .jsonl of Python's standard library, writing it into ``directory`` the first time.
+    """Return a .jsonl file of Python's standard library, writing it into ``directory`` the first time.
 
-    One document per module, its source with its docstrings, in order of the modules' paths: about ten megabytes of
-    code and of the prose in it. Another Python gives another file.
+    It has one document per module, its source with its docstrings, in order of the modules' paths: about ten megabytes
+    of code and prose. Another version of Python gives another file.
 
     Args:
         directory: where the file is kept.
         standard_library: the folder to read; default: the running Python's.
 
     Raises:
-        DataError: if this Python comes without the source of its standard library.
+        DataError: if this Python lacks the source of its standard library.
         OSError: if the file cannot be written.
     """
     library = standard_library or Path(sysconfig.get_path("stdlib"))
@@ -69,7 +69,7 @@ def _modules(library: Path) -> Iterator[Path]:
 
 
 def _source(path: Path) -> str:
-    """Return a module's source, or nothing where it does not keep to its own encoding."""
+    """Return a module's source, or an empty string if its encoding is invalid."""
     try:
         with tokenize.open(path) as file:
             return file.read()

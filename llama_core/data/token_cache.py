@@ -1,8 +1,8 @@
-"""The token cache: a corpus is tokenised once, into memory-mapped files that later runs open at once.
+"""The token cache: tokenise a corpus once, into memory-mapped files that later runs open without delay.
 
-A cache is a directory, named after a digest of the source files, the field, the tokenizer, the format and, where the
-source holds conversations, how they become text. It is written under a temporary name and renamed when complete: a
-directory with the final name is a whole cache.
+A cache is a directory, named after a digest of the source files, the field, the tokenizer, the cache format and, if the
+source holds conversations, how they become text. It is written under a temporary name and renamed when complete, so a
+directory with the final name is a complete cache.
 """
 
 import hashlib
@@ -50,19 +50,19 @@ class TokenCache:
     text_hashes: npt.NDArray[Any]
     """A hash of each document's text or messages, uint64 [documents]; it decides what is held out."""
     fingerprint: str
-    """What made the ids: the tokenizer, and how conversations become text where there are any."""
+    """Identifies the tokenizer and, if there are conversations, the format that made the ids."""
     eos_id: int
-    """Its end-of-text id."""
+    """The tokenizer's end-of-text id."""
     bad_lines: BadLines
-    """What was left out."""
+    """The lines that were left out."""
     path: Path
     """The cache's directory."""
     ignored: npt.NDArray[np.bool_] | None = None
-    """Tokens that do not count in the loss, a mask [tokens]; None where all documents are texts, which count whole."""
+    """Tokens that do not count in the loss, a mask [tokens]; None if all documents are texts, where all tokens do."""
     is_conversation: npt.NDArray[np.bool_] | None = None
-    """Which documents are conversations, a mask [documents]; None where none is."""
+    """Which documents are conversations, a mask [documents]; None if there are none."""
     conversations: ConversationCounts = field(default_factory=ConversationCounts)
-    """What they are."""
+    """Counts of the conversations."""
 
     @property
     def num_documents(self) -> int:
@@ -88,7 +88,7 @@ def cached_tokens(
     max_bad_lines: int,
     on_progress: OnProgress = lambda done, total: None,
 ) -> TokenCache:
-    """Return the token cache of ``files``, building it in ``directory`` unless it is there.
+    """Return the token cache of ``files``, building it in ``directory`` if it is not there.
 
     Processes that build the same cache at once do the work twice and share the first one's result.
 
@@ -96,7 +96,7 @@ def cached_tokens(
         DataError: if the corpus cannot be read, is empty, or has more than ``max_bad_lines`` unusable lines.
         OSError: if the cache cannot be written; nothing of it is left then.
     """
-    # whether a source holds conversations, and their format matters, is known once it has been read
+    # only reading a source shows whether it holds conversations, so that their format matters
     made_by = {False: tokenizer.fingerprint, True: f"{tokenizer.fingerprint} {chat.fingerprint}"}
     entries = {key: directory / f"tokens-{_key(files, text_field, made_by[key])}" for key in made_by}
 
@@ -146,7 +146,7 @@ def _token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
-    """Return the cache in ``entry``; None if there is none, or files of it are missing or cut short."""
+    """Return the cache in ``entry``; None if there is none, or its files are missing or cut short."""
     if not entry.exists():
         return None
     try:
@@ -170,7 +170,7 @@ def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
             **masks,
         )
     except (RunDirectoryError, FileNotFoundError, KeyError, TypeError, ValueError) as error:
-        logger.warning("token cache %s is damaged (%s) and is made again", entry, error)
+        logger.warning("token cache %s is damaged (%s); building it again", entry, error)
         return None
 
 
@@ -197,7 +197,7 @@ def _write(
                     bad_lines.add(document.location, problem, max_bad_lines)
                     continue
                 if document.turns is not None and ignored is not None:
-                    ignored_file.seek(offsets[-1])  # over the texts before it, which leaves zeros
+                    ignored_file.seek(offsets[-1])  # past the texts before it, which leaves zeros
                     ignored_file.write(ignored.tobytes())
                     conversations += ConversationCounts.of(document.turns)
                 tokens_file.write(ids.astype(dtype, copy=False).tobytes())
@@ -230,7 +230,7 @@ def _write(
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents, so that a tokenizer can use all cores, into about a mebicharacter each."""
+    """Group documents into batches of about 2**20 characters, so that a tokenizer can use all cores."""
     batch: list[Document] = []
     length = 0
     for document in documents:
@@ -248,7 +248,7 @@ def _text_hash(text: str) -> int:
 
 
 def _sync(file: BufferedWriter) -> None:
-    """Put what was written on the disk, so that a renamed directory is whole even after a power cut."""
+    """Flush a file to the disk, so that a renamed directory is complete even after a power cut."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -270,12 +270,12 @@ def _publish(temporary: Path, entry: Path) -> None:
     try:
         temporary.rename(entry)
     except OSError as error:
-        if error.errno not in (EEXIST, ENOTEMPTY):  # another process has put the same cache there first
+        if error.errno not in (EEXIST, ENOTEMPTY):  # another process has published the same cache first
             raise
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove what builds that were killed left behind: temporary directories that nobody writes any more."""
+    """Remove the temporary directories of killed builds: those that nobody writes any more."""
     for temporary in directory.glob(".tokens-*.tmp"):
         with suppress(FileNotFoundError):  # its builder may finish just now
             touched = max(path.stat().st_mtime for path in [temporary, *temporary.iterdir()])

@@ -22,7 +22,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text, and where they stand in it."""
+    """The tokens of a text, and their places in it."""
 
     ids: npt.NDArray[Any]
     """uint16 or uint32 [tokens]."""
@@ -42,7 +42,7 @@ class TemplateSource(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer."""
+    """The interface that the data pipeline needs."""
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Id that begins each document; None where the tokenizer has none."""
+        """Id that begins each document; None if the tokenizer has none."""
 
     @property
     def eos_id(self) -> int:
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
         """Digest that two tokenizers share only if they give the same ids."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return the ids of each text, between BOS (where there is one) and EOS."""
+        """Return the ids of each text, between BOS (if there is one) and EOS."""
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
@@ -73,17 +73,17 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> TemplateSource | None:
-        """The chat template that comes with it; None where there is none."""
+        """The chat template that comes with it; None if there is none."""
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the tokens of each rendered conversation: special tokens are those it spells, and none are added."""
+        """Return the tokens of each rendered conversation, which spells its own special tokens; none are added."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``; special tokens give none."""
+        """Return the text of ``ids``, without special tokens."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are bytes like any others."""
+    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are ordinary bytes."""
 
     name = BYTES
     vocab_size = 258
@@ -114,15 +114,15 @@ class ByteTokenizer:
         return Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.uint16), begins, begins + 1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``; ids that are no byte are left out, invalid UTF-8 is replaced."""
+        """Return the text of ``ids``; ids that are not bytes are left out, invalid UTF-8 is replaced."""
         return bytes(index for index in ids if 0 <= index < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
     """A ``tokenizer.json``, read with the package ``tokenizers``.
 
-    BOS and EOS are those that ``tokenizer_config.json`` beside it names, else Llama's. Text that spells a special
-    token, such as ``</s>``, is encoded as the characters it is.
+    BOS and EOS are those that ``tokenizer_config.json`` beside it names, else Llama's. In a document, text that spells
+    a special token, such as ``</s>``, is encoded as plain characters.
 
     Args:
         path: a ``tokenizer.json``, or a folder that holds one.
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except OSError as error:
             raise DataError(f"cannot read tokenizer {str(file)!r}: {error.strerror or error}") from None
-        except Exception as error:  # what the Rust parser raises has no class of its own
+        except Exception as error:  # the Rust parser's errors have no class of their own
             raise DataError(f"{str(file)!r} is not a Hugging Face tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -171,13 +171,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = digest.hexdigest()
 
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return uint32 ids of each text, between BOS (where there is one) and EOS; runs on all cores."""
+        """Return uint32 ids of each text, between BOS (if there is one) and EOS; runs on all cores."""
         before = [] if self.bos_id is None else [self.bos_id]
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return uint32 ids of each text, in which special tokens are what it spells; runs on all cores."""
+        """Return uint32 ids of each text, which spells its own special tokens; runs on all cores."""
         self._tokenizer.encode_special_tokens = False
         try:
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -252,16 +252,16 @@ def _special_id(tokenizer: "tokenizers.Tokenizer", file: Path, configured: objec
 
 
 def _token_name(configured: object) -> str | None:
-    """Return how a special token of ``tokenizer_config.json`` is spelt, or None where there is none."""
+    """Return the spelling of a special token in ``tokenizer_config.json``, or None if there is none."""
     name = configured.get("content") if isinstance(configured, dict) else configured
     return None if name is None else str(name)
 
 
 def _chat_template(folder: Path, configured: object) -> TemplateSource | None:
-    """Return a tokenizer's chat template, from where transformers takes it: a file of its own, else the configuration.
+    """Return a tokenizer's chat template from where transformers takes it: its own file, else the configuration.
 
     Raises:
-        DataError: if the file cannot be read, or there are several templates and none is the default one.
+        DataError: if the file cannot be read, or there are several templates and none is the default.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():

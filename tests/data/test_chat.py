@@ -218,7 +218,7 @@ def test_templates_without_a_header_for_the_prompt_count_what_they_make_the_mode
         ([ASKED, {"role": "assistant", "content": None}], "message 2 has no 'content', only 'role'; give it"),
         ([{"role": "user", "content": ["?"]}], "message 1 has a list as its 'content'; make it a string"),
         ([{"role": "human", "content": "?"}], "message 1 has the unknown role 'human'; use one of system, "),
-        ([{"role": "assistant", "tool_calls": [{}]}], "message 1 calls tools, which is not supported; spell"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "message 1 calls tools, which is not supported; write"),
         ([ANSWERED, {"role": "tool", "content": "!"}], 'chat template "Llama 3\'s format" refuses it: the roles are'),
     ],
 )
@@ -239,9 +239,9 @@ def test_a_conversation_that_cannot_be_understood_is_refused_with_its_place(tmp_
         ("{{ messages[0].content + 1 }}", "refuses it: TypeError: can only concatenate str"),
         ("{{ ''.__class__.__mro__ }}", "refuses it: access to attribute '__class__' of 'str' object is unsafe."),
         ("{{ messages.append(1) }}", "refuses it: "),
-        (FORGETFUL, "refuses it: it renders message 2 otherwise inside the conversation than at its end"),
-        ("{{ messages[0].content }}", "renders nothing of the assistant's; set another data.chat_template"),
-        ("{% if %}", "is no Jinja: line 1: Expected an expression"),
+        (FORGETFUL, "refuses it: it renders message 2 differently inside the conversation than at its end"),
+        ("{{ messages[0].content }}", "renders no assistant text; set another data.chat_template"),
+        ("{% if %}", "is not valid Jinja: line 1: Expected an expression"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, report):
@@ -283,7 +283,7 @@ def test_messages_without_content_are_dropped_and_counted():
     [
         ([], "no message has any content"),
         ([{"role": "user", "content": ""}], "no message has any content"),
-        ([ASKED, {"role": "assistant", "content": ""}], "nothing of it would count in the loss"),
+        ([ASKED, {"role": "assistant", "content": ""}], "none of it would count in the loss"),
         ([{"role": "user", "content": ""}, ANSWERED], "refuses it without its empty turns"),
         ([ASKED, {"role": "assistant", "content": "\ud800"}], "lone surrogate at character"),
     ],
@@ -393,7 +393,7 @@ def test_what_a_message_spells_is_a_special_token_as_in_transformers(llama3_toke
 
 def test_a_note_names_the_markers_that_the_tokenizer_does_not_have(tmp_path, llama3):
     records = [[ASKED, ANSWERED]]
-    assert "<|start_header_id|>, <|end_header_id|>, <|eot_id|> of Llama 3's format for plain text" in "".join(
+    assert "<|start_header_id|>, <|end_header_id|>, <|eot_id|> of Llama 3's format as plain text" in "".join(
         check(tmp_path, records).notes
     )
     assert check(tmp_path, records, tokenizer=str(llama3)).notes == ()
@@ -425,4 +425,4 @@ def test_a_check_counts_what_it_has_read(tmp_path):
         "chats.jsonl': 2 conversations (1 multi-turn, 1 with a system prompt, 3 assistant turns), "
         "template: Llama 3's format"
     )
-    assert found.notes[-1] == "1 of the documents are texts, every token of which counts in the loss"
+    assert found.notes[-1] == "1 of the documents are texts, where every token counts in the loss"

@@ -285,10 +285,10 @@ def test_conversations_that_lose_their_end_are_said(tmp_path):
     statistics = load(source, tmp_path, seq_len=256, validation_fraction=0.0).statistics
     assert (statistics.num_truncated, statistics.num_left_out) == (2, 1)
     assert statistics.notes[-1] == (
-        "2 of the conversations to train on are longer than training.seq_len=256 and lose their end; "
-        "1 of them have nothing left that counts, and are left out"
+        "2 of the conversations to train on are longer than training.seq_len=256 and are truncated; "
+        "1 of them lose every token that counts and are left out"
     )
-    with pytest.raises(DataError, match=r"of 42 conversations .* none has a token that counts .* first 65; .*seq_len"):
+    with pytest.raises(DataError, match=r"none of 42 conversations .* has a token that counts .* first 65; .*seq_len"):
         load(source, tmp_path, seq_len=64, validation_fraction=0.0)
 
 
@@ -318,7 +318,7 @@ def test_texts_among_conversations_count_whole(tmp_path):
         write_jsonl(tmp_path / "a.jsonl", [CHATS[0], DOCUMENTS[0]]), tmp_path, seq_len=256, validation_fraction=0.0
     ).statistics
     assert statistics.num_targets == len(f"{CHATS[0][1]['content']}<|eot_id|>") + len(DOCUMENTS[0]) + 1
-    assert "1 of the documents are texts, every token of which counts in the loss" in statistics.notes
+    assert "1 of the documents are texts, where every token counts in the loss" in statistics.notes
 
 
 def test_less_text_than_one_sequence_is_refused(tmp_path):

@@ -167,11 +167,11 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         ([], "the dataloader is empty"),
         ([["text"]], "a batch of type list is not understood"),
         ([{"text": 1}], "a batch of type dict with keys 'text' is not understood"),
-        (5, "'int' is no dataloader; give an iterable of batches"),
+        (5, "'int' is not a dataloader; give an iterable of batches"),
         ([(torch.zeros(2, 9).long(), torch.full((2, 9), -100))], "a batch has no target to train on"),
         ([torch.zeros(4, dtype=torch.long)], r"must be \[sequences, tokens\]"),
         ([torch.full((2, 9), 500)], "token 500 is not in the model's vocabulary of 128"),
-        ([torch.zeros(2, 9)], "tokens are integers, not torch.float32"),
+        ([torch.zeros(2, 9)], "tokens must be integers, not torch.float32"),
         ([torch.full((2, 9), -5)], "token -5 is not in the model's vocabulary of 128"),
     ],
 )
