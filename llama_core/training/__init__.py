@@ -1,1 +1,1 @@
-"""Training itself: the data, the optimizer, the loop, its checkpoints and its metrics."""
+"""Training: the engine, the optimizer, the loop, checkpoints, metrics, and weights read and written."""

@@ -1,12 +1,12 @@
-"""Checkpoints: written aside, made visible whole, and never overwritten.
+"""Checkpoints: written under a hidden name, renamed when complete, never overwritten.
 
 Every rank's engine writes its own shards; rank 0 does the rest.
 
-A checkpoint is a directory ``step-00000100`` of what the engines wrote (torch's distributed format, which any number of
-ranks under any plan can read, or DeepSpeed's) plus ``state.json`` (the trainer's counters and the size of every file)
-and a copy of the run's ``config.yaml``. It is written as ``.step-00000100.writing`` and
-renamed when every byte is on disk; the ``latest`` file names the newest one and is replaced last. Killing the process
-at any moment therefore leaves the earlier checkpoints as they were.
+A checkpoint is a directory ``step-00000100``. It holds the engines' files (in torch's distributed format, which any
+number of ranks under any plan can read, or in DeepSpeed's), ``state.json`` (the trainer's counters and the size of
+every file) and a copy of the run's ``config.yaml``. It is written as ``.step-00000100.writing`` and renamed when every
+byte is on disk; the ``latest`` file names the newest one and is replaced last. Killing the process at any moment
+therefore leaves the earlier checkpoints intact.
 """
 
 import errno
@@ -37,7 +37,7 @@ from llama_core.records.files import atomic_write, write_json
 from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)
-# One process is what we mean, not an accident; the warning comes from the thread that writes.
+# A single process is intended; the thread that writes would warn about it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -59,11 +59,11 @@ class Checkpointer:
         self._pending: _Pending | None = None
 
     def save(self, step: int, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Begin to write the state after ``step``; ``poll`` or ``finish`` makes it visible.
+        """Start writing the state after ``step``; ``poll`` or ``finish`` publishes it.
 
         Args:
             step: the last completed optimizer step, from 1.
-            engine: what has the weights and moments.
+            engine: holds the weights and moments.
             state: the trainer's counters, as JSON.
 
         Raises:
@@ -72,14 +72,14 @@ class Checkpointer:
         self.finish()
         writing = self._writing(step)
         try:
-            writing.mkdir(parents=True, exist_ok=True)  # by whichever rank is here first
+            writing.mkdir(parents=True, exist_ok=True)  # the first rank to get here makes it
             written = engine.save(writing)
         except OSError as error:
             raise self._failed(step, error) from error
         self._pending = _Pending(step, state, written)
 
     def poll(self) -> None:
-        """Make the checkpoint being written visible if its files are complete.
+        """Publish the checkpoint being written if its files are complete.
 
         Raises:
             CheckpointError: if writing it failed.
@@ -88,7 +88,7 @@ class Checkpointer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written, if any, and make it visible.
+        """Wait for the checkpoint being written, if any, and publish it.
 
         Raises:
             CheckpointError: if writing it failed; the earlier checkpoints are untouched.
@@ -98,7 +98,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         try:
             pending.written.result()
-            if is_first_rank():  # whose part is done last, when all others have reported theirs
+            if is_first_rank():  # its write completes only after all other ranks have reported theirs
                 self._publish(pending.step, pending.state)
         except (OSError, dcp.CheckpointException) as error:
             raise self._failed(pending.step, error) from error
@@ -109,12 +109,12 @@ class Checkpointer:
         paths = sorted(path for path in writing.rglob("*") if path.is_file())
         files = {str(path.relative_to(writing)): path.stat().st_size for path in paths}
         write_json(writing / STATE, {"step": step, **state, "files": files})
-        if final.exists():  # damaged, or this step would not have been taken again
+        if final.exists():  # it is damaged: otherwise the run would not have repeated this step
             final.replace(self.run.checkpoints / f".{final.name}.damaged.writing")
         writing.replace(final)
         with atomic_write(self.run.checkpoints / LATEST) as temporary:
             temporary.write_text(final.name + "\n")
-        # later ones have been found damaged
+        # any later checkpoint was found damaged
         so_far = [path for path in list_checkpoints(self.run) if path.name <= final.name]
         for old in so_far[: -self.keep]:
             shutil.rmtree(old)
@@ -122,7 +122,7 @@ class Checkpointer:
     def load(self, engine: Engine) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint and return the trainer's counters, or None if there is none.
 
-        A damaged checkpoint (a file missing, truncated or unreadable) is passed over with a warning.
+        A damaged checkpoint (a file is missing, truncated or unreadable) is skipped with a warning.
 
         Raises:
             CheckpointError: if there are checkpoints but none can be read.
@@ -131,7 +131,7 @@ class Checkpointer:
         if is_first_rank():
             for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
                 shutil.rmtree(unfinished)
-        # The first rank looks, and the others take its word: a shared file system may show them another state.
+        # Rank 0 decides for all ranks: a shared file system may show the others a different state.
         candidates = from_first_rank([path.name for path in reversed(list_checkpoints(self.run))])
         for name in candidates:
             path = self.run.checkpoints / name
@@ -150,7 +150,7 @@ class Checkpointer:
         if candidates:
             raise CheckpointError(
                 f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read; "
-                "bring one back from a copy, or remove them to start over"
+                "restore one from a backup, or remove them to start over"
             )
         return None
 
@@ -167,7 +167,7 @@ class Checkpointer:
 
 
 def _state_or_problem(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return the counters of the checkpoint in ``path``, or what is wrong with it."""
+    """Return the counters of the checkpoint in ``path`` and "", or None and the problem with it."""
     try:
         return complete_state(path), ""
     except CheckpointError as error:
@@ -185,5 +185,5 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the last line of an error, which says the cause where torch gathers those of all ranks."""
+    """Return the last line of an error: when torch gathers the errors of all ranks, it names the cause."""
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""What trains: a model and its optimizer behind one interface, whoever divides them over the ranks."""
+"""The training engine: a model and its optimizer behind one interface, parallelised by torch or by DeepSpeed."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,10 +28,10 @@ from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.optimizer import build_optimizer
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CLIP_EPSILON = 1e-6  # torch's own, so that norms near the limit are clipped as everywhere
+CLIP_EPSILON = 1e-6  # the value in torch's clip_grad_norm_, so that norms near the limit are clipped the same
 
-# by parameter name throughout: ranks of a pipeline have other parameters each. What is frozen is no state, and torch
-# would miss it where it is strict; what is missing in a checkpoint is an error of reading it
+# Moments are keyed by parameter name, because each pipeline rank holds different parameters. Frozen parameters are not
+# saved, and strict=True would reject their absence; an entry missing from a checkpoint still fails in dcp.load.
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 
 
@@ -41,10 +41,10 @@ class Engine(Protocol):
     model: Llama
 
     def initialize_weights(self, seed: int) -> None:
-        """Draw the initial weights: for one seed the same ones whatever the plan."""
+        """Draw the initial weights; a seed gives the same weights under every plan."""
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
-        """Have ``fill`` set this rank's parameters: it is given the model, or one part of it after another."""
+        """Call ``fill`` on the rank's model, or on one part of it after another, to set the parameters."""
 
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
         """Compute the gradients of one step, times ``loss_scale``, and return its mean loss over all ranks."""
@@ -60,14 +60,14 @@ class Engine(Protocol):
     ) -> Update:
         """Clip the gradients by their global norm, update the weights with them, and drop them.
 
-        The update is left out if the loss or the norm is not finite on any rank.
+        The update is skipped if the loss or the norm is not finite on any rank.
         """
 
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the cross-entropy summed over the target tokens of all ranks, and how many they were."""
+        """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens."""
 
     def save(self, folder: Path) -> "Future[Any]":
-        """Begin to write the weights and moments of all ranks to ``folder``, as they are now."""
+        """Start writing the current weights and moments of all ranks to ``folder``."""
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote.
@@ -79,14 +79,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step measured; tensors, so that a step needs no more than one synchronisation."""
+    """The results of one optimizer step; loss and norm are tensors, so that a step synchronises at most once."""
 
     loss: Tensor
     """Mean cross-entropy over the target tokens of all microbatches, fp32 scalar."""
     grad_norm: Tensor
     """Global gradient norm before clipping, fp32 scalar."""
     updated: bool
-    """Whether the weights were updated: not when the loss or the norm was not finite."""
+    """Whether the weights were updated; False if the loss or the norm was not finite."""
 
 
 def train_step(
@@ -108,7 +108,7 @@ def train_step(
         microbatches: this rank's share of the step's sequences, in order, on its device.
         learning_rate: rate of this step.
         max_grad_norm: global norm above which gradients are scaled down.
-        loss_scale: what the loss is multiplied by in the backward, and the gradients divided by after it.
+        loss_scale: multiplies the loss in the backward; the gradients are divided by it afterwards.
         on_phase: called as each forward, backward and optimizer phase begins.
     """
     loss = engine.forward_backward(microbatches, loss_scale=loss_scale, on_phase=on_phase)
@@ -119,13 +119,13 @@ def train_step(
 
 
 class NativeEngine:
-    """A model that torch divides, and its optimizer.
+    """A model parallelised by torch, and its optimizer.
 
     Args:
         parallel: this rank's part of the model, materialized.
         optimizer: the optimizer of its parameters.
-        check_finite: look at loss and norm before an update, which waits for the device; without it no value is read
-            back, as a step on fake tensors needs.
+        check_finite: check loss and norm before an update, which waits for the device. Steps on fake tensors need
+            False, since no value can be read from them.
     """
 
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer, *, check_finite: bool = True) -> None:
@@ -136,7 +136,7 @@ class NativeEngine:
         self.evaluate = parallel.evaluate
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
-        """Have ``fill`` set this rank's parameters."""
+        """Call ``fill`` on the rank's model to set its parameters."""
         fill(self.model)
 
     def update(
@@ -164,10 +164,10 @@ class NativeEngine:
         return Update(grad_norm, updated)
 
     def save(self, folder: Path) -> "Future[Any]":
-        """Copy the weights and moments and write them in the background, every rank its shards.
+        """Copy the weights and moments; every rank then writes its shards in the background.
 
         Raises:
-            OSError: if the folder cannot be written to; what goes wrong later is the future's.
+            OSError: if the folder cannot be written to; the future raises later errors.
         """
         written = dcp.async_save(
             self._state(), checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None
@@ -177,7 +177,7 @@ class NativeEngine:
         return written
 
     def load(self, folder: Path) -> None:
-        """Restore the weights and moments that any number of ranks wrote, under any plan.
+        """Restore weights and moments written by any number of ranks under any plan.
 
         Raises:
             PlanError: if DeepSpeed wrote them.
@@ -185,8 +185,8 @@ class NativeEngine:
         """
         if (folder / LAYOUT).exists():
             raise PlanError(
-                f"{folder} was written by DeepSpeed, whose moments no other plan reads; "
-                "continue with parallel.zero_backend=deepspeed, or begin a run with its weights (training.init_from)"
+                f"{folder} was written by DeepSpeed, and only DeepSpeed can read its moments; "
+                "continue with parallel.zero_backend=deepspeed, or start a run from its weights (training.init_from)"
             )
         state = self._state()
         dcp.load(state, checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None)
@@ -200,7 +200,7 @@ class NativeEngine:
 
     @cached_property
     def _writers(self) -> dist.ProcessGroup | None:
-        """The group of the threads that write: they talk to other ranks while training does."""
+        """The process group of the writing threads, which communicate while training does too."""
         return dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
 
     def _state(self) -> dict[str, Any]:
@@ -209,11 +209,11 @@ class NativeEngine:
 
 
 def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) -> Engine:
-    """Return this rank's part of the model of ``config``, with undefined weights, and its optimizer.
+    """Return this rank's engine: its part of the model of ``config``, with uninitialised weights, and the optimizer.
 
     Raises:
         EnvironmentMismatchError: if the plan needs a package that is missing.
-        PlanError: if the plan has another number of ranks than were started.
+        PlanError: if the plan's number of ranks is not the number that was started.
     """
     dtype, new_optimizer = COMPUTE_DTYPES[config.training.precision], partial(build_optimizer, training=config.training)
     if plan.zero_backend == "deepspeed":

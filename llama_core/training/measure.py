@@ -1,4 +1,4 @@
-"""Measuring: memory held by this process or device, and the time of optimizer steps."""
+"""Measure the memory held by this process or device, and the time of optimizer steps."""
 
 import statistics
 import time
@@ -15,10 +15,10 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Memory held now and at most: the allocator's on CUDA, the process's resident set on the CPU.
+    """Current and peak memory: the allocator's on CUDA, the process's resident set on the CPU.
 
-    On Linux the kernel keeps the resident set's peak (``VmHWM``), which ``reset_peak`` sets back; elsewhere the peak
-    is the largest value that was read.
+    On Linux the kernel records the peak of the resident set (``VmHWM``), and ``reset_peak`` resets it; elsewhere the
+    peak is the largest value read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class MemoryMeter:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all it was given."""
+    """Wait until ``device`` has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -79,12 +79,12 @@ def time_steps(
 
     Args:
         step: runs one whole optimizer step.
-        warmup_steps: steps that are not counted.
+        warmup_steps: untimed steps before the timed ones.
         num_steps: steps that are timed, at least one.
-        tokens_per_step: tokens of one step, all devices together.
-        device: the device to wait for before the clock is read.
+        tokens_per_step: tokens of one step over all devices.
+        device: the device to wait for before reading the clock.
         device_label: the device's name for the record.
-        mfu: turns tokens per second into model FLOPs utilisation, or None where the peak is unknown.
+        mfu: converts tokens per second into model FLOPs utilisation; returns None if the device's peak is unknown.
     """
     for _ in range(warmup_steps):
         step()

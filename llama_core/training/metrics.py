@@ -1,4 +1,4 @@
-"""Where the record of every step goes: Parquet, a heartbeat file, TensorBoard, Weights & Biases, and a line of text."""
+"""Sinks for the record of every step: Parquet, a heartbeat file, TensorBoard, Weights & Biases, and a line of text."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,16 +14,16 @@ from llama_core.units import format_bytes
 
 
 class MetricsSink(Protocol):
-    """Something that takes the record of every step."""
+    """A destination for the record of every step."""
 
     def write(self, record: StepRecord) -> None:
         """Take one step's record."""
 
     def flush(self) -> None:
-        """Put everything taken so far where it survives the process."""
+        """Make sure that everything taken so far survives the process."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush, and release what is held open."""
 
 
 class ParquetSink:
@@ -35,13 +35,13 @@ class ParquetSink:
         self._records: list[StepRecord] = []
 
     def write(self, record: StepRecord) -> None:
-        """Keep the record, and write a part once ``part_size`` are kept."""
+        """Buffer the record; write a part once ``part_size`` are buffered."""
         self._records.append(record)
         if len(self._records) >= self.part_size:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is kept as a part."""
+        """Write the buffered records as a part."""
         if self._records:
             write_metrics_part(self.run, self._records)
             self._records = []
@@ -50,7 +50,7 @@ class ParquetSink:
 
 
 class HeartbeatSink:
-    """Keeps the newest record in one small file, for whoever watches the run from outside."""
+    """Keeps the newest record in one small file, for processes that watch the run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -60,18 +60,18 @@ class HeartbeatSink:
         write_json(self.run.heartbeat, record, durable=False)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: nothing is buffered."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
 
 class TensorBoardSink:
     """Writes the scalars of every record as TensorBoard events."""
 
     def __init__(self, run: RunDirectory, resumed_at: int) -> None:
-        # The standalone writer of the tensorboard package is used through torch; events after the step a resumed
-        # run starts from are purged, so that a step shows once.
+        # torch wraps the tensorboard package's own writer. Events after the step that a resumed run starts from are
+        # purged, so that each step shows once.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.logs / "tensorboard"), purge_step=resumed_at + 1)
@@ -117,7 +117,7 @@ class WandbSink:
         self._run.log(_scalars(record), step=record.step)
 
     def flush(self) -> None:
-        """W&B writes from a process of its own."""
+        """Do nothing: W&B writes from its own process."""
 
     def close(self) -> None:
         """End the W&B run."""
@@ -125,7 +125,7 @@ class WandbSink:
 
 
 class MetricsSinks:
-    """All sinks of one run as one."""
+    """All sinks of a run behind one interface."""
 
     def __init__(self, *sinks: MetricsSink) -> None:
         self.sinks = sinks
@@ -155,19 +155,19 @@ class MetricsSinks:
             sink.flush()
 
     def close(self) -> None:
-        """Close every sink, whatever one of them raises."""
+        """Close every sink, even if one of them raises."""
         with ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
 
 
 def print_record(record: StepRecord) -> None:
-    """Print the record as one line: a rank's log."""
+    """Print the record as one line of the rank's log."""
     print(format_record(record), flush=True)  # noqa: T201
 
 
 def format_record(record: StepRecord) -> str:
-    """Return the record as one line for people."""
+    """Return the record as one line of text."""
     parts = [
         f"step {record.step}/{record.total_steps}",
         f"loss {record.loss:.4f}",

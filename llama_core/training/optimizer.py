@@ -1,4 +1,4 @@
-"""AdamW with decoupled decay groups, and the learning-rate schedules as functions of the step."""
+"""AdamW with weight-decay groups, and the learning-rate schedules as functions of the step."""
 
 import math
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from llama_core.config.run import TrainingConfig
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
     """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
 
-    Which is which their modules tell: at DeepSpeed's stage 3 a parameter has no shape. The fused kernel is used: it
-    needs no temporaries and is the fastest on CUDA and CPU alike.
+    Norms are recognised by their module, because at DeepSpeed's stage 3 a parameter has no shape. The fused kernel
+    needs no temporaries and is the fastest on both CUDA and CPU.
     """
     norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -33,16 +33,16 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
 
 
 def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
-    """Return the steps of linear warm-up: those asked for, else a tenth of the run, at most 2000."""
+    """Return the number of linear warm-up steps: as configured, else a tenth of the run but at most 2000."""
     return min(total_steps // 10, 2000) if training.warmup_steps is None else training.warmup_steps
 
 
 def learning_rate(step: int, training: TrainingConfig, total_steps: int) -> float:
     """Return the learning rate of optimizer step ``step``, counted from 1.
 
-    After a linear warm-up the rate follows half a cosine (``cosine``), stays and then falls linearly over the last
-    ``decay_fraction`` of the steps (``wsd``), or stays (``constant``). The decays end at ``min_lr_ratio`` of the peak
-    on the last step.
+    After a linear warm-up the rate follows half a cosine (``cosine``), stays constant and then falls linearly over the
+    last ``decay_fraction`` of the steps (``wsd``), or stays constant (``constant``). The decays end at ``min_lr_ratio``
+    of the peak on the last step.
 
     Source: cosine, Loshchilov and Hutter 2017, arXiv:1608.03983; WSD, Hu et al. 2024, arXiv:2404.06395.
     """
@@ -64,26 +64,26 @@ def learning_rate(step: int, training: TrainingConfig, total_steps: int) -> floa
 
 @dataclass
 class LossScale:
-    """The factor that keeps fp16 gradients from vanishing: halved after an overflow, doubled after a while without.
+    """The loss scale against vanishing fp16 gradients: halved on overflow, doubled after many steps without one.
 
-    Every rank sees the same overflows, so that all have the same factor.
+    Every rank sees the same overflows, so all ranks have the same scale.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
     """
 
     value: float = 1.0
-    """What the loss is multiplied by."""
+    """Multiplies the loss."""
     growth_interval: int = 0
-    """Steps without an overflow after which the factor is doubled; 0 keeps it as it is for ever."""
+    """Steps without an overflow after which the scale doubles; 0 keeps it fixed."""
     steps_since_change: int = 0
 
     @classmethod
     def for_dtype(cls, compute_dtype: torch.dtype) -> Self:
-        """Return the scale to begin with: 2**16 in fp16, and 1 for good in dtypes with the range of fp32."""
+        """Return the initial scale: 2**16 in fp16, and a fixed 1 in dtypes with the range of fp32."""
         return cls(2.0**16, 2000) if compute_dtype == torch.float16 else cls()
 
     def update(self, *, finite: bool) -> None:
-        """Take note of a step whose gradients were finite, or not."""
+        """Adjust the scale after a step; ``finite`` says whether its gradients were."""
         if not self.growth_interval:
             return
         self.steps_since_change += 1
@@ -97,6 +97,6 @@ class LossScale:
         return {"value": self.value, "steps_since_change": self.steps_since_change}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned, unless the dtype needs no scale."""
+        """Restore what ``state_dict`` returned, unless the scale is fixed."""
         if self.growth_interval:
             self.value, self.steps_since_change = state["value"], state["steps_since_change"]

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchSource(Protocol):
-    """An endless supply of global batches that remembers where it is."""
+    """An endless stream of batches whose position can be saved and restored."""
 
     def next_batch(self) -> Batch:
         """Return the next batch."""
@@ -45,25 +45,25 @@ class BatchSource(Protocol):
         """Return the position, as JSON."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position that ``state_dict`` returned."""
+        """Restore a position that ``state_dict`` returned."""
 
 
 class Trainer:
     """One rank of a run: builds its part of the model, resumes from the newest checkpoint, and trains with the others.
 
-    All ranks of a job make their trainer and call its methods together; rank 0 writes the metrics.
+    All ranks of a job create a trainer and call its methods together; rank 0 writes the metrics.
 
     Args:
         run: the run directory that metrics and checkpoints go to.
         config: the resolved configuration (no ``auto`` left).
-        plan: how the work is divided. With more than one rank the default process group has to exist.
+        plan: how the work is divided. With more than one rank, the default process group must exist.
         batches: this rank's share of global batches of ``config.batch_size`` sequences.
-        validation: returns this rank's share of the held-out batches of one evaluation, in the same order every time
-            and as many as every other rank's; None to evaluate nothing.
+        validation: returns this rank's share of the held-out batches for one evaluation, in the same order every time
+            and the same number on every rank; None to skip evaluation.
         total_steps: optimizer steps of the whole run.
-        entropies: of the corpus' tokens, for the summary; None where they are not known.
-        should_stop: asked after every step; once it says yes on any rank the run saves a checkpoint and stops.
-        on_step: told of every step on rank 0, besides the metrics sinks.
+        entropies: entropies of the corpus's tokens, for the summary; None if unknown.
+        should_stop: called after every step; once it returns True on any rank, the run saves a checkpoint and stops.
+        on_step: called with the record of every step on rank 0, in addition to the metrics sinks.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Trainer:
         self._resume()
 
     def _resume(self) -> None:
-        is_partly_frozen = self.config.spec.lora is not None  # and what is frozen is in no checkpoint
+        is_partly_frozen = self.config.spec.lora is not None  # torch's checkpoints do not hold frozen weights
         if is_partly_frozen:
             self._set_initial_weights()
         state = self.checkpointer.load(self.engine)
@@ -124,14 +124,14 @@ class Trainer:
         pretrained = Pretrained(self.config.spec, Path(training.init_from), seed=training.seed)
         self.engine.set_weights(pretrained.fill)
         pretrained.done()
-        wait_for_all()  # before a collective, which gives up on ranks whose disk is slow
+        wait_for_all()  # a training collective would time out while a rank with a slow disk still reads
 
     def fit(self) -> TrainingSummary:
         """Train until ``total_steps``, with a checkpoint at the end.
 
         Raises:
             NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient.
-            StoppedError: when ``should_stop`` said so; a checkpoint of the last step has been saved.
+            StoppedError: when ``should_stop`` returned True; a checkpoint of the last step has been saved.
             CheckpointError: if a checkpoint cannot be written.
         """
         started = time.perf_counter()
@@ -144,7 +144,7 @@ class Trainer:
                     sinks.write(record)
                     self.on_step(record)
                 self._checkpoint_if_due(sinks, stop=stop)
-        finally:  # whatever ends the run, a checkpoint half-way to the disk is completed
+        finally:  # however the run ends, complete the checkpoint that is being written
             try:
                 self.checkpointer.finish()
             finally:
@@ -168,7 +168,7 @@ class Trainer:
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
-        """Time whole steps at the current state, after warm-up; nothing of them is recorded or saved."""
+        """Time whole steps from the current state, after warm-up; no metrics or checkpoints are written."""
         timing = self.config.benchmark
         record = time_steps(
             self._time_step,
@@ -185,10 +185,10 @@ class Trainer:
     def _time_step(self) -> None:
         self._optimize(self.batches.next_batch(), on_phase=lambda phase: None)
         if is_first_rank() and self.run.heartbeat.exists():
-            self.run.heartbeat.touch()  # no step is recorded, but the run is at work
+            self.run.heartbeat.touch()  # no step is recorded, but the run is alive
 
     def _take_step(self) -> tuple[StepRecord, bool]:
-        """Train on the next batch; return its record, and whether a rank was asked to stop."""
+        """Train on the next batch; return the step's record, and whether any rank was asked to stop."""
         clock = _Stopwatch()
         batch = self.batches.next_batch()
         scale = self.loss_scale.value
@@ -243,24 +243,24 @@ class Trainer:
         )
 
     def _seed_dropout(self) -> None:
-        """Let a step drop the same when it is taken again, and the tensor-parallel ranks of the same tokens."""
+        """Seed dropout so that a repeated step, and tensor-parallel ranks with the same tokens, drop the same."""
         replica = dist.get_rank() // self.plan.tp if dist.is_initialized() else 0
         digest = hashlib.sha256(f"dropout {self.config.training.seed} {self.step} {replica}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8]))
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        """Return what each forward takes of a batch, on the device."""
+        """Split a batch into the rows of each forward, on the device."""
         pieces = batch.split(self.plan.rows_per_forward)
         if self._takes_documents:
             pieces = [piece.with_documents() for piece in pieces]
         return [piece.to(self.device) for piece in pieces]
 
     def _evaluate(self) -> tuple[float, int]:
-        """Return the mean cross-entropy over the held-out target tokens, in nats, and how many they are."""
+        """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
         microbatches = [micro for batch in self.validation() for micro in self._microbatches(batch)]
-        # only where it makes a difference: compiled code is compiled again
+        # only with dropout: switching the mode recompiles compiled code
         self.engine.model.train(not self._drops_out)
         total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
         self.engine.model.train()
@@ -271,12 +271,12 @@ class Trainer:
         if self._skipped_in_a_row > limit:
             raise NonFiniteError(
                 f"the loss or gradient was not finite for {self._skipped_in_a_row} steps in a row, "
-                f"the last one step {self.step}; training.max_skipped_steps={limit}"
+                f"up to step {self.step}; training.max_skipped_steps={limit}"
             )
         stop = stop and self.step < self.total_steps
         if stop or self._is_due(self.config.training.checkpoint_every):
             if sinks is not None:
-                sinks.flush()  # the records of a checkpointed step are never lost, since a resumed run does not redo it
+                sinks.flush()  # a resumed run does not repeat this step, so its record must not be lost
             state = {
                 "tokens": self.tokens,
                 "loss": self._last_loss,
@@ -302,7 +302,7 @@ class Trainer:
 
 
 class _Stopwatch:
-    """Splits the wall time of a step over its phases; the time before the first one is the data's."""
+    """Splits the wall time of a step into phases; the time before the first one counts as data."""
 
     def __init__(self) -> None:
         self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}

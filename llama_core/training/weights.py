@@ -1,6 +1,6 @@
-"""Weights in and out: read into any part of a model, every rank its slices, and written as Hugging Face or PEFT does.
+"""Read weights into any part of a model, each rank its own slices; write them in Hugging Face's and PEFT's formats.
 
-Files are mapped and copied from tensor by tensor, so that the host holds one tensor beside the model at most.
+Files are memory-mapped and copied tensor by tensor, so the host holds at most one tensor beside the model.
 """
 
 import json
@@ -46,28 +46,28 @@ from llama_core.units import format_bytes, format_duration
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5_000_000_000
-"""Size that a written file does not exceed, unless one tensor does."""
+"""Largest size of a written file, unless a single tensor is larger."""
 SECONDS_BETWEEN_LINES = 10.0
-"""How often rank 0 logs what it has read."""
+"""How often rank 0 logs the progress of reading."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FORMAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _COPIED_AT_ONCE = 1 << 26
-"""Elements that are converted at once, so that a device gets them without a second copy of the tensor."""
+"""Elements converted at a time, so that a copy to a device needs no second copy of the whole tensor."""
 
 
 class Pretrained:
-    """Weights to begin with, for whatever part of a model a rank holds.
+    """Initial weights for the part of a model that a rank holds.
 
-    Adapters are drawn as in a run without such weights, unless the weights have some.
+    Adapters that the source lacks are drawn at random, as in a run from scratch.
 
     Args:
         spec: the whole model.
         source: a Hugging Face or PEFT folder, or a checkpoint of a run.
-        seed: of the adapters that are drawn.
+        seed: seed of the adapters that are drawn.
 
     Raises:
-        WeightsError: if the weights are not there, not complete, or another model's.
-        ConfigError: if the folder's ``config.json`` is not that of a Llama.
+        WeightsError: if the weights are missing, incomplete, or those of another model.
+        ConfigError: if the folder's ``config.json`` does not describe a Llama.
     """
 
     def __init__(self, spec: ModelSpec, source: Path, *, seed: int = 0) -> None:
@@ -93,15 +93,15 @@ class Pretrained:
                 initialize_parameter(name, parameter, self._spec, self._seed)
 
     def done(self) -> None:
-        """Log how long it took."""
+        """Log the bytes read and the time taken."""
         self._progress.end()
 
 
 def whole_model(spec: ModelSpec, run: Path | None = None) -> Llama:
-    """Return a whole model: on the meta device, or on the CPU in fp32 with the newest weights of a run's directory.
+    """Return a whole model on the meta device or, given a run, on the CPU in fp32 with the run's newest weights.
 
     Raises:
-        WeightsError: if the run has none, or another model's.
+        WeightsError: if the run has no weights, or those of another model.
     """
     with torch.device("meta"):
         model = with_adapters(Llama(spec))
@@ -111,14 +111,14 @@ def whole_model(spec: ModelSpec, run: Path | None = None) -> Llama:
 
 
 class _Source(Protocol):
-    """What has parameters of the whole model, by our names."""
+    """A source of the whole model's parameters, by our names."""
 
     def read(self, name: str, into: Tensor) -> None:
         """Set ``into``, or this rank's part of it, converted to its dtype."""
 
 
 def _base(spec: ModelSpec, origin: Origin) -> _Source:
-    """Return what has the weights of the model without adapters."""
+    """Return the source of the weights without adapters."""
     if origin.base is None:
         return _Drawn(spec, origin.drawn_by.training.seed if origin.drawn_by else 0)
     return _saved(origin.base) if is_checkpoint(origin.base) else _Folder(hugging_face_weights(spec, origin.base))
@@ -129,12 +129,12 @@ def _adapters(spec: ModelSpec, source: Path) -> _Source:
 
 
 def _saved(checkpoint: Path) -> _Source:
-    """Return what has the weights that a run saved."""
+    """Return the source of the weights in a run's checkpoint."""
     return _DeepSpeedCheckpoint(checkpoint) if (checkpoint / LAYOUT).exists() else _Checkpoint(checkpoint)
 
 
 class _Drawn:
-    """Draws what a run drew on the CPU."""
+    """Draws the weights again that a run drew from its seed on the CPU."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
@@ -160,7 +160,7 @@ class _Merged:
         whole = torch.empty(into.shape)
         self._base.read(name, whole)
         a, b = (self._adapter(f"{path}.{part}.weight") for part in ("lora_A", "lora_B"))
-        if name == "tok_embeddings.weight":  # its rows are what a matrix has as columns
+        if name == "tok_embeddings.weight":  # its rows correspond to the columns of a matrix
             a, b = b.t(), a.t()
         into.copy_(whole.addmm_(b, a, alpha=self._scale))
 
@@ -171,7 +171,7 @@ class _Merged:
 
 
 class _Folder:
-    """Reads from the mapped files of a Hugging Face or PEFT folder."""
+    """Reads from the memory-mapped files of a Hugging Face or PEFT folder."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
@@ -181,13 +181,13 @@ class _Folder:
         _copy_part(self._view(self._stored[name]), into)
 
     def _view(self, stored: StoredTensor) -> Tensor:
-        """Return a tensor as it is in its file; nothing is read yet."""
+        """Return a view of a tensor in its mapped file; an aligned one is not read yet."""
         if stored.file not in self._mapped:
             self._mapped[stored.file] = _map(stored.file)
         dtype = _DTYPES[stored.dtype]
         end = stored.start + torch.Size(stored.shape).numel() * dtype.itemsize
         raw = self._mapped[stored.file][stored.start : end]
-        if stored.start % dtype.itemsize:  # old writers did not align
+        if stored.start % dtype.itemsize:  # old writers did not align tensors
             raw = raw.clone()
         return raw.view(dtype).view(stored.shape)
 
@@ -204,16 +204,16 @@ def _copy_part(whole: Tensor, into: Tensor) -> None:
 
 
 def _map(file: Path) -> Tensor:
-    """Return the bytes of a file, uint8, that are read when they are used."""
+    """Return the bytes of a file as uint8; they are read from disk when they are used."""
     with file.open("rb") as opened:
         # Shared and read-only: a private mapping counts as memory that the process might write to.
         mapping = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the mapping cannot be written
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about the mapping being read-only
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class _Checkpoint:
-    """Reads weights from a checkpoint that any number of ranks wrote under any plan; no other rank is needed."""
+    """Reads weights from a checkpoint written by any number of ranks under any plan; needs no other rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, _Remembering(folder)
@@ -226,7 +226,7 @@ class _Checkpoint:
 
 
 class _DeepSpeedCheckpoint:
-    """Reads weights from a checkpoint that DeepSpeed wrote, each of them whole."""
+    """Reads weights from a checkpoint that DeepSpeed wrote, one whole weight at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._weight = saved_weights(folder)
@@ -236,7 +236,7 @@ class _DeepSpeedCheckpoint:
 
 
 class _Remembering(dcp.FileSystemReader):
-    """A reader that parses the checkpoint's metadata once, rather than for every tensor."""
+    """A reader that parses the checkpoint's metadata once instead of once per tensor."""
 
     _parsed: Metadata | None = None
 
@@ -247,7 +247,7 @@ class _Remembering(dcp.FileSystemReader):
 
 
 class _Progress:
-    """Logs on rank 0 what has been read, every few seconds."""
+    """Logs the progress of reading on rank 0, every few seconds."""
 
     def __init__(self, source: Path) -> None:
         self._source, self._num_bytes = source, 0
@@ -276,24 +276,23 @@ def write_hugging_face(
     shard_bytes: int = SHARD_BYTES,
     on_file: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write the weights of a checkpoint as Hugging Face's safetensors files, with an index where they are several.
+    """Write the weights of a checkpoint as Hugging Face's safetensors files, with an index if there are several.
 
-    Each weight is read into its place in the mapped file, so that no more is held than one piece of one weight, as
-    large as a rank has saved it. Adapters are added to the weights that their run began with, one matrix at a time in
-    fp32.
+    Each weight is read into its place in the mapped file, so memory holds at most one piece of one weight, as large as
+    a rank saved it. Adapters are merged into the weights that their run started from, one matrix at a time in fp32.
 
     Args:
         checkpoint: written by any number of ranks under any plan.
         spec: the model; with adapters if the checkpoint holds those.
         folder: where the files go.
-        dtype: of the files: bf16, fp16 or fp32.
-        shard_bytes: size that a file does not exceed, unless one tensor does.
-        on_file: told the name of each file that is complete.
+        dtype: dtype of the files: bf16, fp16 or fp32.
+        shard_bytes: largest size of a file, unless a single tensor is larger.
+        on_file: called with the name of each completed file.
 
     Raises:
         CheckpointError: if a weight cannot be read.
-        WeightsError: if a weight is too large for fp16, or the model that adapters belong to is not there.
-        OSError: if there is no room.
+        WeightsError: if a weight is too large for fp16, or the adapters' base model is missing.
+        OSError: if the disk is full.
     """
     source = _saved(checkpoint)
     if spec.lora is not None:
@@ -322,12 +321,12 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
         checkpoint: written by any number of ranks under any plan.
         spec: the model, with its adapters.
         folder: where the file goes.
-        dtype: of the file: bf16, fp16 or fp32.
+        dtype: dtype of the file: bf16, fp16 or fp32.
 
     Raises:
         CheckpointError: if an adapter cannot be read.
         WeightsError: if a value is too large for fp16.
-        OSError: if there is no room.
+        OSError: if the disk is full.
     """
     names = {peft_name(name): name for name in adapter_shapes(spec)}
     shapes = {peft_name(name): shape for name, shape in adapter_shapes(spec).items()}
@@ -337,7 +336,7 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
 def _write_file(
     file: Path, source: _Source, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], dtype: str
 ) -> None:
-    """Write one safetensors file; ``names`` are ours by those in the file."""
+    """Write one safetensors file; ``names`` maps the names in the file to ours."""
     for name, view in _new_file(file, shapes, _FORMAT_NAMES[dtype]):
         source.read(names[name], view)
         if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
@@ -345,7 +344,7 @@ def _write_file(
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the weights in order, as many at once as have no more than ``most`` elements."""
+    """Yield the weights in order, in groups of at most ``most`` elements or of one larger weight."""
     shard: dict[str, tuple[int, ...]] = {}
     held = 0
     for name, shape in shapes.items():
@@ -359,12 +358,12 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[s
 
 
 def _new_file(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Write a safetensors file around tensors that the caller fills as they are yielded."""
+    """Write a safetensors file, yielding each of its tensors for the caller to fill."""
     beginning, places = new_header(shapes, dtype)
     sizes = {name: torch.Size(shape).numel() * _DTYPES[dtype].itemsize for name, shape in shapes.items()}
     total = len(beginning) + sum(sizes.values())
     with file.open("w+b") as opened:
-        os.posix_fallocate(opened.fileno(), 0, total)  # a disk that is full says so here; a mapping would be killed
+        os.posix_fallocate(opened.fileno(), 0, total)  # a full disk raises here; writing to the mapping would kill us
         opened.write(beginning)
         opened.flush()
         everything = torch.frombuffer(mmap.mmap(opened.fileno(), total), dtype=torch.uint8)

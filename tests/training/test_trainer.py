@@ -270,7 +270,7 @@ def test_too_many_of_them_in_a_row_stop_the_run_and_keep_the_last_good_checkpoin
     box = []
     one = trainer(run, steps=20, batches=Poisoned(lambda: box[0], 7, 20), max_skipped_steps=2)
     box.append(one)
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row, the last one step 9; training\.max_skipped_steps=2"):
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row, up to step 9; training\.max_skipped_steps=2"):
         one.fit()
     resumed = trainer(run, steps=20)
     assert resumed.step == 5
