@@ -1,1 +1,1 @@
-"""The step on fake tensors: every byte, FLOP and transfer counted."""
+"""Rehearse a step on fake tensors, and count every byte, FLOP and transfer."""

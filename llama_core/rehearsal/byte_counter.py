@@ -1,7 +1,7 @@
-"""Follows the bytes, FLOPs and transfers of a computation while it runs, on real and on fake tensors alike.
+"""Count the bytes, FLOPs and transfers of a computation while it runs, on real or fake tensors.
 
-The bytes are those of tensors, each rounded up as the CUDA caching allocator rounds it; what the allocator keeps in
-reserve and what libraries take for themselves is not seen. Of a tensor divided over ranks this rank's part counts.
+Bytes are those of tensors, each rounded up as the CUDA caching allocator rounds it. The allocator's reserve and the
+libraries' own memory are not counted. A sharded tensor counts with this rank's shard.
 """
 
 import weakref
@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Self
 
 import torch
-import torch.nn.attention.varlen  # which makes torch.ops.torch_attn
+import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ from llama_core.planning.memory.peaks import STATES, Category, Phase
 from llama_core.rehearsal.transfers import Transfer, transfer_of
 
 CUDA_BLOCK_BYTES = 512
-"""What the CUDA caching allocator rounds every request up to."""
+"""The CUDA caching allocator rounds every request up to a multiple of this."""
 
 
 def _flash_forward_flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
@@ -34,13 +34,13 @@ def _flash_forward_flops(query: Tensor, key: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _flash_backward_flops(_: Tensor, query: Tensor, key: Tensor, *__: Any, **___: Any) -> int:
-    # five products where the forward has two: the scores once more, then the gradients of q, k, v and of the scores
+    # five matrix products to the forward's two: the scores again, then the gradients of q, k, v and the scores
     return 10 * query.numel() * key.shape[-2]
 
 
 def _documents_forward_flops(query: Tensor, *others: Any, **__: Any) -> int:
     longest: int = others[5]
-    return 4 * query.numel() * longest  # every token against the longest document; their number does not count
+    return 4 * query.numel() * longest  # every token against the longest document, however many documents there are
 
 
 def _documents_backward_flops(_: Tensor, query: Tensor, *others: Any, **__: Any) -> int:
@@ -55,14 +55,14 @@ _FLOP_FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
     torch.ops.torch_attn._varlen_attn: _documents_forward_flops,
     torch.ops.torch_attn._varlen_attn_backward: _documents_backward_flops,
 }
-"""FLOPs of each operator, attention counted in full; torch's table lacks what training on a CPU adds to it."""
+"""FLOPs of each operator, attention counted in full; the entries added here are missing from torch's table."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value inside the block."""
+    """Replace an attribute's value inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -78,7 +78,7 @@ class _Block:
     num_bytes: int
     category: Category
     born: int
-    """How many blocks there had been before it."""
+    """Number of blocks created before it."""
     storage: "weakref.ref[torch.UntypedStorage]"
 
 
@@ -88,11 +88,11 @@ class Snapshot:
 
     num_bytes: int
     categories: Counter[Category]
-    """What they were, by category."""
+    """The bytes by category."""
     where: str
     """The operator that ran last, and the last landmark before it."""
     num_born: int
-    """How many blocks there had been by then."""
+    """Number of blocks created by then."""
 
 
 @dataclass
@@ -100,19 +100,19 @@ class Span:
     """A part of a computation, from one call of ``begin_span`` to the next."""
 
     start: Snapshot
-    """What was alive as it began."""
+    """The bytes alive when it began."""
     peaks: dict[Phase, Snapshot] = field(default_factory=dict)
-    """The most that was alive at once in every phase that it was part of."""
+    """The peak in every phase that the span touches."""
     flops: int = 0
     transfers: Counter[Transfer] = field(default_factory=Counter)
     """Calls of every transfer between ranks."""
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts bytes by category, their peak in every phase, FLOPs and transfers, of what runs inside it.
+    """Counts the bytes by category, their peak in every phase, the FLOPs and the transfers of code that runs inside it.
 
-    A new tensor belongs to the current ``category``. Whoever learns later what it has become says so with
-    ``relabel``; snapshots that it was part of are then corrected too, so that they say what the bytes turned out to be.
+    A new tensor gets the current ``category``. ``relabel`` changes it later, and also corrects the snapshots that the
+    tensor is part of, so that they show its final category.
 
     Args:
         block_bytes: the allocator's unit; every storage is rounded up to a multiple of it.
@@ -123,7 +123,7 @@ class ByteCounter(TorchDispatchMode):
         self.category: Category = "temporaries"
         self.phase: Phase = "forward"
         self.landmark = "the start"
-        """The last place in the program that was passed, for people who look for the peak."""
+        """The last named place that the program passed, to help people find the peak."""
         self._block_bytes = block_bytes
         self._blocks: dict[int, _Block] = {}
         self._alive: Counter[Category] = Counter()
@@ -134,7 +134,7 @@ class ByteCounter(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to count, and to follow what no operator shows."""
+        """Start counting, and patch the two functions whose memory the operators alone would misstate."""
         self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing()))
         name = "_propagate_tensor_meta_non_cached"
         self._patches.enter_context(replaced(ShardingPropagator, name, self._paused(getattr(ShardingPropagator, name))))
@@ -146,7 +146,7 @@ class ByteCounter(TorchDispatchMode):
         self._patches.close()
 
     def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """Return ``UntypedStorage.resize_`` made to tell; ``fully_shard`` takes and frees whole weights with it."""
+        """Return a counted ``UntypedStorage.resize_``; ``fully_shard`` allocates and frees gathered weights with it."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
@@ -160,9 +160,9 @@ class ByteCounter(TorchDispatchMode):
         return resize_and_tell
 
     def _paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` made to run uncounted.
+        """Return ``function`` wrapped to run uncounted.
 
-        For what DTensor does to learn a result's shape: the operator once more, on fake tensors of the whole shape.
+        DTensor infers a result's shape by running the operator once more, on fake tensors of the whole shape.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ class ByteCounter(TorchDispatchMode):
 
     @property
     def peaks(self) -> dict[Phase, Snapshot]:
-        """The most that was alive at once in every phase, over all spans."""
+        """The peak in every phase, over all spans."""
         most: dict[Phase, Snapshot] = {}
         for phase, peak in chain.from_iterable(span.peaks.items() for span in self.spans):
             if phase not in most or peak.num_bytes > most[phase].num_bytes:
@@ -198,7 +198,7 @@ class ByteCounter(TorchDispatchMode):
         self.spans.append(Span(self._snapshot(self.landmark)))
 
     def forget_spans(self) -> None:
-        """Begin anew to count, with a first span; what is alive stays counted."""
+        """Drop all spans and begin a new first one; live bytes stay counted."""
         self.spans.clear()
         self.begin_span()
 
@@ -206,9 +206,9 @@ class ByteCounter(TorchDispatchMode):
         return Snapshot(self.total_bytes, self._alive.copy(), where, self._num_born)
 
     def relabel(self, tensors: Iterable[Tensor], category: Category, *, unless: Collection[Category] = ()) -> None:
-        """Count the memory of ``tensors`` under ``category``, whether it was known before or not.
+        """Count the memory of ``tensors`` under ``category``, even if it was not counted before.
 
-        What already is of one of the categories in ``unless`` stays it.
+        Memory that is already in a category of ``unless`` stays there.
         """
         for tensor in tensors:
             block = self._block_of(_local(tensor).untyped_storage())
@@ -216,14 +216,14 @@ class ByteCounter(TorchDispatchMode):
                 self._move(block, category)
 
     def relabel_since(self, num_born: int, old: Collection[Category], new: Category) -> None:
-        """Count what is alive of the blocks made after the first ``num_born`` ones under ``new`` instead of ``old``."""
+        """Move the live blocks created after the first ``num_born`` ones from the categories ``old`` to ``new``."""
         for block in self._blocks.values():
             if block.born >= num_born and block.category in old:
                 self._move(block, new)
 
     @property
     def num_born(self) -> int:
-        """How many blocks there have been so far."""
+        """Number of blocks created so far."""
         return self._num_born
 
     def _move(self, block: _Block, category: Category) -> None:
@@ -261,14 +261,14 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operator, then count what it made."""
+        """Run one operator, then count its results."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as operators on this rank's parts
+            return NotImplemented  # DTensor dispatches it again, as operators on this rank's shards
         if func is _WAIT and isinstance(args[0], FakeTensor):
-            return args[0]  # it would make a copy
+            return args[0]  # the operator would copy it
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._is_paused or func.namespace == "prim":  # which asks for a fake tensor's device, and makes nothing
+        if self._is_paused or func.namespace == "prim":  # prim asks for a fake tensor's device
             return out
         span = self.spans[-1]
         formula = _FLOP_FORMULAS.get(func.overloadpacket)
@@ -285,7 +285,7 @@ class ByteCounter(TorchDispatchMode):
         return out
 
     def _label_buffers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Recognise what ``fully_shard`` gathers and reduces, and what a transfer works on."""
+        """Label the buffers in which ``fully_shard`` gathers and reduces, and the tensors of other transfers."""
         if func is torch.ops.fsdp.chunk_cat.default:
             self.relabel(_tensors(args), "gradients")
             self.relabel(_tensors(kwargs), "communication")

@@ -1,9 +1,9 @@
-"""A whole optimizer step composed of a few of its actions.
+"""Compose a whole optimizer step from a few of its actions.
 
-A schedule repeats itself: of many microbatches, most pass a rank in one of a few situations, and what an action holds,
-frees, computes and sends depends on the situation alone. So a few microbatches are traced, in the order in which the
-rank runs them, and what was recorded in a situation stands for every action in it. What is under way beside the action
-at work, which differs from rank to rank and from action to action, follows from walking through the rank's whole list.
+A schedule repeats itself: most of its many microbatches pass a rank in one of a few situations, and the memory, FLOPs
+and transfers of an action depend on its situation alone. So we trace a few microbatches, in the rank's order, and let
+each recording stand for every action in the same situation. The bytes that the other microbatches hold meanwhile
+differ between ranks and between actions; walking through the rank's whole list of actions adds them up.
 """
 
 import re
@@ -27,22 +27,22 @@ _COMPUTATIONS = _BACKWARDS | {Kind.FORWARD, Kind.WEIGHT_GRADIENT}
 
 @dataclass(frozen=True)
 class Hosting:
-    """What a rank hosts, as far as its situations depend on it."""
+    """The stages of a rank, and the properties that its situations depend on."""
 
     stages: tuple[int, ...]
-    """The stages, in the order in which the rank counts them."""
+    """The stages; a stage's index here is its slot."""
     zero_stage: int
-    """The ZeRO stage that takes effect."""
+    """The effective ZeRO stage."""
     has_rest: bool
-    """Whether it holds weights outside the layers and the untied embedding, which every stage's forward gathers."""
+    """Whether it holds weights outside the layers and the untied embedding; every stage's forward gathers them."""
     averages_often: bool
-    """Whether copies average after every backward, and keep what they add to gradients until the next."""
+    """Whether replicas average gradients after every backward, and keep each average until the next."""
     closed: tuple[int, ...]
-    """The places of stages that begin with a frozen embedding, which no backward fetches."""
+    """Slots of the stages that begin with a frozen embedding, which no backward fetches."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
-        """Return what a pipeline rank hosts."""
+        """Return the hosting of a pipeline rank."""
         stages, last = plan.build_schedule().stages_of(pp_rank), plan.num_stages - 1
         has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
         leads_out = spec.trains_embedding or spec.tied_embeddings
@@ -52,31 +52,32 @@ class Hosting:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that the bytes, FLOPs and transfers of a computation and the transfers after it depend on."""
+    """Everything that decides the bytes, FLOPs and transfers of a computation and the sends and receives after it."""
 
     slot: int
-    """The stage, as the rank counts its own."""
+    """The stage's index among the rank's stages."""
     kind: Kind
     transfers: tuple[tuple[Kind, int], ...]
-    """What is sent and received before the next computation, and for which stage."""
+    """The sends and receives before the next computation, each with the slot of its stage."""
     is_received: bool
     """Whether its input comes from another rank."""
     is_last: bool
     """Whether it is the last of its kind."""
     done: frozenset[tuple[int, Kind]]
-    """Backwards that there have been, and whether this stage's forward has: what is accumulated and gathered."""
+    """Backwards so far, by slot and kind, and this slot's forward if it ran: they tell which gradients are accumulated
+    and which weights gathered."""
     repeated: frozenset[int]
-    """Stages that have had two backwards or more, where copies average often: they keep an average already."""
+    """Slots that ran two or more backwards and therefore keep an average; empty unless ``averages_often``."""
     buffer: int | None
-    """The stage that ran the last backward, if the buffer of the gradients that it has reduced is still there."""
+    """Slot of the last backward, if the buffer in which it reduced gradients is still alive."""
     prefetch: Prefetch | None
-    """What weights wait or are fetched too early, if every layer's are fetched when it runs."""
+    """Weights fetched before their stage runs; None unless ZeRO stage 3 gathers each layer when it runs."""
     after_forward: bool
-    """Whether a forward has just gathered the weights outside the layers."""
+    """Whether the computation before was a forward, which gathered the weights outside the layers."""
 
 
 def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
-    """Return the situation of every computation among a rank's actions, sends and receives included."""
+    """Return the situation of every computation in a rank's ``actions``, which include sends and receives."""
     slots = {stage: slot for slot, stage in enumerate(hosting.stages)}
     last_places = {action.kind: place for place, action in enumerate(actions)}
     received = {(action.stage, action.microbatch, action.kind) for action in actions}
@@ -120,10 +121,9 @@ def _transfers_after(actions: Sequence[Action], place: int) -> Iterator[Action]:
 
 
 def telling_actions(actions: Sequence[Action], hosting: Hosting) -> list[Action]:
-    """Return those of a rank's actions, in their order, that show it in every situation that it meets.
+    """Return the rank's actions, in order, of enough microbatches to cover every situation that the rank meets.
 
-    They are all actions of some microbatches. The first microbatch that is not understood, and what comes before it,
-    is added until nothing new is left.
+    Start with the first microbatch, and add the microbatches around the first situation not yet covered until all are.
     """
     wanted, places = situations(actions, hosting), [place for place, _ in _computations(actions)]
     chosen = {action.microbatch for action in actions[: places[0] + 1]}
@@ -138,25 +138,25 @@ def telling_actions(actions: Sequence[Action], hosting: Hosting) -> list[Action]
 
 
 def _around(actions: Sequence[Action], places: Sequence[int], number: int) -> set[int]:
-    """Return the microbatches of a computation, of the one before it, and of the transfers that follow the two."""
+    """Return the microbatches of a computation, of the one before it, and of the transfers after each."""
     end = places[number + 1] if number + 1 < len(places) else len(actions)
     return {action.microbatch for action in actions[places[max(0, number - 1)] : end]}
 
 
 def one_pass(actions: Sequence[Action]) -> list[Action]:
-    """Return those actions, of the last microbatch through each of a rank's stages."""
+    """Return the actions of the last microbatch through each of a rank's stages."""
     last_passes = {action.stage: action.microbatch for action in actions}
     return [action for action in actions if action.microbatch in last_passes.values()]
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What happened from one moment to a later one, relative to what was alive at the first."""
+    """The changes between two moments, relative to the bytes alive at the first."""
 
     growth: Counter[Category]
-    """Bytes at the end less those at the beginning."""
+    """Bytes at the end minus bytes at the start."""
     rises: Mapping[Phase, tuple[Counter[Category], str]]
-    """The largest bytes of every phase less those at the beginning, and where that was."""
+    """Peak bytes of every phase minus bytes at the start, and where that peak was."""
     flops: int
     transfers: Counter[Transfer]
 
@@ -170,18 +170,18 @@ class Walk:
 
 @dataclass
 class Recording:
-    """What is known of the ranks whose stages have the same contents."""
+    """A traced step, valid for all ranks whose stages have the same contents."""
 
     start: Counter[Category]
-    """What is alive as a step begins."""
+    """Bytes alive when a step begins."""
     prologue: Walk
-    """What happens before the first computation."""
+    """The changes before the first computation."""
     walks: dict[Situation, Walk]
-    """What happens in every situation that was met."""
+    """The changes in every situation that was traced."""
     update_start: Counter[Category]
-    """What is alive as the optimizer begins."""
+    """Bytes alive when the optimizer begins."""
     update: Walk
-    """What the optimizer does."""
+    """The changes in the optimizer."""
 
     def knows(self, wanted: Iterable[Situation]) -> bool:
         """Return whether a step in these situations can be composed."""
@@ -189,11 +189,11 @@ class Recording:
 
 
 def record(spans: Sequence[Span], end: Snapshot, met: Sequence[Situation]) -> Recording:
-    """Return what the spans of a traced step tell.
+    """Return the recording of a traced step.
 
     Args:
-        spans: one before the first computation, one for each, and the optimizer's.
-        end: what was alive when the last one ended.
+        spans: one before the first computation, one per computation, and the optimizer's.
+        end: the bytes alive when the last span ended.
         met: the situations of the computations.
     """
     ends = [*(span.start for span in spans[1:]), end]
@@ -209,23 +209,23 @@ def record(spans: Sequence[Span], end: Snapshot, met: Sequence[Situation]) -> Re
 
 @dataclass
 class ComposedStep:
-    """One rank's step, from its recorded parts."""
+    """One rank's step, composed of recorded parts."""
 
     peaks: dict[Phase, Counter[Category]] = field(default_factory=dict)
     places: dict[Phase, str] = field(default_factory=dict)
     """The operator that reached each phase's peak, and the landmark before it."""
     flops: int = 0
     flops_of_one: dict[tuple[int, Kind], int] = field(default_factory=dict)
-    """FLOPs of one computation of each stage, as the rank counts its own, and kind."""
+    """FLOPs of one computation, by slot and kind."""
     transfers: Counter[Transfer] = field(default_factory=Counter)
 
     @property
     def profile(self) -> MemoryProfile:
-        """The peaks as they are published."""
+        """The peaks as a memory profile."""
         return MemoryProfile({phase: dict(categories) for phase, categories in self.peaks.items()})
 
     def add(self, level: Counter[Category], walk: Walk) -> None:
-        """Go through ``walk`` where ``level`` is alive."""
+        """Add ``walk``, which starts with ``level`` alive."""
         for phase, (rise, where) in walk.rises.items():
             if phase not in self.peaks or level.total() + rise.total() > self.peaks[phase].total():
                 self.peaks[phase], self.places[phase] = _plus(level, rise), where
@@ -248,7 +248,7 @@ def compose(recording: Recording, wanted: Iterable[Situation]) -> ComposedStep:
 
 
 def renamed_layers(where: str, layers: Mapping[int, int]) -> str:
-    """Return a place with the numbers of its layers replaced."""
+    """Return the place ``where`` with its layer numbers mapped by ``layers``."""
     return re.sub(r"layers\.(\d+)", lambda match: f"layers.{layers[int(match[1])]}", where)
 
 

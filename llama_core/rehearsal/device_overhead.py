@@ -1,4 +1,4 @@
-"""What training on CUDA takes beside the counted bytes: an amount of its own, each part with where it comes from."""
+"""CUDA memory beyond the counted bytes: a separate estimate that names the source of each part."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -12,14 +12,14 @@ from llama_core.schedules.actions import RELEASES, Kind
 from llama_core.units import MIB, format_bytes
 
 RESERVED_OVER_HELD = 1.04
-"""Bytes that a caching allocator reserves over those of tensors: fitted on published figures, docs/memory.md."""
+"""Ratio of the bytes a caching allocator reserves to those of tensors, fitted to published figures: docs/memory.md."""
 NCCL_CHANNELS, NCCL_BUFFER_BYTES = 32, 4 * MIB
-"""Most channels of a communicator, and the buffer that each has for a neighbour (NCCL's guide, ``NCCL_BUFFSIZE``)."""
+"""Most channels of a communicator, and a channel's buffer for each neighbour (NCCL's guide, ``NCCL_BUFFSIZE``)."""
 
 
 @dataclass(frozen=True)
 class OverheadPart:
-    """One thing that takes memory beside tensors."""
+    """One consumer of memory other than tensors."""
 
     name: str
     num_bytes: int
@@ -29,7 +29,7 @@ class OverheadPart:
 
 @dataclass(frozen=True)
 class DeviceOverhead:
-    """All of them. An estimate that is never added to counted bytes."""
+    """All parts: an estimate, never added to the counted bytes."""
 
     parts: tuple[OverheadPart, ...]
 
@@ -41,7 +41,7 @@ class DeviceOverhead:
     def summary(self) -> str:
         """Return the amount and its parts in one line."""
         parts = ", ".join(f"{part.name} {format_bytes(part.num_bytes)}" for part in self.parts)
-        return f"about {format_bytes(self.num_bytes)} on top on CUDA ({parts})"
+        return f"about {format_bytes(self.num_bytes)} more on CUDA ({parts})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the overhead as a record."""
@@ -51,12 +51,12 @@ class DeviceOverhead:
 def device_overhead(
     config: RunConfig, plan: ParallelPlan, pp_rank: int, profile: MemoryProfile
 ) -> DeviceOverhead | None:
-    """Return what CUDA adds to the counted bytes of a rank; None for a run on the CPU.
+    """Return a rank's CUDA memory beyond its counted bytes; None for a run on the CPU.
 
     Args:
         config: the resolved configuration.
         plan: the plan.
-        pp_rank: the rank's place in its pipeline.
+        pp_rank: the rank's position in its pipeline.
         profile: its counted bytes.
     """
     if config.launch.device == "cpu":
@@ -72,20 +72,20 @@ def device_overhead(
             "group of ranks: NCCL's guide, NCCL_BUFFSIZE",
         ),
         OverheadPart(
-            "streams", streams, "what each stream's pool keeps for itself: the sum of their peaks less the joint peak"
+            "streams", streams, "each stream has its own memory pool: the sum of the pools' peaks minus the joint peak"
         ),
-        OverheadPart("fragmentation", slack, "slack fitted on published reserved memory: docs/memory.md"),
+        OverheadPart("fragmentation", slack, "slack fitted to published reserved memory: docs/memory.md"),
         OverheadPart(
             "repeated key/value heads",
             _repeated_heads_bytes(config, plan, pp_rank),
-            "CUDA's kernels with a document mask keep a key head for each query head: models.layers.attend",
+            "CUDA's kernels with a document mask need a key/value head for each query head: models.layers.attend",
         ),
     )
     return DeviceOverhead(tuple(part for part in parts if part.num_bytes))
 
 
 def _num_communicators(plan: ParallelPlan) -> int:
-    """Return how many groups of several ranks a rank belongs to, that of all ranks included."""
+    """Return the number of groups with several ranks that a rank belongs to, including the group of all ranks."""
     shard, replicate = (plan.dp_shard * plan.cp, plan.dp_replicate) if plan.zero_stage else (1, plan.dp * plan.cp)
     holders = plan.build_schedule().num_replicas
     sizes = (plan.world_size, plan.tp, plan.pp, plan.cp, shard, replicate, holders)
@@ -93,7 +93,7 @@ def _num_communicators(plan: ParallelPlan) -> int:
 
 
 def _streams_bytes(profile: MemoryProfile) -> int:
-    """Return what tensors take more in pools of their own, one for communication, that do not lend to each other."""
+    """Return the extra bytes of keeping tensors in two pools, one for communication, that share no free memory."""
     gathered = [phase.get("communication", 0) for phase in profile.phases.values()]
     others = [
         sum(phase.values()) - communication
@@ -103,7 +103,7 @@ def _streams_bytes(profile: MemoryProfile) -> int:
 
 
 def _repeated_heads_bytes(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> int:
-    """Return what the repeated heads of all layers under way take; with a ring, attention goes by blocks of its own."""
+    """Return the bytes of the repeated heads of all layers in flight; ring attention, block by block, keeps none."""
     spec = config.spec
     if document_attention(config, plan) != "mask" or plan.cp > 1:
         return 0

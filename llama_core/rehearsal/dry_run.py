@@ -23,12 +23,12 @@ from llama_core.units import TFLOP, format_bytes, format_duration
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank held, computed and sent in an optimizer step."""
+    """The memory, FLOPs and traffic of one rank in an optimizer step."""
 
     rank: int
-    """The first of the ranks with this place in their pipeline."""
+    """The first rank at this pipeline position."""
     pp_rank: int
-    """That place."""
+    """The pipeline position."""
     layers: tuple[range, ...]
     """Layers of every stage that it hosts."""
     profile: MemoryProfile
@@ -37,12 +37,12 @@ class RankResult:
     flops: int
     """FLOPs of one step as executed: attention in full, recomputation included."""
     traffic: tuple[CountedTraffic, ...]
-    """What it sent to and received from other ranks, except for what it received from another rank of its pipeline."""
+    """Its transfers with other ranks; a point-to-point receive counts on the sending rank only."""
     idle_share: float | None
-    """Share of the step in which it waits for other pipeline ranks, if time goes as FLOPs do and transfers take none;
-    None where the other ranks were not rehearsed."""
+    """Share of the step that it waits for other pipeline ranks, if time is proportional to FLOPs and transfers take no
+    time; None if the other ranks were not rehearsed."""
     device_overhead: DeviceOverhead | None
-    """What CUDA takes beside these bytes; None on the CPU."""
+    """CUDA memory beyond these bytes; None on the CPU."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as a record."""
@@ -60,14 +60,14 @@ class RankResult:
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a rehearsed optimizer step held and computed on every distinct rank."""
+    """The result of a rehearsed optimizer step for every distinct rank."""
 
     ranks: tuple[RankResult, ...]
     """The first rank of every pipeline rank, in order."""
     seconds: float
     """Wall time of the rehearsal."""
     device: str
-    """What the bytes stand for."""
+    """Which ranks the bytes belong to, and what they leave out."""
 
     @property
     def fullest(self) -> RankResult:
@@ -101,20 +101,20 @@ class DryRunResult:
 
     @property
     def device_overhead(self) -> DeviceOverhead | None:
-        """What CUDA takes on the fullest rank beside the counted bytes; None on the CPU."""
+        """CUDA memory on the fullest rank beyond the counted bytes; None on the CPU."""
         return self.fullest.device_overhead
 
     def summary(self) -> str:
         """Return the result in one line."""
         where = f" on rank {self.rank}" if len(self.ranks) > 1 else ""
-        least = f" (the least {format_bytes(self.leanest.profile.peak_bytes)})" if len(self.ranks) > 1 else ""
+        least = f" (lowest {format_bytes(self.leanest.profile.peak_bytes)})" if len(self.ranks) > 1 else ""
         return (
             f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}{where}{least}, "
             f"{self.flops / TFLOP:.2f} TFLOP per step; counted in {format_duration(self.seconds)}"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fullest rank as a flat record, with those of all ranks."""
+        """Return the fullest rank's record, extended by the records of all ranks."""
         return self.fullest.as_dict() | {
             "seconds": self.seconds,
             "device": self.device,
@@ -125,15 +125,15 @@ class DryRunResult:
 
 
 def rehearse(config: RunConfig, plan: ParallelPlan, rank: int | None = None) -> DryRunResult:
-    """Take an optimizer step of every distinct rank of ``plan``, without allocating, and count what it takes.
+    """Run an optimizer step of every distinct rank of ``plan`` without allocating, and count memory, FLOPs and traffic.
 
-    Ranks are distinct by their place in the pipeline. Those that differ in another axis run the same operators on
-    tensors of the same shapes, up to what does not divide evenly: ``fully_shard`` gives the first ranks the larger
-    shards, and in a ring of context-parallel ranks the first one computes the blocks of the others by halves of its
-    queries where the last one takes halves of their keys. So the first rank of each place stands for all.
+    Ranks are distinct if their pipeline positions differ. Ranks that differ on another axis run the same operators on
+    tensors of the same shapes, except where sizes do not divide evenly: ``fully_shard`` gives the first ranks the
+    larger shards, and in a context-parallel ring the first rank computes the others' blocks with half of its queries,
+    the last rank with half of their keys. So the first rank at each position stands for all.
 
-    A few microbatches are traced, and the step is composed of them as ``compose`` says; ranks whose stages
-    have the same contents share what was traced.
+    A few microbatches are traced, and ``compose`` builds the step from them; ranks whose stages have the same contents
+    share a trace.
 
     Args:
         config: the resolved configuration (no ``auto`` left).
@@ -141,7 +141,7 @@ def rehearse(config: RunConfig, plan: ParallelPlan, rank: int | None = None) -> 
         rank: the only rank to rehearse; by default the first one of every pipeline rank.
 
     Raises:
-        PlanError: if the plan leaves its sharding to DeepSpeed, has no such rank, or ranks are connected already.
+        PlanError: if DeepSpeed shards the model, the plan has no such rank, or a process group exists already.
     """
     if plan.zero_backend == "deepspeed":
         raise PlanError(
@@ -158,17 +158,17 @@ def rehearse(config: RunConfig, plan: ParallelPlan, rank: int | None = None) -> 
 
 
 class _Rehearsal:
-    """The ranks of a plan, of which those with equal contents share what was traced."""
+    """Rehearses the ranks of a plan; ranks with equal contents share a trace."""
 
     def __init__(self, config: RunConfig, plan: ParallelPlan) -> None:
         self.config, self.plan = config, plan
         self.schedule = plan.build_schedule()
         self.lists = self.schedule.with_communication()
         self.layers = plan.stage_layers(config.spec)
-        self._known: dict[tuple[_Contents, ...], tuple[Recording, int]] = {}  # and the pipeline rank it was made on
+        self._known: dict[tuple[_Contents, ...], tuple[Recording, int]] = {}  # with the pipeline rank that was traced
 
     def step(self, rank: int) -> ComposedStep:
-        """Return the step of a rank, in which places are named after its own layers."""
+        """Return a rank's step, with places named after its own layers."""
         pp_rank = self.plan.coordinate(rank, "pp")
         stages = self.schedule.stages_of(pp_rank)
         wanted = situations(self.lists[pp_rank], Hosting.of(self.plan, self.config.spec, pp_rank))
@@ -185,7 +185,7 @@ class _Rehearsal:
         return [layer for stage in self.schedule.stages_of(pp_rank) for layer in self.layers[stage]]
 
     def result(self, rank: int, step: ComposedStep, idle_share: float | None) -> RankResult:
-        """Return what is told of a rank."""
+        """Return the result of a rank."""
         pp_rank = self.plan.coordinate(rank, "pp")
         profile = step.profile
         return RankResult(
@@ -201,17 +201,17 @@ class _Rehearsal:
         )
 
     def device(self, ranks: Sequence[int]) -> str:
-        """Return what the bytes of some ranks stand for."""
+        """Describe which ranks the bytes belong to, and what they leave out."""
         world_size = self.plan.world_size
         which = "one device" if world_size == 1 else f"rank {', '.join(map(str, ranks))} of {world_size}"
-        return f"{which}, counted on fake tensors; a CUDA context and allocator fragmentation come on top"
+        return f"{which}, counted on fake tensors; excludes the CUDA context and allocator fragmentation"
 
 
 class _Contents(NamedTuple):
-    """What a rank holds and does in a stage, whichever stage it is."""
+    """The contents of a stage, regardless of its number."""
 
     modes: tuple[RecomputeMode, ...]
-    """What is recomputed of each layer."""
+    """Recomputation of each layer."""
     is_first: bool
     is_last: bool
 
@@ -222,7 +222,7 @@ def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
 
 
 def _idle_shares(plan: ParallelPlan, steps: Sequence[ComposedStep]) -> list[float]:
-    """Return how much of a step every pipeline rank waits, if every action takes as long as it has FLOPs."""
+    """Return the share of a step that every pipeline rank waits, if an action's time is proportional to its FLOPs."""
     schedule = plan.build_schedule()
     of_stages: dict[int, Counter[Kind]] = {}
     for stages, step in zip(schedule.placement, steps, strict=True):

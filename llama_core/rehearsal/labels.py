@@ -1,4 +1,4 @@
-"""Tells a byte counter what the tensors of a training step are."""
+"""Label the tensors of a training step for the byte counter."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,11 @@ from llama_core.schedules.actions import Action, Kind
 
 
 class Labels:
-    """Tells a counter where in ``train_step`` the computation is, and what its tensors have become.
+    """Tells a counter which part of ``train_step`` is running, and labels its tensors.
 
-    What a forward leaves behind are activations, what is made after the final norm is the loss's, and a gradient is
-    one from when it is accumulated; everything else is temporary or, as the counter sees itself, communication.
+    The tensors that a forward leaves behind are activations, those made after the final norm belong to the loss, and a
+    gradient counts as one once it is accumulated. Everything else is temporary or communication, which the counter
+    recognises itself.
     """
 
     def __init__(self, counter: ByteCounter, model: Llama) -> None:
@@ -39,7 +40,7 @@ class Labels:
         counter.relabel((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
 
     def _watch(self, module: nn.Module) -> None:
-        """Recognise gradients of ``module`` from now on; gathered weights have some of their own."""
+        """Label the gradients of ``module`` from now on; gathered weights are other parameters with their own."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
@@ -56,7 +57,7 @@ class Labels:
         self.counter.relabel([inputs], "activations")
 
     def _end_forward(self) -> None:
-        # a ring of ranks sends what it keeps
+        # ring attention also sends tensors that it keeps
         self.counter.relabel_since(self._forward_since, ("temporaries", "communication"), "activations")
         self.counter.category = "temporaries"
 
@@ -70,10 +71,10 @@ class Labels:
 
 
 class GradientBuckets:
-    """The memory in which copies of a whole model average their gradients: there at all times, for all of them.
+    """The buckets in which replicas of a whole model average their gradients; they hold all gradients, at all times.
 
-    What ``DistributedDataParallel`` does to bytes; its own reducer needs real ranks. A gradient lies outside until the
-    last backward of a step moves it in.
+    This mimics the memory of ``DistributedDataParallel``, whose own reducer needs real ranks. A gradient lies outside
+    the buckets until the last backward of a step moves it in.
     """
 
     def __init__(self, model: Llama, plan: ParallelPlan) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks of this machine, and returns what each of them returned."""
+"""Run a function on several gloo ranks of this machine, and return their results."""
 
 import multiprocessing
 import os
@@ -19,18 +19,18 @@ from llama_core.errors import TrainingFailedError
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: int) -> list[Any]:
-    """Return ``function(*args)`` of every rank, in the order of the ranks.
+    """Return the result of ``function(*args)`` on every rank, in rank order.
 
     Every rank has one thread, and a default process group with the others.
 
     Args:
         num_ranks: processes to start.
-        function: a function of a module; it, its arguments and its result can be pickled.
+        function: a module-level function; it, its arguments and its result must be picklable.
         args: its arguments.
-        timeout_s: how long all ranks together may take.
+        timeout_s: seconds that all ranks together may take.
 
     Raises:
-        TrainingFailedError: if a rank raises, dies or does not answer in time. The others are ended then.
+        TrainingFailedError: if a rank raises, dies or does not answer in time; the others are then killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])  # torch is imported once for all ranks
@@ -71,7 +71,7 @@ def _received(answer: Connection, rank: int) -> Any:
     try:
         value, error = answer.recv()
     except EOFError:
-        value, error = None, "it died without a word"
+        value, error = None, "it died without an error message"
     if error is not None:
         raise TrainingFailedError(f"rank {rank} failed: {error}")
     return value
@@ -92,9 +92,9 @@ def _run(
             timeout=timedelta(seconds=timeout_s),
         )
         value = function(*args)
-        dist.barrier()  # a rank that leaves earlier would cut the others off
+        dist.barrier()  # a rank that exits earlier would break the others' connections
         sender.send((value, None))
     except BaseException:
         sender.send((None, traceback.format_exc().strip()))
     finally:
-        os._exit(0)  # gloo's threads take their time to end
+        os._exit(0)  # without waiting for gloo's threads, which are slow to end

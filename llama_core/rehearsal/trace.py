@@ -1,4 +1,4 @@
-"""Real steps of one rank's part of a model, on fake tensors and among fake ranks, with a counter that watches."""
+"""Trace real steps of one rank's part of a model, on fake tensors and among fake ranks, with a byte counter."""
 
 import logging
 import sys
@@ -33,33 +33,33 @@ _UNLABELLED: tuple[Category, ...] = ("temporaries",)
 
 @dataclass(frozen=True)
 class Trace:
-    """One optimizer step of one rank, as it was watched."""
+    """One traced optimizer step of one rank."""
 
     counter: ByteCounter
-    """Has a span before the first computation, one for each, one for the update, and the one that follows the step."""
+    """Has one span before the first computation, one per computation, one for the update, and one after the step."""
     met: list[Situation]
-    """The situation of every computation that was run."""
+    """The situation of every traced computation."""
 
     def recording(self) -> Recording:
-        """Return what it tells of other steps."""
+        """Return the recording from which other steps are composed."""
         *spans, after = self.counter.spans
         return record(spans, after.start, self.met)
 
 
 def trace_rank(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool = False) -> Trace:
-    """Take an optimizer step of one rank of ``plan`` without allocating, and watch it.
+    """Run an optimizer step of one rank of ``plan`` without allocating, and trace it.
 
-    The other ranks are not there: a process group is made for the time of the trace in which every transfer is over at
-    once and brings nothing.
+    The other ranks do not exist: during the trace, a fake process group completes every transfer at once without
+    moving data.
 
     Args:
         config: the resolved configuration (no ``auto`` left).
         plan: how the work is divided.
-        rank: which rank.
-        in_full: run all microbatches, and not just as many as show every situation.
+        rank: the rank to trace.
+        in_full: run all microbatches, not just enough to cover every situation.
 
     Raises:
-        PlanError: if the plan has no such rank, or ranks are connected already.
+        PlanError: if the plan has no such rank, or a process group exists already.
     """
     with _alone_among(plan.world_size, rank):
         dtype = COMPUTE_DTYPES[config.training.precision]
@@ -69,10 +69,10 @@ def trace_rank(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: boo
 
 
 def trace_steps(model: ParallelModel, config: RunConfig, *, in_full: bool) -> Trace:
-    """Return the trace of the second step of a model without memory yet, whether its tensors are fake or not.
+    """Return the trace of the second step of a model that has no memory yet; its tensors may be real or fake.
 
-    The first step makes the optimizer's moments, for which one microbatch per stage is enough; only the second one
-    finds them there.
+    The first step creates the optimizer's moments, for which one microbatch per stage is enough; the second step starts
+    with them.
     """
     counter = ByteCounter()
     with counter:
@@ -89,7 +89,7 @@ def trace_steps(model: ParallelModel, config: RunConfig, *, in_full: bool) -> Tr
 
 
 class _Tracer:
-    """A model, its optimizer, and what tells the counter of them."""
+    """A model, its optimizer, and the hooks that report them to the counter."""
 
     def __init__(self, model: ParallelModel, config: RunConfig, counter: ByteCounter) -> None:
         self.plan, self.config, self.counter = model.plan, config, counter
@@ -102,7 +102,7 @@ class _Tracer:
         counter.relabel(self.buckets.gradients.values(), "gradients")
 
     def take_step(self, actions: Sequence[Action]) -> None:
-        """Take an optimizer step in which the rank does ``actions`` alone, and begin the span that follows it."""
+        """Take an optimizer step that runs ``actions`` only, and begin the span after it."""
         counter, training = self.counter, self.config.training
         self._inputs_since: int | None = counter.num_born
         counter.relabel(self.model.parameters(), "weights")  # fully_shard pads uneven shards in its first forward
@@ -123,7 +123,7 @@ class _Tracer:
         counter.relabel((s for state in self.optimizer.state.values() for s in state.values()), "moments")
 
     def _enter(self, phase: Phase) -> None:
-        if self._inputs_since is not None:  # a ring of ranks has cut its part of every microbatch out
+        if self._inputs_since is not None:  # context parallelism has cut its part out of every microbatch
             self.counter.relabel_since(self._inputs_since, _UNLABELLED, "activations")
             self._inputs_since = None
         self.counter.begin_span()
@@ -133,35 +133,35 @@ class _Tracer:
 
 @contextmanager
 def _alone_among(world_size: int, rank: int) -> Iterator[None]:
-    """Be one of several ranks of which the others do not exist.
+    """Act as one of several ranks while the others do not exist.
 
     Raises:
-        PlanError: if there is no such rank, or this process is connected to others already.
+        PlanError: if there is no such rank, or this process already has a process group.
     """
     if not 0 <= rank < world_size:
         raise PlanError(f"rank {rank} is not one of the plan's ranks 0 to {world_size - 1}")
     if dist.is_initialized():
         raise PlanError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, and a dry run is of one "
-            "process; rehearse before the process group is made"
+            f"this process is already rank {dist.get_rank()} of {dist.get_world_size()}, and a dry run needs a process "
+            "without a process group; rehearse before creating the group"
         )
     if world_size == 1:
         yield
         return
     with ExitStack() as stack:
         stack.enter_context(_without_torchs_advice())
-        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group sets one of its own
-        # or else sent tensors would be kept to the end: a fake transfer never says that it is over
+        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group installs its own
+        # otherwise sent tensors would be kept to the end: fake work never reports that it is complete
         stack.enter_context(replaced(FakeWork, "is_completed", lambda work: True))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        stack.callback(_clear_sharding_prop_cache)  # it remembers meshes, and equal ones have groups of their own
+        stack.callback(_clear_sharding_prop_cache)  # it caches meshes, but a later equal mesh has its own groups
         stack.callback(dist.destroy_process_group)
         yield
 
 
 @contextmanager
 def _without_torchs_advice() -> Iterator[None]:
-    """Keep from the user what torch has to say on how collectives could be fewer."""
+    """Silence torch's advice on how to use fewer collectives."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
         logger = logging.getLogger("torch.distributed.tensor._redistribute")
@@ -174,6 +174,6 @@ def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     tokens = torch.zeros((rows, config.seq_len), dtype=torch.int64)
     kind = document_attention(config, plan)
     positions = None if kind == "none" else torch.zeros_like(tokens)
-    # one document in every row: fewer have no use for memory, and more take no more of it
+    # one document per row: the number of documents hardly changes the memory
     documents = Documents(torch.zeros(rows + 1, dtype=torch.int32), config.seq_len) if kind == "varlen" else None
     return Batch(tokens, torch.zeros_like(tokens), positions, documents)

@@ -1,4 +1,4 @@
-"""The transfers between ranks, as operators show them: what travels in which group, and which axis that group is."""
+"""Transfers between ranks, recognised from operators: their bytes, their group, and the group's axis."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,21 +24,21 @@ class Transfer(NamedTuple):
     num_ranks: int
     """Ranks of the group; 2 for a send."""
     num_bytes: int
-    """Bytes of the whole tensors: what a gather yields, what a reduction is made from, what is sent."""
+    """Bytes of the whole tensors: the output of a gather, the input of a reduction, the tensor sent."""
 
 
 @dataclass(frozen=True)
 class CountedTraffic:
-    """All transfers of one kind that one rank takes part in within a step, over one axis."""
+    """All transfers of one kind over one axis that a rank takes part in during a step."""
 
     collective: str
     axis: str
     """An axis of the weights' mesh; ``cp``; ``holders``: pipeline ranks that hold the same weights; ``vocabulary``:
-    what tensor-parallel ranks tell each other of every token in the loss; or ``world``: single numbers of all ranks."""
+    the exchange between tensor-parallel ranks for every token in the loss; or ``world``: scalars over all ranks."""
     num_ranks: int
     """Ranks of the group; 2 for a send."""
     count: int
-    """Transfers."""
+    """Number of transfers."""
     num_bytes: int
     """Bytes of the whole tensors."""
 
@@ -47,8 +47,8 @@ class CountedTraffic:
         return asdict(self)
 
 
-# of each operator: what it does, where its group is among the arguments, and the whole tensors, from arguments and
-# result; of a receive nothing counts, as it is another rank's send
+# For each operator: the collective, the position of the group among the arguments, and a function from arguments and
+# result to the whole tensors. A receive is missing because it counts as another rank's send.
 _OPERATORS: Mapping[str, tuple[str, int, Callable[[tuple[Any, ...], Any], Any]]] = {
     "c10d::_allgather_base_": ("all_gather", 2, lambda args, out: [args[0]]),
     "c10d::allgather_": ("all_gather", 2, lambda args, out: args[0][0]),
@@ -63,7 +63,7 @@ _OPERATORS: Mapping[str, tuple[str, int, Callable[[tuple[Any, ...], Any], Any]]]
 
 
 def transfer_of(func: Any, args: tuple[Any, ...], out: Any) -> Transfer | None:
-    """Return the transfer that an operator with these arguments and this result was, if it was one."""
+    """Return the transfer made by an operator with these arguments and this result; None if it is not a transfer."""
     if func.namespace not in {"c10d", "_c10d_functional"} or func._schema.name not in _OPERATORS:
         return None
     collective, place, whole = _OPERATORS[func._schema.name]
@@ -71,17 +71,18 @@ def transfer_of(func: Any, args: tuple[Any, ...], out: Any) -> Transfer | None:
     group = _resolve_process_group(GroupName(found)) if isinstance(found, str) else ProcessGroup.unbox(found)
     num_ranks = 2 if collective == "send" else group.size()
     tensors: list[Tensor] = list(whole(args, out))
-    # a single number is added up over all ranks, whose group may be that of an axis too
+    # scalars are summed over all ranks, and the group of all ranks may also be that of an axis
     name = WORLD if all(tensor.dim() == 0 for tensor in tensors) else group.group_name
-    if func is torch.ops.c10d.allgather_.default:  # into a list of tensors: the loss alone does that
+    if func is torch.ops.c10d.allgather_.default:  # only the loss gathers into a list of tensors
         name = VOCABULARY
     return Transfer(collective, name, num_ranks, sum(tensor.nbytes for tensor in tensors))
 
 
 def axes_by_group(mesh: Mesh | None) -> dict[tuple[str, bool], str]:
-    """Return the axis of every group of ``mesh``, by its name and by whether something is sent from rank to rank in it.
+    """Return the axis of every group of ``mesh``, by the group's name and by whether the transfer is a send.
 
-    Context-parallel ranks may be just those that shard the weights, and one group then: its sends are the ring's.
+    If the context-parallel ranks are also the ranks that shard the weights, both share one group; its sends belong to
+    the ring.
     """
     if mesh is None:
         return {}
@@ -95,11 +96,11 @@ def axes_by_group(mesh: Mesh | None) -> dict[tuple[str, bool], str]:
 
 
 def on_axes(transfers: Mapping[Transfer, int], axes: Mapping[tuple[str, bool], str]) -> Counter[Transfer]:
-    """Return transfers with the axis of each group for its name.
+    """Return transfers with each group's name replaced by its axis.
 
     Args:
         transfers: calls of every transfer.
-        axes: what ``axes_by_group`` returned; any other group is of pipeline ranks that hold the same weights.
+        axes: the result of ``axes_by_group``; any other group is one of pipeline ranks that hold the same weights.
     """
     renamed: Counter[Transfer] = Counter()
     for transfer, count in transfers.items():
@@ -111,7 +112,7 @@ def on_axes(transfers: Mapping[Transfer, int], axes: Mapping[tuple[str, bool], s
 
 
 def summed(transfers: Mapping[Transfer, int]) -> tuple[CountedTraffic, ...]:
-    """Return transfers on axes, and how often each was, by what they do and over which axis; none of a rank alone."""
+    """Return counts and bytes by collective, axis and number of ranks; groups of a single rank are left out."""
     counts: Counter[tuple[str, str, int]] = Counter()
     sizes: Counter[tuple[str, str, int]] = Counter()
     for transfer, count in transfers.items():

@@ -1,8 +1,8 @@
-"""The twin of a plan: its graph of ranks at a size that fits this machine, run for real and held against one process.
+"""The twin of a plan: a small copy that fits this machine, trained for real and compared with one process.
 
-The twin has the plan's schedule, ZeRO stage, recomputation and kinds of ranks, and a tiny model of the same family,
-with as many layers as there are stages. It trains on the CPU over gloo, in float64, where two orders of the same sums
-differ by 1e-16 or so, and any mistake in how work is divided by far more.
+The twin has the plan's schedule, ZeRO stage, recomputation and kinds of ranks, and a tiny model of the same family with
+one layer per stage (at least two). It trains on the CPU over gloo in float64: summing in another order changes a result
+by about 1e-16, a mistake in dividing the work by far more.
 """
 
 import math
@@ -31,41 +31,41 @@ from llama_core.units import format_duration
 MAX_RANKS = 16
 TIMEOUT_S = 300
 LARGEST_DIFFERENCE = 1e-8
-"""Relative difference of losses and gradient norms up to which two runs are the same."""
+"""Relative difference of losses and gradient norms up to which two runs agree."""
 LARGEST_BYTES_DIFFERENCE = 0.05
-"""The same of peak bytes: where tensor- and pipeline-parallel ranks meet, results of real collectives that nobody has
-waited for yet are held a little longer than rehearsed ones, and are some percent of a tiny model."""
+"""The same for peak bytes. With tensor and pipeline parallelism combined, results of real collectives that nobody has
+waited for yet live a little longer than rehearsed ones, and are a few percent of a tiny model."""
 _SEED = 1
 
 
 @dataclass(frozen=True)
 class TwinResult:
-    """How far training under a plan was from training on one process."""
+    """A comparison of training under a plan with training on one process."""
 
     plan: ParallelPlan
-    """What was run."""
+    """The plan that was run."""
     changes: tuple[str, ...]
-    """How it differs from the plan that was asked for."""
+    """Its differences from the requested plan."""
     num_steps: int
     loss_difference: float
     """The largest relative difference of a step's loss on any rank."""
     grad_norm_difference: float
-    """The same of gradient norms."""
+    """The same for gradient norms."""
     measured_bytes: tuple[int, ...]
-    """The most bytes of tensors alive at once in a step, on the first rank of every pipeline rank."""
+    """Peak bytes of tensors in a step, on the first rank at every pipeline position."""
     rehearsed_bytes: tuple[int, ...]
-    """The same as the dry run of this plan counts them."""
+    """The same peaks, counted by the dry run of this plan."""
     seconds: float
 
     @property
     def bytes_difference(self) -> float:
-        """The largest relative difference of the two."""
+        """The largest relative difference between measured and rehearsed bytes."""
         pairs = zip(self.measured_bytes, self.rehearsed_bytes, strict=True)
         return max(abs(measured / rehearsed - 1) for measured, rehearsed in pairs)
 
     @property
     def agrees(self) -> bool:
-        """Whether the differences are those of rounding."""
+        """Whether every difference is within its limit."""
         differences = (self.loss_difference, self.grad_norm_difference)
         return max(differences) <= LARGEST_DIFFERENCE and self.bytes_difference <= LARGEST_BYTES_DIFFERENCE
 
@@ -97,15 +97,15 @@ def twin(
     """Train a tiny model under ``plan`` on processes of this machine, and on one, and compare them.
 
     Args:
-        config: the resolved configuration; its model's family, documents and optimizer are the twin's too.
-        plan: what to run; sizes beyond ``max_ranks`` processes are made smaller.
+        config: the resolved configuration; the twin takes its model family, document mask and optimizer settings.
+        plan: the plan to run; it is shrunk to at most ``max_ranks`` processes.
         num_steps: optimizer steps to compare.
         max_ranks: most processes to start.
-        timeout_s: how long they may take.
+        timeout_s: seconds they may take.
 
     Raises:
         PlanError: if DeepSpeed shards the model, or no smaller plan has few enough ranks.
-        TrainingFailedError: if a process fails or does not answer in time; none is left behind.
+        TrainingFailedError: if a process fails or does not answer in time; no process is left behind.
     """
     if plan.zero_backend == "deepspeed":
         raise PlanError("the twin runs torch's own ZeRO, not DeepSpeed's; use parallel.zero_backend=native")
@@ -128,12 +128,13 @@ def twin(
 
 
 def shrunk(plan: ParallelPlan, max_ranks: int) -> ParallelPlan:
-    """Return ``plan`` with at most ``max_ranks`` ranks, few and small microbatches, and nothing that rounds.
+    """Return ``plan`` with at most ``max_ranks`` ranks, few and small microbatches, and no setting that rounds.
 
-    Data-parallel ranks are the first to go, down to two of each kind; then the others, down to two; then copies.
+    Data-parallel axes are cut first, to two ranks each; then ``pp``, ``tp`` and ``cp``, to two each; then replicas, to
+    one.
 
     Raises:
-        PlanError: if that does not suffice.
+        PlanError: if that is not enough.
     """
     small = replace(
         plan,
@@ -148,7 +149,7 @@ def shrunk(plan: ParallelPlan, max_ranks: int) -> ParallelPlan:
             return small
         if getattr(small, axis) > size:
             cut: dict[str, Any] = {axis: size}
-            if axis == "pp":  # the stages are others
+            if axis == "pp":  # the stages change
                 cut |= {"recomputed_layers": None, "num_microbatches": min(small.num_microbatches, 2 * size)}
             small = replace(small, **cut)
     if small.world_size > max_ranks:
@@ -157,7 +158,7 @@ def shrunk(plan: ParallelPlan, max_ranks: int) -> ParallelPlan:
 
 
 def _changes(plan: ParallelPlan, small: ParallelPlan) -> Iterator[str]:
-    """Yield every size and setting of ``plan`` that ``small`` has another one of."""
+    """Yield every size and setting that differs between ``plan`` and ``small``."""
     before, after = asdict(plan), asdict(small)
     for name, value in before.items():
         if after[name] != value:
@@ -196,11 +197,11 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
 
 
 def _rank_of_twin(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
-    """Return what one rank measures: losses, gradient norms, and the peak bytes of a step."""
+    """Return one rank's losses, gradient norms, and the peak bytes of a step."""
     dtype = COMPUTE_DTYPES[config.training.precision]
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # advice on how to use fully_shard
     counted = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
-    # gloo tells that a message has left to those alone who wait for it; till then it would be held
+    # gloo reports a finished send only to a rank that waits for it; until then the tensor would be held
     with replaced(dist.Work, "is_completed", lambda work: work.wait()):
         peaks = trace_steps(counted, config, in_full=True).counter.peaks
     return _train(config, plan, num_steps) | {"peak_bytes": max(peak.num_bytes for peak in peaks.values())}
@@ -227,7 +228,7 @@ def _train(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, A
 
 
 def _own_microbatches(config: RunConfig, plan: ParallelPlan, step: int) -> list[Batch]:
-    """Return this rank's microbatches of a global batch that depends on the step alone."""
+    """Return this rank's microbatches of a global batch that depends only on the step."""
     generator = torch.Generator().manual_seed(step)
     shape = (plan.batch_size, config.seq_len)
     tokens = torch.randint(0, config.spec.vocab_size, shape, generator=generator)
@@ -243,6 +244,6 @@ def _own_microbatches(config: RunConfig, plan: ParallelPlan, step: int) -> list[
 
 
 def _difference(ours: list[float], theirs: list[float]) -> float:
-    """Return the largest relative difference; infinite where a number is not finite."""
+    """Return the largest relative difference; infinite if one is not a number."""
     differences = (abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
     return max(math.inf if math.isnan(difference) else difference for difference in differences)
