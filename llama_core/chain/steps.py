@@ -159,7 +159,7 @@ def wait(
     if handle is None:
         return check_outcome(read_outcome(run))
     try:
-        return check_outcome(handle.wait(on_progress, on_output, lambda reason: say("waiting", f"for {reason}")))
+        return check_outcome(handle.wait(on_progress, on_output, lambda line: say("waiting", line)))
     except KeyboardInterrupt:
         return _stop(run, handle)
 

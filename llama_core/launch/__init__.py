@@ -1,1 +1,1 @@
-"""Starting a run: what the machine offers, the jobs that carry the ranks, and why they ended."""
+"""Launch runs: jobs, the processes on each rank, and why a job ended."""

@@ -1,8 +1,7 @@
-"""What a job leaves in the run's logs: which attempt is at work, how each rank of it ended, and what they printed.
+"""A job's records in the run's logs: the current attempt, how each of its ranks ended, and their output.
 
-Slurm may start a job again under the same id, on other nodes: after preemption, a time limit, or the failure of a node.
-Each start is an attempt with records of its own, so that ranks of an earlier one that still live somewhere cannot speak
-for a later one.
+Slurm may restart a job under the same id on other nodes: after preemption, a time limit, or a node failure. Each start
+is an attempt with its own records, so that surviving ranks of an earlier attempt cannot be mistaken for a later one's.
 """
 
 import os
@@ -16,13 +15,13 @@ from llama_core.records.files import now, read_json, write_json
 from llama_core.records.job import JobRecord
 
 JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
-"""Environment variable that tells a rank which job it belongs to; unset where a worker was started by hand."""
+"""Environment variable with the id of the job that a rank belongs to; unset if a worker is started by hand."""
 
 RESTART_VARIABLE = "TRAINING_INFRA_RESTART"
-"""Environment variable that tells a rank how often Slurm had started its job before."""
+"""Environment variable with the number of earlier starts of a rank's job."""
 
 LOG_HEADER = "=== job "
-"""How the line begins that separates the attempts in a rank's log."""
+"""Start of the line that separates the attempts in a rank's log."""
 
 _TAIL_BYTES = 64 * 1024
 
@@ -34,13 +33,13 @@ class Attempt:
     job_id: str
     submitted_at: str
     restart: int
-    """How often Slurm had started the job before."""
+    """Number of earlier starts of the job."""
     nodes: str
-    """The job's nodes, as Slurm abbreviates them; empty on this machine."""
+    """The job's nodes, as Slurm abbreviates them; empty for a local job."""
     started_at: str
 
     def is_of(self, job: JobRecord) -> bool:
-        """Return whether this is an attempt of ``job``; a fresh cluster counts job ids from 1 again."""
+        """Return whether this is an attempt of ``job``; the id alone is not enough, as a fresh cluster reuses ids."""
         return (self.job_id, self.submitted_at) == (job.job_id, job.submitted_at)
 
 
@@ -50,11 +49,11 @@ class RankExit:
 
     rank: int
     exit_code: int | None
-    """Exit code; None where a signal ended it."""
+    """Exit code; None if a signal ended it."""
     signal: int | None
-    """Signal that ended it; None where it exited."""
+    """Signal that ended it; None if it exited."""
     oom_killed: bool
-    """Whether the kernel's out-of-memory killer struck on the machine as the process was killed."""
+    """Whether the kernel's out-of-memory killer struck on the machine when the process was killed."""
     stopped: bool
     """Whether the supervisor ended it because another rank had failed, or a later attempt had begun."""
     num_ranks: int
@@ -62,16 +61,16 @@ class RankExit:
     ended_at: float
     """Seconds since the epoch."""
     silent_seconds: float | None = None
-    """How long there had been no step when the supervisor ended it for that; None where it did not."""
+    """Seconds without a step when the supervisor ended it for that; None if it ended otherwise."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than by exit code 0."""
+        """Whether it ended with anything but exit code 0."""
         return self.exit_code != 0
 
 
 def attempt_path(run: RunDirectory) -> Path:
-    """Return the file that holds the ``Attempt`` at work, written by the first rank's supervisor as it starts."""
+    """Return the file that holds the current ``Attempt``; the first rank's supervisor writes it at its start."""
     return run.logs / "attempt.json"
 
 
@@ -83,7 +82,7 @@ def current_attempt(run: RunDirectory, job: JobRecord | None) -> Attempt | None:
 
 
 def log_path(run: RunDirectory, rank: int) -> Path:
-    """Return the file that takes the output of ``rank``, one attempt after another."""
+    """Return the file with the output of ``rank``, one attempt after another."""
     return run.logs / f"rank-{rank:05d}.log"
 
 
@@ -100,12 +99,12 @@ def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[Ran
 
 
 def request_cancellation(run: RunDirectory, job: JobRecord) -> None:
-    """Leave word for the ranks of ``job`` that it is to end for good."""
+    """Tell the ranks of ``job`` to end it for good."""
     write_json(_cancel_path(run), {"job_id": job.job_id, "submitted_at": job.submitted_at, "requested_at": now()})
 
 
 def is_cancellation_requested(run: RunDirectory, job: JobRecord) -> bool:
-    """Return whether ``job`` is to end for good."""
+    """Return whether ``job`` was asked to end for good."""
     with suppress(RunDirectoryError):
         asked = read_json(_cancel_path(run))
         return (asked["job_id"], asked["submitted_at"]) == (job.job_id, job.submitted_at)
@@ -126,17 +125,17 @@ def own_job(run: RunDirectory) -> JobRecord | None:
 
 
 def own_restart() -> int:
-    """Return how often Slurm had started the job of this process before."""
+    """Return the number of earlier starts of this process's job."""
     return int(os.environ.get(RESTART_VARIABLE, "0"))
 
 
 def end_of_log(run: RunDirectory, rank: int) -> str:
-    """Return what ``rank`` wrote last in its newest attempt."""
+    """Return the end of the output of ``rank`` in its newest attempt."""
     return _tail(log_path(run, rank)).rpartition(LOG_HEADER)[2].partition("\n")[2]
 
 
 def submission_log(job: JobRecord) -> str:
-    """Return the end of what ``job`` printed around its ranks: submitit's, srun's and slurmstepd's messages."""
+    """Return the end of ``job``'s output outside its ranks: messages of submitit, srun and slurmstepd."""
     folder = Path(job.folder)
     paths = sorted([*folder.glob(f"{job.job_id}_*log.*"), *folder.glob("controller.log")]) if job.folder else []
     return "\n".join(_tail(path) for path in paths)

@@ -1,4 +1,4 @@
-"""What the ranks print, line by line while they do."""
+"""Follow the output of the ranks, line by line while they print it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,18 +7,18 @@ from llama_core.launch.attempts import LOG_HEADER
 from llama_core.records.directory import RunDirectory
 
 NOTABLE = ("WARNING ", "ERROR ", "CRITICAL ")
-"""How lines begin that whoever waits for a run should see."""
+"""Prefixes of the lines that are shown to someone who waits for a run."""
 
 _MOST_BYTES = 1 << 20
 
 
 class LogFollower:
-    """Reads what has been added to the ranks' logs since it last looked.
+    """Reads the lines added to the ranks' logs since the last call.
 
     Args:
         run: the run.
         rank: the rank to follow; None for all.
-        last_lines: how many of the lines that are there already to begin with; None for all of them.
+        last_lines: number of existing lines to start with; None for all of them.
     """
 
     def __init__(self, run: RunDirectory, rank: int | None = None, last_lines: int | None = 0) -> None:
@@ -27,7 +27,7 @@ class LogFollower:
         self._read_to = {path: _start(path, last_lines) for path in self._paths()}
 
     def new_lines(self) -> Iterator[tuple[int, str]]:
-        """Yield every line that has been completed since, with its rank."""
+        """Yield every line completed since the last call, with its rank."""
         for path in self._paths():
             start = self._read_to.get(path, 0)
             if path.stat().st_size <= start:
@@ -52,7 +52,7 @@ class LogFollower:
 
 
 def _start(path: Path, last_lines: int | None) -> int:
-    """Return the offset of the last lines of a file: the newest attempt's, where it began more than once."""
+    """Return the offset of the last lines of a file, leaving out lines from before its newest attempt."""
     if last_lines is None:
         return 0
     size = path.stat().st_size

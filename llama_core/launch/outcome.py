@@ -1,4 +1,4 @@
-"""Why a run's job ended: told by the worker where it could, worked out from what the job left where it could not."""
+"""Why a run's job ended: recorded by the worker if it could, else worked out from what the job left behind."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -21,7 +21,7 @@ from llama_core.records.metrics import read_heartbeat, read_metrics
 def record_outcome(
     run: RunDirectory, status: OutcomeStatus, *, reason: str, next_action: str, step: int | None = None
 ) -> Outcome:
-    """Write why this process's job ended, keeping what is known of earlier attempts.
+    """Write why this process's job ended, keeping the records of earlier attempts.
 
     Args:
         run: the run the job worked on.
@@ -39,10 +39,10 @@ def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict:
     Args:
         run: the run the job works on.
         job: the job.
-        attempt: the one that ended; steps taken since are of the next.
-        verdict: why; its next action is Slurm's.
+        attempt: the one that ended; later steps belong to the next.
+        verdict: why it ended; its next action is dropped, since Slurm restarts the job.
     """
-    waiting = Verdict(verdict.status, verdict.reason, "nothing: the job is queued again")
+    waiting = Verdict(verdict.status, verdict.reason, "nothing to do: Slurm has queued the job again")
     return _record(run, job, attempt.restart, waiting, requeued=True)
 
 
@@ -52,21 +52,21 @@ def record_surrender(run: RunDirectory, job: JobRecord, attempt: Attempt, verdic
 
 
 def is_requeued(run: RunDirectory, attempt: Attempt) -> bool:
-    """Return whether it has been recorded that Slurm starts the job of ``attempt`` again."""
+    """Return whether the outcome already records that Slurm restarts the job of ``attempt``."""
     recorded = _of(_attempts(run), attempt.job_id, attempt.submitted_at, attempt.restart)
     return recorded is not None and recorded["requeued"]
 
 
 def conclude(run: RunDirectory, job: JobRecord, scheduler_state: str | None = None) -> Outcome:
-    """Return why ``job``, which has ended, did so, and see that ``outcome.json`` says it.
+    """Return why the ended ``job`` ended, and make sure that ``outcome.json`` records it.
 
-    What the worker wrote stands; only its 'cancelled' gives way to the scheduler's reason for stopping it. Otherwise
-    the reason is worked out from the ranks' exit codes and signals, their logs, and the scheduler.
+    The worker's own record stands, except that the scheduler's reason for stopping the job replaces 'cancelled'.
+    Without a record, the reason is worked out from the ranks' exit codes and signals, their logs, and the scheduler.
 
     Args:
         run: the run the job worked on.
         job: the ended job.
-        scheduler_state: Slurm's name for the state the job ended in, such as ``'NODE_FAIL'``; None on this machine.
+        scheduler_state: Slurm's name for the state the job ended in, such as ``'NODE_FAIL'``; None for a local job.
     """
     recorded = concluded(run, job)
     scheduled = VERDICT_OF_STATE.get(scheduler_state or "")
@@ -82,7 +82,7 @@ def conclude(run: RunDirectory, job: JobRecord, scheduler_state: str | None = No
 
 
 def concluded(run: RunDirectory, job: JobRecord) -> Outcome | None:
-    """Return the run's outcome if it says why ``job`` ended for good, and None if nobody has yet recorded that."""
+    """Return the run's outcome if it says why ``job`` ended for good; None if that is not recorded yet."""
     of_job = [attempt for attempt in _attempts(run) if _is_of(attempt, job)]
     if not of_job:
         return None
@@ -102,7 +102,7 @@ def read_outcome(run: RunDirectory) -> Outcome:
 
 
 def _restart(run: RunDirectory, job: JobRecord | None) -> int:
-    """Return how often Slurm had started ``job`` before its newest attempt."""
+    """Return the number of starts of ``job`` before its newest attempt."""
     attempt = current_attempt(run, job)
     return attempt.restart if attempt else 0
 
@@ -138,7 +138,7 @@ def _record(
     step: int | None = None,
     requeued: bool = False,
 ) -> Outcome:
-    """Write the outcome of one attempt, in place of what was recorded of it before."""
+    """Write the outcome of one attempt, replacing an earlier record of it."""
     earlier = tuple(a for a in _attempts(run) if not (_is_of(a, job) and a["restart"] == restart))
     newest = read_heartbeat(run)
     if step is None:
@@ -164,7 +164,7 @@ def _record(
 def _start_of_attempt(
     run: RunDirectory, job: JobRecord | None, restart: int, earlier: tuple[Mapping[str, Any], ...]
 ) -> float:
-    """Return the time, in seconds since the epoch, after which every step is of this attempt."""
+    """Return the time, in seconds since the epoch, after which every step belongs to this attempt."""
     attempt = current_attempt(run, job)
     if attempt is not None and attempt.restart == restart > 0:
         return datetime.fromisoformat(attempt.started_at).timestamp()

@@ -1,4 +1,4 @@
-"""What Slurm says about jobs, and what it is told: scontrol, squeue, sacct and scancel, without a shell in between."""
+"""Query and control Slurm's jobs with scontrol, squeue, sacct, sinfo and scancel, without a shell in between."""
 
 import os
 import re
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 ANSWER_SECONDS = 60
-"""How long a controller that many users share may take to answer."""
+"""Seconds that a controller shared by many users may take to answer."""
 FRESH_SECONDS = 5.0
-"""How long what Slurm says of an array's elements holds for all of them."""
+"""Seconds for which one answer about an array serves all of its elements."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class JobStatus:
 def job_status(job_id: str, name: str) -> JobStatus | None:
     """Return the status of a job, or None if Slurm does not answer.
 
-    It is 'UNKNOWN' for a job that Slurm has forgotten, or whose id is by now that of a job of another name.
+    Its state is 'UNKNOWN' if Slurm has forgotten the job, or if the id now belongs to a job of another name.
     """
     shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
     if shown is None:
@@ -43,7 +43,7 @@ def job_status(job_id: str, name: str) -> JobStatus | None:
 
 
 def array_statuses(array_id: str, name: str) -> dict[str, JobStatus] | None:
-    """Return the status of each element of an array that Slurm still knows, by its job id; None without an answer."""
+    """Return the status by job id of each array element that Slurm still knows; None if Slurm does not answer."""
     shown = _slurm("scontrol", "--oneliner", "show", "job", array_id)
     if shown is None or (shown.returncode and "Invalid job id" not in shown.stderr):
         return None
@@ -59,7 +59,7 @@ def _status(shown: str, name: str) -> JobStatus:
     """Return the status in a line of ``scontrol show job``."""
     fields: dict[str, str] = {}
     for key, value in re.findall(r"(?<!\S)(JobName|JobState|Reason|PreemptTime)=(\S+)", shown):
-        fields.setdefault(key, value)  # a later one is part of a path
+        fields.setdefault(key, value)  # a later match is part of a path
     if fields.get("JobName") != name:
         return JobStatus("UNKNOWN")
     is_preempted = fields.get("PreemptTime", "None") != "None"
@@ -67,7 +67,7 @@ def _status(shown: str, name: str) -> JobStatus:
 
 
 def _indices(written: str) -> Iterator[int]:
-    """Yield the elements that Slurm writes as ``3``, ``2-4``, ``0-8:2`` or several of these with commas between."""
+    """Yield the elements that Slurm writes as ``3``, ``2-4``, ``0-8:2`` or a comma-separated list of these."""
     for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", written):
         yield from range(int(first), int(last or first) + 1, int(step or 1))
 
@@ -77,7 +77,7 @@ Ask = Callable[[str, str], JobStatus | None]
 
 
 class SharedAnswers:
-    """Asks as ``job_status`` does, but about all elements of a job array in one go."""
+    """Works like ``job_status``, but asks about all elements of a job array at once."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, tuple[float, dict[str, JobStatus] | None]] = {}
@@ -97,7 +97,7 @@ class SharedAnswers:
 
 
 def earlier_states(job_id: str, name: str) -> list[str]:
-    """Return how the earlier attempts of a job ended, as far as Slurm's accounting tells; oldest first."""
+    """Return the final states of a job's earlier attempts, as far as Slurm's accounting knows them; oldest first."""
     return _accounted(job_id, name, "--duplicates")[:-1]
 
 
@@ -108,7 +108,7 @@ def _accounted(job_id: str, name: str, *options: str) -> list[str]:
 
 
 def failed_nodes(nodes: str) -> list[str]:
-    """Return which of ``nodes``, as Slurm abbreviates them, do not answer its controller now."""
+    """Return those of ``nodes``, as Slurm abbreviates them, that are down, failing or not responding now."""
     answer = _slurm("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
     lines = [line.split() for line in answer.stdout.splitlines()] if answer else []
     return sorted({name for name, state in lines if state.startswith(("down", "fail")) or state.endswith("*")})
@@ -123,7 +123,7 @@ def queued_job(user: int, name: str, comment: str) -> str | None:
 
 
 def requeue(job_id: str) -> bool:
-    """Have a running job start again, under the same id; return whether Slurm agreed."""
+    """Queue a running job again, under the same id; return whether Slurm agreed."""
     answer = _slurm("scontrol", "requeue", job_id)
     return answer is not None and answer.returncode == 0
 
@@ -140,15 +140,15 @@ def send_signal(job_id: str, name: str) -> None:
 
 @cache
 def cluster_name() -> str:
-    """Return the name of the cluster that this machine belongs to; empty where Slurm does not tell."""
+    """Return the name of the cluster that this machine belongs to; empty if Slurm does not say."""
     answer = _slurm("scontrol", "show", "config")
     found = re.search(r"^ClusterName\s*= (\S+)", answer.stdout, re.MULTILINE) if answer else None
     return found[1] if found else ""
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Return what a command of Slurm answered; None if its controller did not, or the command is not here."""
-    environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # else the elements of a long array are cut short
+    """Run a Slurm command and return its result; None if it gets no answer in time or is not installed."""
+    environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # otherwise Slurm truncates the list of a long array
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment

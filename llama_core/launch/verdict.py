@@ -1,4 +1,4 @@
-"""Why an attempt ended, worked out from what it left: exit codes and signals of its ranks, and their last words."""
+"""Why an attempt ended, worked out from its ranks' exit codes, signals and last log lines."""
 
 import re
 import signal
@@ -9,7 +9,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, OutcomeStatus
 
 LOST_PEERS_EXIT = 75
-"""Exit code of a rank that ended because others were gone, or did not answer: the cause is to be looked for there."""
+"""Exit code of a rank that ended because other ranks were gone or did not answer; the cause lies with them."""
 
 STOPPED_EXIT = 76
 """Exit code of a rank that was asked to stop and did so after a step that all ranks agreed on, with a checkpoint."""
@@ -18,13 +18,13 @@ LESS_MEMORY = (
     "use a smaller parallel.microbatch_size or parallel.recompute=full (on Slurm also more "
     "launch.slurm.memory_gb_per_node), then --resume"
 )
-READ_LOG = "read logs/rank-*.log, mend the cause, then --resume"
+READ_LOG = "read logs/rank-*.log, fix the cause, then --resume"
 LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
 RESUME = "start it again with --resume"
 
 _QUOTE_CHARACTERS = 300
 _NO_ANSWER = re.compile(r"timed out|collective operation timeout", re.IGNORECASE)
-"""How gloo and NCCL say that the other ranks are there but silent."""
+"""How gloo and NCCL report that the other ranks exist but do not answer."""
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|can't allocate memory|^MemoryError|oom[-_ ]kill|^Killed$"
     r"|exceeded memory limit",
@@ -50,15 +50,15 @@ VERDICT_OF_STATE = {
     "OUT_OF_MEMORY": Verdict("oom", "the job used more host memory than it had asked Slurm for", LESS_MEMORY),
     "CANCELLED": Verdict("cancelled", "the job was cancelled in Slurm", RESUME),
 }  # fmt: skip
-"""What Slurm's name for the state of a job says about why it ended."""
+"""Why a job ended, by Slurm's name for its final state."""
 
 
 def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict:
-    """Return why an attempt ended, by what its ranks left; the first that failed by itself is the one to blame."""
+    """Return why an attempt ended, from its ranks' records; the first rank that failed by itself is to blame."""
     exits = read_rank_exits(run, job, restart)
     lost = [rank_exit for rank_exit in exits if _lost_the_others(run, rank_exit)]
     failed = [e for e in exits if e.failed and not e.stopped and e not in lost]
-    # Slurm ends the others by SIGTERM once one has failed, and the clocks of two nodes may tell another order.
+    # Slurm sends SIGTERM to the others once one has failed, and the clocks of two nodes may show another order.
     culprit = next((e for e in failed if e.signal != signal.SIGTERM), failed[0] if failed else None)
     if culprit is not None and culprit.silent_seconds is not None:
         return _of_silence(culprit.silent_seconds)
@@ -75,22 +75,22 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
 
 
 def _lost_the_others(run: RunDirectory, rank_exit: RankExit) -> bool:
-    """Return whether a rank ended only because others had: it says so itself, or NCCL's watchdog ended it."""
+    """Return whether a rank ended only because others had ended: it says so, or NCCL's watchdog ended it."""
     if rank_exit.signal == signal.SIGABRT:
         return _NO_ANSWER.search(end_of_log(run, rank_exit.rank)) is not None
     return rank_exit.exit_code == LOST_PEERS_EXIT
 
 
 def _of_silent_ranks(run: RunDirectory, lost: list[RankExit], exits: list[RankExit]) -> Verdict:
-    """Return why ranks have lost others that did not fail by themselves."""
+    """Return why ranks lost others that did not fail by themselves."""
     ended = {rank_exit.rank for rank_exit in exits if not rank_exit.stopped}
     silent = ", ".join(str(rank) for rank in range(lost[0].num_ranks) if rank not in ended) or "none"
     logs = {rank_exit.rank: end_of_log(run, rank_exit.rank) for rank_exit in lost}
     rank = next((rank for rank, log in logs.items() if _NO_ANSWER.search(log)), None)
     if rank is not None:
-        return Verdict("hang", f"rank {rank} waited for the others in vain (silent ranks: {silent})", RESUME)
+        return Verdict("hang", f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent})", RESUME)
     rank, log = next(iter(logs.items()))
-    return Verdict("crashed", f"rank {rank} {_last_line(log)} (silent ranks: {silent})", RESUME)
+    return Verdict("crashed", f"rank {rank}: {_last_line(log)} (silent ranks: {silent})", RESUME)
 
 
 def _of_silence(seconds: float) -> Verdict:
@@ -137,10 +137,10 @@ def _of_vanished_rank(job: JobRecord, rank: int) -> Verdict:
     evidence = _OUT_OF_MEMORY.search(log)
     if evidence:
         return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
-    if "Job credential revoked" in log:  # what Slurm had lost came back to it as the job was about to start there again
-        return Verdict("node-failure", "a node that Slurm had lost, and got back, did not take the job again", RESUME)
+    if "Job credential revoked" in log:  # a lost node came back just as the job was about to start on it again
+        return Verdict("node-failure", "a node that Slurm had lost and got back did not accept the job again", RESUME)
     if "Traceback (most recent call last)" in log:
-        return Verdict("crashed", f"rank {rank} did not start: {_last_line(log)}", "mend the cause, then --resume")
+        return Verdict("crashed", f"rank {rank} did not start: {_last_line(log)}", "fix the cause, then --resume")
     return Verdict("crashed", f"rank {rank} vanished without an exit code: it or its supervisor was killed", RESUME)
 
 

@@ -61,7 +61,7 @@ def test_a_difference_names_the_machines_and_what_each_has():
     assert disagreements(ranks[:5]) == []
     assert disagreements(ranks) == [
         "the ranks differ in torch: 2.13.0 on node0, node1, node2 and 2 more (rank 0, ...), 2.12.0 on node5 (rank 5); "
-        "make the nodes alike"
+        "make the nodes the same"
     ]
 
 

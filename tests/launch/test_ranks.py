@@ -105,7 +105,7 @@ def test_a_silent_rank_is_given_up_and_named(submit):
     worker.suspend()
     outcome = handle.wait()
     assert outcome.status == "hang"
-    assert re.fullmatch(r"rank \d waited for the others in vain \(silent ranks: 1\)", outcome.reason)
+    assert re.fullmatch(r"rank \d timed out waiting for the other ranks \(silent ranks: 1\)", outcome.reason)
     assert not is_alive(worker.pid)
 
 

@@ -1,1 +1,1 @@
-"""Who starts a job, follows it and stops it: this machine or Slurm."""
+"""Start, follow and stop jobs, on this machine or through Slurm."""

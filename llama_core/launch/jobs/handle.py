@@ -1,7 +1,7 @@
-"""Jobs, whatever runs them: starting one on a run, following it, stopping it.
+"""Job handles: follow and stop the job of a run, on this machine or in Slurm.
 
-``job.json`` is written before anyone waits, and a rank whose job is not recorded there does not start: a run never has
-ranks at work that nobody can find.
+``job.json`` is written before anyone waits for the job, and a rank whose job is not recorded there does not start. So a
+run never has running ranks that nobody can find.
 """
 
 import sys
@@ -26,46 +26,46 @@ WORKER = (sys.executable, "-m", "llama_core.launch.rank.worker")  # a command li
 
 @dataclass(frozen=True)
 class Submission:
-    """A run whose job is to be started."""
+    """A run whose job is about to start."""
 
     run: RunDirectory
-    """The run, by its absolute path."""
+    """The run, with an absolute path."""
     config: RunConfig
     """Its resolved configuration."""
     num_ranks: int
-    """Worker processes in all."""
+    """Total number of worker processes."""
     command: tuple[str, ...]
-    """What every rank runs."""
+    """The command line that every rank runs."""
 
 
 class JobHandle(ABC):
-    """A job that has been submitted: watch it, wait for it, stop it. Any process may hold one."""
+    """A submitted job: watch it, wait for it, stop it. Any process may hold a handle."""
 
     poll_seconds = 0.2
-    """How often its records are looked at."""
+    """Seconds between checks of its records."""
     log_seconds = 0.2
-    """How often the logs of all its ranks are looked at."""
+    """Seconds between checks of the logs of all its ranks."""
     kill_seconds = 10.0
-    """How long its processes may take to end once they are killed."""
+    """Seconds that its processes may take to end once they are killed."""
 
     def __init__(self, run: RunDirectory, record: JobRecord) -> None:
         self.run = run
         self.record = record
         self.waits_for = ""
-        """What keeps it in a queue, in the words of that; empty where nothing does."""
+        """Why it waits in a queue, in the queue's own words; empty if it does not wait."""
 
     def describe(self) -> str:
-        """Return which job it is, and how to see what it prints."""
+        """Return the job's id, and the command that shows its output."""
         where = "Slurm job" if self.record.launcher == "slurm" else "process"
         return f"{where} {self.record.job_id}; training-infra logs {self.run.path} --follow"
 
     @abstractmethod
     def is_running(self) -> bool:
-        """Return whether the job is queued or has processes at work."""
+        """Return whether the job is queued or running."""
 
     @abstractmethod
     def _ask_to_stop(self) -> None:
-        """Pass SIGTERM on to every rank; end the job if it has not begun."""
+        """Send SIGTERM to every rank; end the job if it has not started."""
 
     @abstractmethod
     def _kill(self) -> None:
@@ -80,13 +80,13 @@ class JobHandle(ABC):
         on_output: Callable[[int, str], None] | None = None,
         on_waiting: Callable[[str], None] | None = None,
     ) -> Outcome:
-        """Return why the job ended, as soon as it has.
+        """Wait until the job ends, and return why it ended.
 
         Args:
-            on_progress: told of each newest step meanwhile. Steps that follow each other faster than they are looked
-                for are skipped, except the last.
-            on_output: told of each warning and error that a rank prints, with the rank.
-            on_waiting: told what the job waits for in a queue, whenever that changes.
+            on_progress: called with each newest step meanwhile. If steps are faster than ``poll_seconds``, some are
+                skipped, but never the last.
+            on_output: called with the rank and the line of each warning and error that a rank prints.
+            on_waiting: called with a line on the queue whenever the reason that the job waits there changes.
         """
         newest: StepRecord | None = None
         waits_for, looked_at = "", time.monotonic()
@@ -104,7 +104,7 @@ class JobHandle(ABC):
                     on_output(rank, line)
             if on_waiting is not None and self.waits_for != waits_for:
                 waits_for = self.waits_for
-                on_waiting(waits_for or "nothing: it starts")
+                on_waiting(f"for {waits_for}" if waits_for else "Slurm has started the job")
             if not running:
                 return self._conclude()
             time.sleep(self.poll_seconds)
@@ -130,7 +130,7 @@ class JobHandle(ABC):
 
 
 def cancel_all(jobs: Sequence[JobHandle], grace_seconds: float | None = None) -> list[Outcome]:
-    """Cancel several jobs at once, so that all of them stop within one time of grace; see ``JobHandle.cancel``."""
+    """Cancel several jobs at once, so that all of them share one grace period; see ``JobHandle.cancel``."""
     alive = [job for job in jobs if job.is_running()]
     for job in alive:
         request_cancellation(job.run, job.record)
@@ -144,7 +144,7 @@ def cancel_all(jobs: Sequence[JobHandle], grace_seconds: float | None = None) ->
     for job in alive:
         if not job._ends_within(job.kill_seconds):
             raise TrainingFailedError(
-                f"job {job.record.job_id} of {job.run.path} was told to end and has not; look for it with "
+                f"job {job.record.job_id} of {job.run.path} was killed but has not ended; look for it with "
                 f"{'squeue' if job.record.launcher == 'slurm' else 'ps'}, and cancel again"
             )
     return [job._conclude() for job in jobs]

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import psutil
 
 _PORTS = range(20000, 32000)
-_NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs cannot do without a limit
+_NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs must have a limit
 
 
 class LocalJobHandle(JobHandle):
     """A job on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
 
     def is_running(self) -> bool:
-        """Return whether the controller lives; its ranks die with it."""
+        """Return whether the controller is alive; its ranks die with it."""
         return self._controller() is not None
 
     def _controller(self) -> "psutil.Process | None":
         import psutil
 
-        # Its command line names the job's own folder. No other process with a reused id has that, and unlike a start
-        # time it does not move when the machine's clock is set.
+        # Its command line names the job's own folder, which no other process with a reused id does. A start time would
+        # change when the machine's clock is set.
         with suppress(psutil.Error):
             process = psutil.Process(int(self.record.job_id))
             if self.record.folder in process.cmdline():
@@ -67,13 +67,13 @@ class LocalJobHandle(JobHandle):
         return super()._conclude()
 
     def _sweep(self) -> None:
-        """Kill what outlived the controller, such as processes that load data for a worker that was killed."""
+        """Kill processes that outlived the controller, such as the data loaders of a killed worker."""
         import psutil
 
         left = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                # submitit sets it for each rank, and whatever a rank starts inherits it.
+                # submitit sets this variable for each rank, and the rank's child processes inherit it.
                 if process.environ().get("SUBMITIT_FOLDER") == self.record.folder:
                     process.kill()
                     left.append(process)
@@ -84,9 +84,9 @@ def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
     """Start a job on this machine and record it.
 
     Args:
-        folder: where submitit keeps what the job starts from.
+        folder: where submitit keeps the job's files.
         submission: the run.
-        lock: what keeps others from submitting the run; held until the job is recorded, should this process be killed.
+        lock: the lock on submitting the run; the child holds it until the job is recorded, even if we are killed.
 
     Raises:
         EnvironmentMismatchError: if it cannot be started.
@@ -102,8 +102,8 @@ def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
         config.save_timeout_s,
     )
     log = folder / "controller.log"
-    # A process and a session of its own: an interrupt or a hang-up of the terminal must reach the job through
-    # JobHandle.cancel, not through submitit's controller, which gives its tasks one second.
+    # In its own process and session: an interrupt or a hang-up of the terminal must reach the job through
+    # JobHandle.cancel, not through submitit's controller, which gives its tasks only one second.
     with log.open("wb") as output:
         ended = subprocess.run(
             [sys.executable, "-m", __name__, json.dumps(request.__dict__)],
@@ -154,14 +154,14 @@ def _start_controller(request: _Request) -> None:
 
 
 def _free_port() -> int:
-    """Return a free port below those that a system hands out by itself: the ranks take it some seconds later."""
+    """Return a free port below the ephemeral range, because the ranks bind it only some seconds later."""
     for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-    raise EnvironmentMismatchError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks to meet at")
+    raise EnvironmentMismatchError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks to meet at")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started from a background shell must heed it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with it ignored
     _start_controller(_Request(**json.loads(sys.argv[1])))

@@ -20,17 +20,17 @@ from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 
 FIRST_POLL_SECONDS = 5.0
-"""Time between the first two questions to Slurm's controller about a job, which all its users share."""
+"""Time between the first two queries about a job; all users share Slurm's controller."""
 SLOWEST_POLL_SECONDS = 30.0
-"""Time between two questions about a job that has not changed for long."""
+"""Time between two queries about a job that has not changed for long."""
 FILES_SECONDS = 15.0
-"""How long records written on a node may take to show on this machine's side of the shared file system."""
+"""Time that records written on a node may take to appear on this machine through the shared file system."""
 
 _ENDED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
      "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
 )  # fmt: skip
-"""States that a job does not leave: one that is queued again goes from COMPLETING to PENDING."""
+"""Final states of a job; a job that is queued again goes from COMPLETING to PENDING."""
 
 
 class SlurmJobHandle(JobHandle):
@@ -54,7 +54,7 @@ class SlurmJobHandle(JobHandle):
         return self._state not in _ENDED
 
     def _patience(self) -> float:
-        """Return the time between two questions: short again once the ranks have recorded how they ended."""
+        """Return the time between two queries, which is short again once the job's outcome is recorded."""
         hurried = self._interval > FIRST_POLL_SECONDS and concluded(self.run, self.record) is not None
         return FIRST_POLL_SECONDS if hurried else self._interval
 
@@ -94,12 +94,12 @@ class SlurmJobHandle(JobHandle):
 
 
 def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> None:
-    """Submit a job, or an array of jobs that ask for the same, and record each in its run.
+    """Submit a job, or an array of jobs with the same resources, and record each in its run.
 
     Args:
-        folder: where submitit keeps what the jobs start from.
+        folder: where submitit keeps the jobs' files.
         submissions: the runs, one for each element of the array.
-        name: what the queue shows.
+        name: name shown in the queue.
 
     Raises:
         EnvironmentMismatchError: if there is no Slurm here, or it refuses the job.
@@ -114,7 +114,7 @@ def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> N
         )
     if not str(folder).isprintable() or set("%\\") & set(str(folder)):
         raise EnvironmentMismatchError(
-            f"run directory {str(folder)!r}: Slurm changes paths with '%', a backslash or a line break; "
+            f"run directory {str(folder)!r}: Slurm alters paths with '%', a backslash or a line break; "
             "choose another --run-dir"
         )
     config, num_ranks = submissions[0].config, submissions[0].num_ranks
@@ -139,11 +139,11 @@ def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> N
 
 
 def find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | None:
-    """Return the job of the submission in ``folder`` if it is in the queue, for a submitter that died before it wrote.
+    """Return the queued job that was submitted from ``folder`` by a process that died before recording it, if any.
 
     Args:
         folder: the submission folder.
-        name: what the queue shows.
+        name: name shown in the queue.
         config: the configuration of the run.
     """
     job_id = queued_job(os.getuid(), job_name(name), comment_of(folder))

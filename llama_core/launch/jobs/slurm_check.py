@@ -1,4 +1,4 @@
-"""Whether Slurm is here and would take the job of a run."""
+"""Check whether Slurm is available and would accept the job of a run."""
 
 import shutil
 import subprocess
@@ -12,15 +12,15 @@ _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
 
 
 def check_slurm(found: Findings, config: RunConfig | None = None) -> None:
-    """Find whether this is a node of a cluster, and whether its Slurm would take the job of ``config``.
+    """Check whether this is a node of a cluster, and whether its Slurm would accept the job of ``config``.
 
     Args:
-        found: takes what is found.
-        config: a run that Slurm is to start; None if it is not asked to, and then nothing is an error.
+        found: collects the facts and errors.
+        config: the run that Slurm is to start; None if Slurm is not used, and then nothing is an error.
     """
     missing = [command for command in _SLURM_COMMANDS if shutil.which(command) is None]
     if missing:
-        found.facts["slurm"] = f"no {', '.join(missing)}: this is no node of a cluster"
+        found.facts["slurm"] = f"no {', '.join(missing)}: this is not a node of a cluster"
         if config is not None:
             found.errors.append(
                 f"launch.launcher=slurm: this machine has no {', '.join(missing)}; "

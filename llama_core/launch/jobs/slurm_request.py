@@ -1,4 +1,4 @@
-"""What a job asks of Slurm, and whether Slurm would grant it."""
+"""A job's request to Slurm, and a test of whether Slurm would grant it."""
 
 import hashlib
 import os
@@ -16,18 +16,18 @@ _CHECKED = (
     "gpus_per_node",
 )  # fmt: skip
 _OF_THE_USER = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_RESERVATION"}
-"""Variables that say which cluster it is, or what its jobs are charged to."""
+"""Variables that select the cluster, or the account or reservation that jobs are charged to."""
 _ONLY_NOW = "node not available (down, drained or reserved)"
-"""How Slurm refuses to say when a job may start whose nodes are away for the moment."""
+"""Part of Slurm's refusal to predict the start of a job whose nodes are unavailable at the moment."""
 
 
 def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int) -> dict[str, Any]:
-    """Return what a job of ``num_ranks`` ranks asks of Slurm, in submitit's terms.
+    """Return the request for a job of ``num_ranks`` ranks, as submitit's parameters.
 
     Args:
         config: the resolved configuration.
         name: name of the run, by which people and scripts find the job in the queue.
-        comment: by which a submission is found in the queue.
+        comment: identifies the submission in the queue.
         num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
     """
     slurm, nodes = config.launch.slurm, config.launch.nodes
@@ -42,8 +42,8 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "setup": slurm.setup or None,
         "array_parallelism": slurm.max_parallel_jobs,
     }
-    # srun no longer takes the cores from sbatch (Slurm 22.05), and leaves the other ranks alone when one fails.
-    # It waits as long as the first rank needs to have the job queued again.
+    # Since Slurm 22.05 srun does not take the cores from sbatch; by default it lets the other ranks run on when one
+    # fails. wait=0: it waits as long as the first rank needs to queue the job again.
     srun = {"cpus-per-task": slurm.cpus_per_rank, "kill-on-bad-exit": 1, "wait": 0} | slurm.srun_options
     return {
         "job_name": job_name(name),
@@ -54,14 +54,14 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "cpus_per_task": slurm.cpus_per_rank,
         "signal_delay_s": min(config.launch.save_timeout_s, limit_seconds // 4),
         "stderr_to_stdout": True,
-        "wckey": None,  # submitit's own is refused by clusters that account by it
+        "wckey": None,  # clusters that account by wckey refuse submitit's own
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
     } | {name: value for name, value in asked.items() if value is not None}
 
 
 def refusal(config: RunConfig) -> str | None:
-    """Return why Slurm would not take the job of ``config``, which is asked without submitting; None if it would."""
+    """Return why Slurm would refuse the job of ``config``, without submitting it; None if it would accept it."""
     asked = slurm_parameters(config, "test", "", config.parallel.gpus)
     options = {key: asked[key] for key in _CHECKED if key in asked} | asked["additional_parameters"]
     flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
@@ -85,7 +85,7 @@ def refusal(config: RunConfig) -> str | None:
 
 @contextmanager
 def submission_environment() -> Iterator[None]:
-    """Hide what a job inherits from one that its submitter runs in, and what would go before its configuration."""
+    """Hide variables that come from a job around the submitter, or that would override the job's configuration."""
     hidden = {
         name: value
         for name, value in os.environ.items()
@@ -105,5 +105,5 @@ def job_name(name: str) -> str:
 
 
 def comment_of(folder: Path) -> str:
-    """Return what a job carries in the queue to be known as the one submitted from ``folder``."""
+    """Return the comment that identifies a job in the queue as submitted from ``folder``."""
     return f"llama-training-infra:{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}"

@@ -1,6 +1,6 @@
-"""Starting a run's job where its configuration says, and finding it again from any process that sees the run directory.
+"""Start a run's job on this machine or in Slurm, and find it again from any process that sees the run directory.
 
-Both ways go through submitit and end in the same ``Supervisor`` on every rank.
+Both launchers go through submitit and run the same ``Supervisor`` on every rank.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Part
 
-_PRIVATE = 0o700  # what submitit starts from is a pickle: nobody else may write there
+_PRIVATE = 0o700  # submitit starts a job from a pickle, so nobody else may write there
 
 
 def submit(
@@ -37,18 +37,18 @@ def submit(
     only: Part | None = None,
     worker: tuple[str, ...] = WORKER,
 ) -> JobHandle:
-    """Start a job on ``run``, or find the one at work on it, and return at once.
+    """Start a job on ``run``, or find the one that is running, and return at once.
 
     Args:
         run: the run directory, with its configuration and plan.
         config: the resolved configuration.
-        num_ranks: worker processes in all.
-        only: leave the other part of the work out.
+        num_ranks: total number of worker processes.
+        only: do only this part of the work.
         worker: the command line that every rank runs, with the run directory as its next argument.
 
     Raises:
-        RunDirectoryError: if a job of this run may be at work where this machine cannot see it.
-        EnvironmentMismatchError: if this machine or Slurm does not take the job.
+        RunDirectoryError: if a job of this run may be running where this machine cannot see it.
+        EnvironmentMismatchError: if this machine or Slurm refuses the job.
     """
     submission = _submission(run, config, num_ranks, only, worker)
     run = submission.run
@@ -74,19 +74,19 @@ def submit_array(
     worker: tuple[str, ...] = WORKER,
     ask: Ask = job_status,
 ) -> list[JobHandle]:
-    """Submit one Slurm job array with an element for each run, all asking Slurm for the same.
+    """Submit one Slurm job array with an element for each run, all with the same resources.
 
     Args:
         folder: the directory of the sweep, whose name the queue shows.
-        runs: the run directories and their configurations, alike in ``launch`` and in the number of ranks.
-        num_ranks: worker processes of each.
-        only: leave the other part of the work out.
+        runs: the run directories and their configurations, with the same ``launch`` and the same number of ranks.
+        num_ranks: worker processes of each run.
+        only: do only this part of the work.
         worker: as for ``submit``.
-        ask: how Slurm is asked about the elements.
+        ask: asks Slurm for the status of an element.
 
     Raises:
-        RunDirectoryError: if a job of one of the runs is still alive, or others may write where its files go.
-        EnvironmentMismatchError: if Slurm does not take the job.
+        RunDirectoryError: if a job of one of the runs is still alive, or other users may write where its files go.
+        EnvironmentMismatchError: if Slurm refuses the job.
     """
     submissions = [_submission(run, config, num_ranks, only, worker) for run, config in runs]
     logs = folder.resolve() / "logs"
@@ -98,16 +98,16 @@ def submit_array(
 
 
 def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
-    """Return the job at work on ``run``, whoever submitted it, or None if there is none.
+    """Return the job that is running on ``run``, whoever submitted it, or None if there is none.
 
-    A job that ended while nobody waited is concluded on the way.
+    If the job ended while nobody waited for it, its outcome is recorded now.
 
     Args:
         run: the run.
-        ask: how Slurm is asked about its job.
+        ask: asks Slurm for the status of its job.
 
     Raises:
-        RunDirectoryError: if its job may still be at work where this machine cannot see it.
+        RunDirectoryError: if its job may still be running where this machine cannot see it.
     """
     if not run.job.exists():
         return None
@@ -117,7 +117,7 @@ def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
             return None
         raise RunDirectoryError(
             f"job {record.job_id} ({record.launcher}) of {run.path} was submitted on {record.host} and cannot be "
-            f"seen from here; go on there, or delete {run.job} if it has ended"
+            f"seen from here; continue there, or delete {run.job} if the job has ended"
         )
     handle = _handle(run, record, ask)
     if handle.is_running():
@@ -139,7 +139,7 @@ def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobH
 
 
 def _is_visible(record: JobRecord) -> bool:
-    """Return whether this machine can tell if the job is at work."""
+    """Return whether this machine can tell if the job is running."""
     if record.launcher == "slurm":
         here = shutil.which("scontrol") is not None
         return here and (not record.cluster or cluster_name() in {record.cluster, ""})
@@ -150,7 +150,7 @@ def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
     alive = attach(run, ask)
     if alive is not None:
         raise RunDirectoryError(
-            f"job {alive.record.job_id} ({alive.record.launcher}) is still at work on {run.path}; "
+            f"job {alive.record.job_id} ({alive.record.launcher}) is still running on {run.path}; "
             "wait for it, or cancel it first"
         )
 
@@ -168,21 +168,21 @@ def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
 
 @contextmanager
 def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
-    """Keep a second process that submits the same waiting until ``job.json`` is there for it to find."""
+    """Make a second process that submits the same run wait until it can find ``job.json``."""
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "submit.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise RunDirectoryError(
-                f"cannot lock {lock.name} ({error.strerror}): have its file system mounted with locks (Lustre: "
-                "-o flock), or choose another --run-dir"
+                f"cannot lock {lock.name} ({error.strerror}); mount its file system with locks (Lustre: -o flock), "
+                "or choose another --run-dir"
             ) from None
         yield lock
 
 
 def private_place(logs: Path) -> Path:
-    """Return a folder for what the ranks of a run unpickle, where nobody else may write.
+    """Return a folder for the pickles that the ranks of a run load, where nobody else may write.
 
     Raises:
         RunDirectoryError: if there is none.
@@ -193,7 +193,7 @@ def private_place(logs: Path) -> Path:
 
 
 def submission_folders(logs: Path) -> list[Path]:
-    """Return the folders that submitit was given, one for each submission, oldest first."""
+    """Return the folders given to submitit, one for each submission, oldest first."""
     return sorted(_place_of_submissions(logs).glob("submission-*"))
 
 
@@ -208,12 +208,12 @@ def _fresh_folder(logs: Path) -> Path:
 
 
 def _place_of_submissions(logs: Path) -> Path:
-    """Return where submitit keeps what jobs start from: with the run, or in the user's home where others may write.
+    """Return where submitit keeps its files: beside the run or, if others may write there, in the user's home.
 
-    A job starts from a pickle, and whoever can put another in its place decides what the job runs.
+    A job starts from a pickle, and anyone who can replace it decides what the job runs.
 
     Raises:
-        RunDirectoryError: if others may write there too.
+        RunDirectoryError: if others may write to both.
     """
     digest = hashlib.sha256(os.fsencode(logs)).hexdigest()[:16]
     home = Path.home() / ".local" / "state" / "llama-training-infra" / f"submissions-{digest}"
@@ -221,13 +221,13 @@ def _place_of_submissions(logs: Path) -> Path:
         if all(map(_is_private, (place, *place.parents))):
             return place
     raise RunDirectoryError(
-        f"other users may write to {logs} and to {home.parent}, or above, and so decide what a job runs; "
+        f"other users may write to {logs} and to {home.parent}, or above, and could change what a job runs; "
         "chmod go-w them, or choose another --run-dir"
     )
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether nobody but this user and the administrator can put something else in the place of ``path``."""
+    """Return whether only this user and the administrator can replace ``path``."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -239,7 +239,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _is_group_of_one(group: int) -> bool:
-    """Return whether a group is this user's own, as many systems make one for every user."""
+    """Return whether a group is the user's private group, which many systems create for every user."""
     user = pwd.getpwuid(os.getuid())
     try:
         found = grp.getgrgid(group)

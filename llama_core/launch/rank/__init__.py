@@ -1,1 +1,1 @@
-"""What runs on every rank: a worker, and the supervisor that watches it."""
+"""The processes of every rank: a worker, and the supervisor that watches it."""

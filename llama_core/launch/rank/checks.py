@@ -1,6 +1,6 @@
-"""What every rank checks on its node before the model is built: its own device, and that all ranks see the same.
+"""Checks on every rank before the model is built: the rank's own device, and that all ranks agree.
 
-A login node knows neither. What the ranks found goes to ``environment.json``, beside what the submitting side found.
+A login node can check neither. The ranks' facts go to ``environment.json``, beside those of the submitting machine.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ from llama_core.records.files import read_json, write_json
 from llama_core.units import format_bytes
 
 PLAN_TOLERANCE = 0.95
-"""Share of the planned device's memory that a device may have less than: drivers keep a few percent back."""
+"""Share of the planned device's memory that a device must have: drivers reserve a few percent."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank runs on."""
+    """The hardware and software of one rank."""
 
     rank: int
     host: str
     device: str
-    """The device as its maker calls it."""
+    """The vendor's name of the device."""
     device_bytes: int | None
     """Memory of the device; None for the CPU, whose memory the ranks of a machine share."""
     python: str
@@ -49,7 +49,7 @@ class RankFacts:
     source: str
     """Digest of the installed ``llama_core``."""
     request: str
-    """Digest of the run's configuration and plan, as this node's side of the shared file system shows them."""
+    """Digest of the run's configuration and plan, as this node sees them on the shared file system."""
 
 
 MUST_AGREE = ("device", "python", "torch", "nccl", "source", "request")
@@ -68,24 +68,24 @@ def check_own_device(config: RunConfig) -> None:
     if not torch.cuda.is_available():
         raise EnvironmentMismatchError(
             f"{where}: torch {torch.__version__} sees no CUDA device; install a CUDA build of torch on the nodes, "
-            "or see that the job asks for GPUs"
+            "or make sure that the job requests GPUs"
         )
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise EnvironmentMismatchError(
-            f"{where}: local rank {local_rank} needs a device of its own, but there are {count}"
+            f"{where}: local rank {local_rank} needs its own device, but there are only {count}"
         )
     device = torch.cuda.get_device_properties(local_rank % count)
     planned = gpu_spec(config.launch.gpu_type) if config.launch.gpu_type else None
     if planned and device.total_memory < PLAN_TOLERANCE * planned.memory_bytes and not config.launch.force:
         raise EnvironmentMismatchError(
             f"{where}: {device.name} has {format_bytes(device.total_memory)}, but the run was planned for "
-            f"{planned.label}; ask Slurm for such nodes (launch.slurm.constraint), or plan with their launch.gpu_type"
+            f"{planned.label}; request such nodes (launch.slurm.constraint), or plan for these (launch.gpu_type)"
         )
 
 
 def limit_own_memory(config: RunConfig) -> None:
-    """Have a rank on the CPU that would take more than its share of the machine's memory end, and not the machine."""
+    """Limit a rank on the CPU to its share of the machine's memory, so that the rank ends and not the machine."""
     if config.launch.device != "cpu" or sys.platform != "linux":
         return
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
@@ -96,7 +96,7 @@ def limit_own_memory(config: RunConfig) -> None:
 
 
 def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
-    """Have all ranks tell what they run on, record it, and refuse to train where they differ.
+    """Gather and record the facts of all ranks, and refuse to train if they differ.
 
     Raises:
         EnvironmentMismatchError: on every rank, naming what differs and where.
@@ -116,7 +116,7 @@ def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
 
 
 def disagreements(ranks: Sequence[RankFacts]) -> list[str]:
-    """Return one sentence for each fact that is not the same on all ranks; processors may differ, devices may not."""
+    """Return one sentence for each fact that differs between ranks; CPUs may differ, GPUs may not."""
     sentences = []
     on_cuda = any(found.device_bytes is not None for found in ranks)
     for name in MUST_AGREE if on_cuda else MUST_AGREE[1:]:
@@ -125,12 +125,12 @@ def disagreements(ranks: Sequence[RankFacts]) -> list[str]:
             holders[getattr(found, name)].append(found)
         if len(holders) > 1:
             versions = (f"{value or 'none'} on {_places(found)}" for value, found in holders.items())
-            sentences.append(f"the ranks differ in {name}: {', '.join(versions)}; make the nodes alike")
+            sentences.append(f"the ranks differ in {name}: {', '.join(versions)}; make the nodes the same")
     return sentences
 
 
 def _places(ranks: Sequence[RankFacts]) -> str:
-    """Return the machines of ``ranks``, the first of them where they are many."""
+    """Return the hosts of ``ranks``, naming at most three."""
     hosts = list(dict.fromkeys(found.host for found in ranks))
     more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
     return f"{', '.join(hosts[:3])}{more} (rank {ranks[0].rank}{', ...' if len(ranks) > 1 else ''})"
@@ -153,7 +153,7 @@ def _facts(run: RunDirectory, config: RunConfig) -> RankFacts:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Return 12 hex digits that two lists of files share exactly when their contents are the same."""
+    """Return a digest of the contents of ``files`` in 12 hex digits."""
     total = hashlib.sha256()
     for path in files:
         total.update(hashlib.sha256(path.read_bytes()).digest())

@@ -1,7 +1,7 @@
-"""Training on batches that the user's own loader gives, in one process or on every rank of a group.
+"""Train on batches from the user's own loader, in one process or on every rank of a group.
 
-Rank 0 alone reads the loader, whatever copies of it others have: so all ranks see the same batches in the same order,
-shuffled ones too. It sends each batch to the others, and every data-parallel rank takes its rows.
+Only rank 0 reads its loader, even if other ranks have a copy, so that all ranks see the same batches in the same order
+even with shuffling. Rank 0 sends each batch to the others, and every data-parallel rank takes its rows.
 """
 
 import pickle
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaders:
-    """What a run on a loader trains and is evaluated on: iterables of global batches, or functions that make them."""
+    """The training and validation batches of a run: iterables of global batches, or functions that make them."""
 
     train: Any
     validation: Any = None
@@ -44,18 +44,18 @@ def loader_trainer(
     should_stop: Callable[[], bool],
     on_step: Callable[[StepRecord], None] = print_record,
 ) -> Trainer:
-    """Return the trainer of this rank; where there are several, the default process group has to exist.
+    """Return the trainer of this rank; with several ranks, the default process group must exist.
 
     Args:
-        run: the run, which ``prepare_loader_run`` has prepared.
-        loaders: what is trained on; looked at on rank 0 alone, and None on the others if need be.
-        should_stop: asked after every step.
-        on_step: told of every step on rank 0.
+        run: the run, prepared by ``prepare_loader_run``.
+        loaders: the batches; only rank 0 reads them, and other ranks may pass None.
+        should_stop: called after every step.
+        on_step: called with the record of every step on rank 0.
     """
     config, plan = RunConfig.load(run.config), ParallelPlan.from_dict(read_json(run.plan))
     total_steps = config.training.steps
     if total_steps is None:
-        raise ValueError(f"{run.config} names no training.steps; prepare the run with prepare_loader_run")
+        raise ValueError(f"{run.config} has no training.steps; prepare the run with prepare_loader_run")
     vocab_size = config.spec.vocab_size
     train, validation = (made(loaders.train), made(loaders.validation)) if loaders else (None, None)
     source = LoaderBatches(train, vocab_size) if train is not None else None
@@ -87,9 +87,9 @@ class SharedBatches:
     """This rank's rows of the batches that rank 0 reads.
 
     Args:
-        source: on rank 0, what it reads.
+        source: the loader's batches; used on rank 0 only.
         plan: how a batch is divided.
-        batch_size: rows of every batch but a shorter last one of a pass.
+        batch_size: rows of every batch; the last one of a pass may have fewer.
     """
 
     def __init__(self, source: LoaderBatches | None, plan: ParallelPlan, batch_size: int) -> None:
@@ -99,7 +99,7 @@ class SharedBatches:
         """Return the rows of this rank.
 
         Raises:
-            DataError: on every rank, if the loader gives something else than a batch, or a larger one than at first.
+            DataError: on every rank, if the loader yields anything but a batch, or more than ``batch_size`` rows.
         """
         batch: Batch = _of_first_rank(self._read)
         return own_rows(batch, self.plan, self.batch_size if self.plan.pp > 1 else len(batch.tokens_BS))
@@ -111,24 +111,24 @@ class SharedBatches:
         if len(batch.tokens_BS) > self.batch_size:
             raise DataError(
                 f"the dataloader gives a batch of {len(batch.tokens_BS)} sequences after one of {self.batch_size}; "
-                "give batches of one size, of which the last may be smaller"
+                "make all batches the same size; only the last may be smaller"
             )
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the loader, which rank 0 has."""
+        """Return the position of the loader; empty without one."""
         return {} if self.source is None else self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place that ``state_dict`` returned on rank 0."""
+        """Restore the position that ``state_dict`` returned on rank 0."""
         if self.source is not None:
             self.source.load_state_dict(state)
 
 
 def own_rows(batch: Batch, plan: ParallelPlan, num_rows: int) -> Batch:
-    """Return the rows of this rank, of a batch that is filled up to at least ``num_rows`` with rows without targets.
+    """Return this rank's rows of a batch padded to at least ``num_rows`` rows; padding has no targets.
 
-    The loss is the mean over all targets of all ranks, so that rows without any change nothing.
+    The loss is the mean over all targets of all ranks, so rows without targets do not change it.
     """
     share = -(-num_rows // plan.dp)
     missing = share * plan.dp - len(batch.tokens_BS)
@@ -148,7 +148,7 @@ def _next_batch(items: Iterator[Any], vocab_size: int) -> Batch | None:
 
 
 def _of_first_rank(make: Callable[[], T]) -> T:
-    """Return on all ranks what ``make`` returns on rank 0, or raise there what a user can mend."""
+    """Call ``make`` on rank 0; return its result, or raise its ``TrainingInfraError``, on all ranks."""
     result: T | None = None
     error: TrainingInfraError | None = None
     if is_first_rank():
@@ -163,10 +163,10 @@ def _of_first_rank(make: Callable[[], T]) -> T:
 
 
 def pickled(loaders: Loaders) -> bytes:
-    """Return loaders as bytes for another process of this machine, with where their modules are.
+    """Pickle loaders together with ``sys.path``, for another process on this machine.
 
     Raises:
-        Exception: of whatever kind, if they cannot be pickled.
+        Exception: of any kind, if they cannot be pickled.
     """
     import cloudpickle
 
@@ -174,7 +174,7 @@ def pickled(loaders: Loaders) -> bytes:
 
 
 def unpickled(file: Path) -> Loaders:
-    """Return what ``pickled`` left in a file, which nobody else can write to."""
+    """Return the loaders from a file with the bytes of ``pickled``; nobody else may have write access to it."""
     places, content = pickle.loads(file.read_bytes())
     sys.path += [place for place in places if place not in sys.path]
     loaders: Loaders = pickle.loads(content)

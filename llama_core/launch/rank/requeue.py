@@ -1,7 +1,7 @@
-"""Starting again under Slurm: one job id, several attempts, each of which goes on from the newest checkpoint.
+"""Restarts under Slurm: one job id, several attempts, each of which resumes from the newest checkpoint.
 
-A job is started again by Slurm itself, after preemption or the failure of a node, or because its first rank asks for it
-once all ranks have saved a checkpoint ahead of the time limit. A job that fails or is cancelled is not.
+Slurm restarts a job by itself after preemption or a node failure, and on request of the job's first rank once all ranks
+have saved a checkpoint ahead of the time limit. A job that fails or is cancelled is not restarted.
 """
 
 import shutil
@@ -23,27 +23,27 @@ from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
 
 SUPERSEDED_SECONDS = 1.5 * LOOK_SECONDS
-"""How long ranks that Slurm has lost may go on after another attempt has begun: see ``watchers.Successor``."""
+"""How long ranks that Slurm has lost may go on after another attempt has begun: see ``watchdogs.Successor``."""
 
 ANSWER_PATIENCE_SECONDS = 240.0
-"""How long a job that is to start again waits for a controller that does not answer."""
+"""How long a job that should restart waits for a controller that does not answer."""
 
 _RETRY_SECONDS = 5.0
 
 _TIME_LIMIT = Verdict("timeout", "the job neared its time limit and saved a checkpoint", RESUME)
-_PREEMPTED = Verdict("preempted", "Slurm gave the job's nodes to another job; it saved a checkpoint first", RESUME)
+_PREEMPTED = Verdict("preempted", "Slurm gave the job's nodes to another job; a checkpoint was saved first", RESUME)
 _QUEUED_AGAIN = Verdict("preempted", "Slurm stopped the job and queued it again", RESUME)
 
 
 def begin_attempt(run: RunDirectory, job: JobRecord, restart: int, nodes: str, max_attempts: int) -> bool:
-    """Record that an attempt begins, and how the one before ended; return whether it may go on.
+    """Record the start of an attempt and how the one before ended; return whether the attempt may go on.
 
     Args:
         run: the run the job works on.
         job: the job.
-        restart: how often Slurm had started it before.
-        nodes: its nodes, as Slurm abbreviates them; empty on this machine.
-        max_attempts: starts after which it is given up.
+        restart: number of earlier starts of the job.
+        nodes: its nodes, as Slurm abbreviates them; empty for a local job.
+        max_attempts: starts after which the job gives up.
     """
     attempt = Attempt(job.job_id, job.submitted_at, restart, nodes, timestamp())
     previous = current_attempt(run, job) if restart else None
@@ -60,11 +60,11 @@ def begin_attempt(run: RunDirectory, job: JobRecord, restart: int, nodes: str, m
 
 
 def _too_many(max_attempts: int) -> str:
-    return f"the last of {max_attempts} attempts (launch.slurm.max_attempts)"
+    return f"this was the last of {max_attempts} attempts (launch.slurm.max_attempts)"
 
 
 def _interruption(job: JobRecord, previous: Attempt) -> Verdict:
-    """Return why Slurm took the nodes of an attempt: by its accounting, else by what has become of the nodes."""
+    """Return why Slurm ended an attempt: from its accounting, else from the state of the attempt's nodes."""
     states = earlier_states(job.job_id, job.name)
     if states and states[-1] in {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}:
         return VERDICT_OF_STATE[states[-1]]
@@ -75,21 +75,21 @@ def _interruption(job: JobRecord, previous: Attempt) -> Verdict:
 
 
 def start_again(run: RunDirectory, job: JobRecord, restart: int, *, announced: bool, max_attempts: int) -> bool:
-    """Have a job that was stopped, and has saved a checkpoint, start again; return whether Slurm will.
+    """Queue a job again that was stopped and has saved a checkpoint; return whether Slurm will restart it.
 
     Args:
         run: the run the job works on.
         job: the job.
-        restart: how often Slurm had started it before.
-        announced: whether Slurm had said that the job's time was running out.
-        max_attempts: starts after which it is given up.
+        restart: number of earlier starts of the job.
+        announced: whether Slurm announced that the job's time was running out.
+        max_attempts: starts after which the job gives up.
     """
     attempt = current_attempt(run, job)
     if attempt is None or attempt.restart != restart or is_cancellation_requested(run, job):
         return False
     if shutil.which("scontrol") is None:
         if announced:
-            record_surrender(run, job, attempt, _TIME_LIMIT, "the ranks have no scontrol to start the job again with")
+            record_surrender(run, job, attempt, _TIME_LIMIT, "the ranks have no scontrol to queue the job again with")
         return False
     status = _answer(job)
     if not (announced if status is None else _is_wanted(status, announced=announced)):
@@ -106,7 +106,7 @@ def start_again(run: RunDirectory, job: JobRecord, restart: int, *, announced: b
 
 
 def _answer(job: JobRecord) -> JobStatus | None:
-    """Return what Slurm says of the job, asked again while it says nothing; None if that lasts too long."""
+    """Return the job's status, asking again while Slurm does not answer; None if that takes too long."""
     deadline = time.monotonic() + ANSWER_PATIENCE_SECONDS
     while (status := job_status(job.job_id, job.name)) is None and time.monotonic() < deadline:
         time.sleep(_RETRY_SECONDS)
@@ -114,5 +114,5 @@ def _answer(job: JobRecord) -> JobStatus | None:
 
 
 def _is_wanted(status: JobStatus, *, announced: bool) -> bool:
-    """Return whether a stopped job should go on: not one that was cancelled, or that Slurm starts again by itself."""
+    """Return whether to queue a stopped job again: not if it was cancelled, or if Slurm restarts it by itself."""
     return status.state == "RUNNING" and (announced or status.is_preempted)

@@ -1,7 +1,7 @@
-"""One light process beside each rank: it starts the worker, passes signals on, and records exactly how it ended.
+"""One light process beside each rank: it starts the worker, forwards signals, and records exactly how the worker ended.
 
-submitit pickles functions, installs signal handlers and ends processes as it sees fit. All of that happens to the
-supervisor; the worker is a child of its own that only ever meets the run directory and its environment.
+submitit pickles functions, installs signal handlers and ends processes as it sees fit. All of that affects only the
+supervisor; the worker is a separate child process that sees nothing but the run directory and its environment.
 """
 
 import ctypes
@@ -44,16 +44,16 @@ JOB_RECORD_SECONDS = 120
 """How long a rank waits for its job to be recorded; a shared file system may show a new file after a minute."""
 
 DUMP_SECONDS = 15
-"""How long a rank that hangs may take to write where it is, before it is killed."""
+"""How long a hanging rank may take to dump its stacks before it is killed."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Supervisor:
-    """What submitit runs on every rank: a call starts the worker and returns when it has finished.
+    """The callable that submitit runs on every rank: it starts the worker and returns when the worker has finished.
 
-    It is pickled, so it holds values only.
+    It is pickled, so it holds only values.
     """
 
     run_dir: Path
@@ -65,7 +65,7 @@ class Supervisor:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables every worker gets in addition to its own rank's."""
     max_attempts: int = 1
-    """Starts of one job after which it is given up."""
+    """Starts after which the job gives up."""
 
     def __call__(self) -> None:
         """Run the worker of this rank.
@@ -82,7 +82,8 @@ class Supervisor:
             os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if job.cluster == "local":
-            # Only there: the controller's main thread starts the ranks, and a dying thread would send the signal too.
+            # Only locally: the controller starts the ranks from its main thread, and the death of the starting thread
+            # sends the signal too.
             die_with_parent(int(job.job_id))()
         environment = worker_environment(
             {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes
@@ -100,7 +101,7 @@ class Supervisor:
             sys.exit(rank_exit.exit_code or 1)
 
     def _goes_on(self, rank: "_Rank") -> bool:
-        """Return whether the job starts again, which its first rank sees to; the others leave that to it."""
+        """Return whether the job starts again; the first rank queues it again, and the others rely on that."""
         if rank.rank > 0:
             return not is_cancellation_requested(rank.run_directory, rank.job)
         announced = signal.SIGUSR2 in rank.received
@@ -110,9 +111,9 @@ class Supervisor:
 
 
 def rendezvous_port(job_id: int, restart: int) -> int:
-    """Return the port where the ranks of an attempt meet: below those that a system hands out by itself.
+    """Return the port where the ranks of an attempt meet, below the ephemeral range.
 
-    Attempts differ in it, since ranks of an earlier one may still be at work on a node that Slurm has lost.
+    Each attempt gets another port, since ranks of an earlier one may still run on a node that Slurm has lost.
     """
     return 20000 + (17 * job_id + restart) % 12000
 
@@ -125,7 +126,7 @@ def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: i
         device: where the worker computes.
         ranks_on_node: ranks that share the machine's cores.
     """
-    # Slurm has divided the cores already; elsewhere the ranks share what the process may use.
+    # Slurm has divided the cores already; elsewhere the ranks share the cores that the process may use.
     cores = int(base.get("SLURM_CPUS_PER_TASK") or max(1, available_cores() // ranks_on_node))
     defaults = {"OMP_NUM_THREADS": str(cores), "PYTHONUNBUFFERED": "1"}
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
@@ -134,9 +135,9 @@ def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: i
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """Return a function that ties the life of the process it is called in to that of ``parent``.
+    """Return a function that makes the process that calls it die with ``parent``.
 
-    It has no effect but on Linux. Call the outer part before forking: it loads the C library.
+    It has an effect on Linux only. Call ``die_with_parent`` before forking, since it loads the C library.
     """
     if sys.platform != "linux":
         return lambda: None
@@ -144,7 +145,7 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
     def tie() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the tie
+        if os.getppid() != parent:  # the parent died before the tie
             os.kill(os.getpid(), signal.SIGKILL)
 
     return tie
@@ -169,7 +170,7 @@ class _Rank:
         return JobRecord(**read_json(self.run_directory.job))
 
     def is_recorded(self) -> bool:
-        """Wait until ``job.json`` names this job: one that its submitter did not live to record must not run."""
+        """Wait until ``job.json`` names this job; False after a timeout, since an unrecorded job must not run."""
         deadline = time.monotonic() + JOB_RECORD_SECONDS
         while time.monotonic() < deadline:
             if self.run_directory.job.exists() and self.job.job_id == self.job_id:
@@ -178,7 +179,7 @@ class _Rank:
         return False
 
     def was_told_to_stop(self, rank_exit: RankExit) -> bool:
-        """Return whether the worker ended since its job was asked to: after a step, or before it could heed that."""
+        """Return whether the worker ended because its job was told to stop: after a step, or before it could react."""
         return rank_exit.exit_code == STOPPED_EXIT or not {signal.SIGTERM, signal.SIGUSR2}.isdisjoint(self.received)
 
     def run(self, environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit:
@@ -228,9 +229,9 @@ class _Rank:
     def _wait(
         self, worker: "subprocess.Popen[bytes]", heartbeat: Heartbeat, watchers: Sequence[Watcher]
     ) -> tuple[bool, float | None]:
-        """Wait for the worker, and end it if it has to; return whether the kernel's out-of-memory killer struck.
+        """Wait for the worker, ending it if necessary; return whether the kernel's out-of-memory killer struck.
 
-        The second value is how long there had been no step, if it was ended for that.
+        The second value is the seconds without a step if the worker was ended for that, else None.
         """
         silent_seconds = None
         while True:
@@ -247,21 +248,21 @@ class _Rank:
 
 
 def _kill_after_dump(worker: "subprocess.Popen[bytes]") -> None:
-    """Have a worker that hangs write where each of its threads is, and end it."""
+    """Make a hanging worker dump the stacks of its threads, then kill it."""
     worker.send_signal(signal.SIGUSR1)
-    with suppress(subprocess.TimeoutExpired):  # the others are given the time to do so before they lose this rank
+    with suppress(subprocess.TimeoutExpired):  # this gives the other ranks time to dump before they lose this one
         worker.wait(timeout=DUMP_SECONDS)
     worker.kill()
 
 
 def _kill_group(leader: int) -> None:
-    """End what the worker may have left running, such as the processes that load its data."""
+    """Kill processes that the worker may have left running, such as its data loaders."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def _oom_kills() -> int:
-    """Return how many processes Linux has killed for want of memory since it booted; 0 where it does not tell."""
+    """Return the number of processes that Linux has killed for lack of memory since boot; 0 if it does not say."""
     try:
         counters = Path("/proc/vmstat").read_text()
     except OSError:

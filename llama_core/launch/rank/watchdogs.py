@@ -1,4 +1,4 @@
-"""What a supervisor looks at while its worker runs, to end one that would go on for nothing."""
+"""The supervisor's reasons to end a running worker: a lost rank, a later attempt, or no progress."""
 
 import os
 import time
@@ -11,10 +11,10 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord
 
 LOOK_SECONDS = 10.0
-"""How often a file on the shared file system is looked at."""
+"""Seconds between checks of a file on the shared file system."""
 
 SURVIVOR_SECONDS = 5
-"""How long ranks may go on after one has failed, to end by themselves before they are killed."""
+"""How long ranks have to end by themselves after one has failed, before they are killed."""
 
 
 class Watcher(ABC):
@@ -22,18 +22,18 @@ class Watcher(ABC):
 
     @abstractmethod
     def gives_up(self) -> bool:
-        """Return whether the worker has to be ended now; asked every second."""
+        """Return whether the worker must be ended now; called every second."""
 
 
 class Siblings(Watcher):
-    """The ranks' supervisors, children of one parent. A rank whose peer is gone may wait for it for ever."""
+    """Watches the ranks' supervisors, children of one parent: a rank may wait for a lost peer forever."""
 
     def __init__(self, run: RunDirectory, job: JobRecord, restart: int, num_ranks: int) -> None:
         self.run, self.job, self.restart, self.num_ranks = run, job, restart, num_ranks
         self.complete_at = time.monotonic()
 
     def gives_up(self) -> bool:
-        """Return whether for ``SURVIVOR_SECONDS`` a rank has been neither at work nor finished."""
+        """Return whether some rank has been neither running nor finished for ``SURVIVOR_SECONDS``."""
         import psutil
 
         present = 0
@@ -47,27 +47,27 @@ class Siblings(Watcher):
 
 
 class Successor(Watcher):
-    """A later attempt of the job: Slurm takes a node that does not answer for dead, while its processes may live."""
+    """Watches for a later attempt of the job: a node that Slurm takes for dead may still run its processes."""
 
     def __init__(self, run: RunDirectory, job: JobRecord, restart: int) -> None:
         self.run, self.job, self.restart = run, job, restart
         self.looked_at = time.monotonic()
 
     def gives_up(self) -> bool:
-        """Return whether another attempt has begun, which must be the only one to write to the run's directory."""
+        """Return whether another attempt has begun; only that one may write to the run's directory."""
         if time.monotonic() - self.looked_at < LOOK_SECONDS:
             return False
         self.looked_at = time.monotonic()
-        with suppress(RunDirectoryError):  # what cannot be read now is no news
+        with suppress(RunDirectoryError):  # an unreadable record says nothing yet
             attempt = current_attempt(self.run, self.job)
             return attempt is None or attempt.restart != self.restart
         return False
 
 
 class Heartbeat:
-    """The steps that the first rank records, and what else it shows that it is at work by.
+    """Watches the heartbeat file, which the first rank updates with every step that it trains or times.
 
-    Silence is added up from one look to the next: while the processes of a job are suspended, nobody looks.
+    Silence is added up from one check to the next, so that time in which the job is suspended hardly counts.
     """
 
     def __init__(self, run: RunDirectory, limit_seconds: float) -> None:
@@ -78,7 +78,7 @@ class Heartbeat:
         self._looked_at = time.monotonic()
 
     def silent_seconds(self) -> float | None:
-        """Return how long there has been no step, once that is too long; None before the first one."""
+        """Return the seconds without a step once they exceed the limit; None until then, and before the first step."""
         every = min(LOOK_SECONDS, self.limit_seconds)
         now = time.monotonic()
         if now - self._looked_at >= every:

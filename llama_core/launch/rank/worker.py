@@ -1,7 +1,7 @@
-"""What every rank of a job runs: read the run directory, train, time some steps, and say how it ended.
+"""The worker of every rank: read the run directory, train, time some steps, and record how it ended.
 
-``python -m llama_core.launch.rank.worker RUN_DIR [--only train|benchmark]`` needs torch and the run directory, nothing
-else, so it also starts by hand on any machine that sees the directory.
+``python -m llama_core.launch.rank.worker RUN_DIR [--only train|benchmark]`` needs only torch and the run directory, so
+it can also be started by hand on any machine that sees the directory.
 """
 
 import argparse
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 Build = Callable[[Callable[[], bool]], Trainer]
-"""Makes the trainer, given what it asks between steps whether to stop."""
+"""Builds the trainer; its argument is the function that the trainer calls after each step to learn whether to stop."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m llama_core.launch.rank.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--loader", type=Path, metavar="FILE", help="train on the dataloader pickled in it")
-    parser.add_argument("--only", choices=get_args(Part), help="leave the other part out")
+    parser.add_argument("--loader", type=Path, metavar="FILE", help="train on the dataloader pickled in FILE")
+    parser.add_argument("--only", choices=get_args(Part), help="do only this part of the work")
     options = parser.parse_args(arguments)
-    faulthandler.register(signal.SIGUSR1)  # how the supervisor asks a worker that hangs where it is
+    faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to get the stacks of a hanging worker
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
     run = RunDirectory(options.run_dir)
     with ExitStack() as ranks:
@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class LostPeersError(Exception):
-    """The other ranks are gone or do not answer. Whoever sees all ranks end says why."""
+    """The other ranks are gone or do not answer; the process that sees all ranks end records why."""
 
 
 def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Outcome:
-    """Train and time some steps; return how it ended, which ``outcome.json`` then says too.
+    """Train and time some steps; return the outcome, which is also written to ``outcome.json``.
 
-    Of several ranks the first one records what all of them meet, and each what befalls it alone.
+    With several ranks, the first one records an ending that all share; a rank that fails alone records it itself.
 
     Raises:
         LostPeersError: if it ended because other ranks are gone; nothing is recorded.
@@ -108,7 +108,7 @@ def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Out
 
 
 def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **details: Any) -> Outcome:
-    """Record an ending, unless it is the same on every rank and another one's to record."""
+    """Record an ending, unless all ranks share it and this is not the first rank."""
     if everywhere and not is_first_rank():
         return Outcome(status, details["reason"], 0, details["next_action"], now(), ())
     return record_outcome(run, status, **details)
@@ -156,9 +156,9 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
 
 @contextmanager
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Turn the signals that end a job into a flag that the training loop asks for between steps.
+    """Turn the signals that end a job into a flag that the training loop checks between steps.
 
-    SIGUSR2 is how Slurm announces the end of the time limit, and on some clusters preemption.
+    With SIGUSR2 Slurm announces the end of the time limit and, on some clusters, preemption.
     """
     received: list[int] = []
 
@@ -180,9 +180,9 @@ _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
     (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
     (torch.OutOfMemoryError, "oom", LESS_MEMORY),
     (MemoryError, "oom", LESS_MEMORY),
-    (CheckpointError, "crashed", "see that the disk has room and can be read, then --resume"),
+    (CheckpointError, "crashed", "check that the disk has room and can be read, then --resume"),
 )
-_CPU_OUT_OF_MEMORY = "can't allocate memory"  # how torch's CPU allocator words its RuntimeError
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # in the RuntimeError of torch's CPU allocator
 
 
 def _classify(error: Exception) -> tuple[OutcomeStatus, str]:
