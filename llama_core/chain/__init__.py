@@ -1,1 +1,1 @@
-"""The chain of a run: find it, plan it, prepare it, take its steps."""
+"""The chain of a run: find it, plan it, prepare it, run its steps."""

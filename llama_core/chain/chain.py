@@ -1,4 +1,4 @@
-"""The chain of a run, written once: the command line, the Prefect flow and ``launch_training`` walk it."""
+"""The chain of a run, shared by the command line, the Prefect flow and ``launch_training``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Steps:
-    """The functions that take the steps of one run: this process's own, or Prefect's tasks."""
+    """The functions that carry out the steps of one run: plain functions or Prefect tasks."""
 
     prepare: Callable[[], RunDirectory]
-    """Make the run's directory with its plan and estimate, or find the one to go on with."""
+    """Create the run's directory with its plan and estimate, or find the one to continue."""
     validate: Callable[[RunDirectory], EnvironmentReport]
     """Check this machine, and Slurm, against the run."""
     estimate: Callable[[RunDirectory], MemoryEstimate]
-    """Say what a rank holds, by arithmetic."""
+    """Return the memory estimate of a rank."""
     rehearse: "Callable[[RunDirectory], DryRunResult | None]"
-    """Count what a rank holds on fake tensors; None where that cannot be done."""
+    """Count the bytes of a step on fake tensors; None under DeepSpeed, which needs real ranks."""
     submit: Callable[[RunDirectory], JobHandle | None]
-    """Start the run's job, or find it at work; None where there is none to wait for."""
+    """Start the run's job, or find the running one; None if there is no job to wait for."""
     train: Callable[[RunDirectory], TrainingSummary | None]
     """Follow the run to its end; None if it only times steps."""
     benchmark: Callable[[RunDirectory], BenchmarkRecord]
-    """Read the steps that were timed at the run's end."""
+    """Return the steps timed at the end of the run."""
     report: Callable[[RunDirectory], Path]
     """Write the report."""
 
 
 def run_chain(steps: Steps) -> RunDirectory:
-    """Prepare, validate, estimate, rehearse, submit, train, benchmark and report one run, a line of text for each.
+    """Prepare, validate, estimate, rehearse, submit, train, benchmark and report one run, printing a line for each.
 
-    From the submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends.
+    From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends.
 
     Raises:
-        TrainingInfraError: as the steps do.
+        TrainingInfraError: if a step fails.
     """
     run = steps.prepare()
     say_weights(run)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line per step of the chain, and a progress bar while it trains."""
+"""Console output of a run: one line per step of the chain, and a progress bar during training."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from llama_core.units import format_bytes
 
 
 class Announcer:
-    """Prints one line per step, as ``say("estimate", "1.4 GiB ...")``; on a terminal the name stands out."""
+    """Prints one line per step, as ``say("estimate", "1.4 GiB ...")``; on a terminal the name is bold."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
 
     def __call__(self, step: str, text: str) -> None:
-        """Print ``text`` under the name of the step."""
-        # One print: a progress bar below would be redrawn between two.
+        """Print ``text`` after the name of the step."""
+        # A single print, so that a progress bar below is not redrawn in between.
         self.console.print(Text.assemble((f"{step:<10}", "bold"), text))
 
     @contextmanager
@@ -43,9 +43,9 @@ def say_output(rank: int, line: str) -> None:
 
 @contextmanager
 def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
-    """Show a progress bar with loss, tokens/s and memory, and yield what it wants to be told of every step.
+    """Show a progress bar with loss, tokens/s and memory, and yield the function to call with every step.
 
-    Where the output is not a terminal, a line is printed at every tenth of the run instead.
+    If the output is not a terminal, print a line at every tenth of the run instead.
     """
     if say.console.quiet or not say.console.is_terminal:
         yield _TenLines()

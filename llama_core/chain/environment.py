@@ -1,4 +1,4 @@
-"""Whether a run can start here: the machine, the data and, where it is asked for a job, Slurm."""
+"""Check whether a run can start here: the machine, its data and weights, and Slurm."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from llama_core.records.directory import RunDirectory
 
 
 def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) -> EnvironmentReport:
-    """Return what is missing here, what will hurt, and what was found; torch is not imported.
+    """Return the errors, warnings and facts found on this machine. Imports no torch.
 
     Args:
-        config: the run to check for; without it, only the installation and the machine are looked at.
+        config: the run to check for; None checks only the installation and the machine.
         run_dir: where the run's files will go.
     """
     found = Findings()

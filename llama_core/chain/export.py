@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder, or its adapters as PEFT's, without the devices that trained them."""
+"""Export a run's weights to a Hugging Face folder, or its adapters to a PEFT folder, on a machine without GPUs."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ _BESIDE_TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-"""What may lie beside a ``tokenizer.json`` and belong to it."""
+"""Files that may accompany a ``tokenizer.json``."""
 
 
 def export_run(
@@ -38,24 +38,24 @@ def export_run(
     merged: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write a checkpoint's weights and tokenizer as transformers reads them, or PEFT; return ``out``.
+    """Write a checkpoint's weights and tokenizer for transformers or PEFT, and return ``out``.
 
-    A run that trains adapters becomes a PEFT folder, unless they are to be merged. The folder appears when it is
-    complete. No more than one weight is held in memory.
+    A LoRA run becomes a PEFT folder, unless ``merged`` is set. The folder appears only when it is complete. At most
+    one weight is in memory at a time.
 
     Args:
-        run: a run that trains a full model or adapters, under whatever plan.
-        out: a folder that does not exist, or is empty.
-        step: of the checkpoint; by default the newest complete one.
-        dtype: one of ``hf.DTYPES``; fp32 is what training keeps.
-        merged: add the adapters to the weights that the run began with, and write a full model.
-        tell: told, in a line each, what is written and what is not.
+        run: a run that trains a full model or adapters, under any plan.
+        out: a folder that does not exist or is empty.
+        step: step of the checkpoint; by default the newest complete one.
+        dtype: one of ``hf.DTYPES``; training keeps its weights in fp32.
+        merged: add the adapters to the weights that the run started from, and write a full model.
+        tell: called with a line for each thing written or left out.
 
     Raises:
         RunDirectoryError: if there is no such run or checkpoint.
-        WeightsError: if ``out`` holds something, the checkpoint's weights are neither a full model's nor adapters, or
-            there is nothing to be merged with.
-        CheckpointError: if the weights cannot be read, or there is no room for them.
+        WeightsError: if ``out`` is not empty, the checkpoint holds neither a full model nor adapters, or there is
+            nothing to merge.
+        CheckpointError: if the weights cannot be read, or ``out`` cannot be written.
     """
     load_config(run)
     checkpoint = _checkpoint(run, step)
@@ -64,7 +64,7 @@ def export_run(
     tell(f"{checkpoint} in {dtype}")
     writing = out.absolute().with_name(f".{out.absolute().name}.writing")
     try:
-        shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(writing, ignore_errors=True)  # left by a killed export
         writing.mkdir(parents=True)
         special = _write_tokenizer(config.data, writing, tell)
         if config.strategy == "lora" and not merged:
@@ -82,8 +82,7 @@ def export_run(
 def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> None:
     if merged and config.strategy != "lora":
         raise WeightsError(
-            f"{checkpoint} holds a full model (strategy={config.strategy}), and no adapters to merge; "
-            "leave out --merged"
+            f"{checkpoint} holds a full model (strategy={config.strategy}) and no adapters to merge; drop --merged"
         )
     if merged:
         check_pretrained(config.spec, checkpoint)
@@ -122,7 +121,7 @@ def _write_adapters(
 
 
 def _base(checkpoint: Path, config: RunConfig) -> str:
-    """Return how the weights are called that the adapters of a checkpoint belong to."""
+    """Return a name for the base weights of a checkpoint's adapters."""
     origin = origin_of(checkpoint)
     if origin.drawn_by is not None:
         return f"{config.model} as seed {origin.drawn_by.training.seed} draws it, which is in no file"
@@ -143,9 +142,9 @@ def _checkpoint(run: RunDirectory, step: int | None) -> Path:
 
 
 def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> dict[str, int]:
-    """Copy the run's tokenizer to ``folder``, and return the ids of its special tokens as far as they are known."""
+    """Copy the run's tokenizer to ``folder``, and return the ids of its special tokens, if they are known."""
     if data.source == DATALOADER:
-        tell("no tokenizer: a dataloader fed the run; add the one that made its tokens")
+        tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return {}
     try:
         tokenizer = load_tokenizer(data.tokenizer)
@@ -154,7 +153,7 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
         return {}
     special = {"eos_id": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_id": tokenizer.bos_id})
     if data.tokenizer == BYTES:
-        tell("no tokenizer: the run read bytes, and transformers has no tokenizer for them")
+        tell("no tokenizer: the run trained on bytes, for which transformers has no tokenizer")
         return special
     path = Path(data.tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path

@@ -1,8 +1,8 @@
-"""Runs on batches that the caller's own loader gives: in this process, in a group that was started, or on ranks here.
+"""Runs on batches from the caller's own dataloader.
 
-* One device: training happens in this process.
-* Under torchrun or srun: every rank calls this with the same arguments; the first one prepares the run and reports.
-* Several devices of this machine otherwise: a job of so many ranks is started, to whose first the loader is sent.
+* One device: train in this process.
+* Under torchrun or srun: every rank calls this with the same arguments; rank 0 prepares the run and reports.
+* Otherwise, several devices of this machine: start a job with one rank per device and send the loader to rank 0.
 """
 
 import os
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 def run_loader_chain(
     config: RunConfig, train: Any, validation: Any, steps: Steps, run_dir: Path | None = None, *, resume: bool = False
 ) -> RunDirectory:
-    """Take the steps of a run that is trained on ``train``, an iterable of global batches or a function that makes one.
+    """Run the chain on the caller's batches, and return the run.
 
     Args:
         config: the run.
-        train: what it is trained on.
+        train: an iterable of global batches, or a function that makes one.
         validation: held-out batches in the same forms; None for none.
-        steps: the steps of other runs, some of which are replaced.
-        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        steps: the usual steps, some of which are replaced.
+        run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
 
     Raises:
-        TrainingInfraError: as ``run_chain``, or if the loader cannot be sent to the ranks.
+        TrainingInfraError: if a step fails, or the loader cannot be sent to the ranks.
     """
     from llama_core.launch.rank.loader import Loaders, pickled
 
@@ -59,8 +59,8 @@ def run_loader_chain(
         return _with_group(config, loaders, steps, run_dir, resume=resume)
     if config.launch.launcher == "slurm":
         raise ConfigError(
-            "launcher=slurm starts no ranks for a dataloader, which lives in this process; start the script on every "
-            f"rank: srun --ntasks={gpus} {_script()}"
+            "launcher=slurm: a job cannot read the dataloader of this process; start the script on every rank: "
+            f"srun --ntasks={gpus} {_script()}"
         )
 
     def prepare() -> RunDirectory:
@@ -69,13 +69,13 @@ def run_loader_chain(
     if gpus == 1:
         own = replace(steps, submit=lambda run: None, train=lambda run: train_in_process(run, loaders))
         return run_chain(replace(own, prepare=prepare))
-    resolve_machine_defaults(config, detect_machine())  # what is not here is not worth a pickle
+    resolve_machine_defaults(config, detect_machine())  # check for the devices before pickling
     try:
         content = pickled(loaders)
-    except Exception as error:  # whatever the caller's own objects raise
+    except Exception as error:  # the caller's objects may raise anything
         raise ConfigError(
-            f"the dataloader cannot be sent to {gpus} processes ({type(error).__name__}: {error}); give a function "
-            f"that makes it, or start them yourself: torchrun --nproc-per-node={gpus} {_script()}"
+            f"the dataloader cannot be sent to {gpus} processes ({type(error).__name__}: {error}); pass a function "
+            f"that makes it, or start the processes yourself: torchrun --nproc-per-node={gpus} {_script()}"
         ) from None
 
     def submit(run: RunDirectory) -> JobHandle | None:
@@ -85,35 +85,35 @@ def run_loader_chain(
 
 
 def refuse_started_ranks() -> None:
-    """Refuse to start ranks of a run's own from one of several processes, each of which would do so.
+    """Refuse to start a job from one of several started processes: each of them would start one.
 
     Raises:
-        ConfigError: naming how many they are.
+        ConfigError: if there are several, with their number.
     """
     num_ranks = _started_ranks()
     if num_ranks > 1:
         raise ConfigError(
-            f"this is one of {num_ranks} processes that torchrun or srun has started, but without a dataloader a run "
-            "starts ranks of its own; start the script once, by itself"
+            f"this is one of {num_ranks} processes started by torchrun or srun, but without a dataloader a run starts "
+            "its own ranks; start the script once, without torchrun or srun"
         )
 
 
 def prepare_loader_run(
     config: RunConfig, loaders: "Loaders", run_dir: Path | None = None, *, resume: bool = False
 ) -> RunDirectory:
-    """Make the directory of a run on batches that the caller's loader gives; see ``prepare_run``.
+    """Create the directory of a run on the caller's batches; see ``prepare_run``.
 
-    The sizes of the loader's first batch are the run's batch size and sequence length; its length, if it has one, is
-    an epoch's.
+    The first batch sets the batch size and the sequence length. The loader's length, if it has one, is the number of
+    steps of an epoch.
 
     Raises:
-        DataError, ConfigError: if the first batch is none, or the number of steps cannot be known.
+        DataError, ConfigError: if the first batch is not usable, or the number of steps is unknown.
     """
     from llama_core.data.loaders import LoaderBatches, made
 
-    resolve_machine_defaults(config, detect_machine())  # the devices come before what is done with them
+    resolve_machine_defaults(config, detect_machine())  # check for the devices before reading data
     train, validation = made(loaders.train), made(loaders.validation)
-    if validation is not None:  # looked at before training, rather than after
+    if validation is not None:  # checked before training rather than after
         LoaderBatches(validation, config.spec.vocab_size).next_batch()
     num_sequences, seq_len = LoaderBatches(train, config.spec.vocab_size).next_batch().tokens_BS.shape
     num_steps = config.training.steps
@@ -156,11 +156,11 @@ def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
 def _with_group(
     config: RunConfig, loaders: "Loaders", steps: Steps, run_dir: Path | None, *, resume: bool
 ) -> RunDirectory:
-    """Take the steps of a run as one rank of a group; the first one prepares it while the others wait."""
+    """Run the chain as one rank of a group; rank 0 prepares the run while the others wait."""
     from llama_core.parallel.ranks import is_joined
 
     if is_joined():
-        raise EnvironmentMismatchError("torch.distributed is initialised already; leave init_process_group out")
+        raise EnvironmentMismatchError("torch.distributed is already initialised; remove the init_process_group call")
     device = resolve_machine_defaults(config, detect_machine()).config.launch.device
     if os.environ["RANK"] != "0":
         return RunDirectory(Path(_as_a_rank(config, device, loaders, lambda: "")))
@@ -176,7 +176,7 @@ def _with_group(
 
 
 def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callable[[], str]) -> str:
-    """Join the others, train with them, and return the run's directory, which rank 0 names."""
+    """Join the group, train, and return the run's directory, which rank 0 chooses."""
     from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
     from llama_core.parallel.ranks import from_first_rank, joined_ranks
 
@@ -190,9 +190,9 @@ def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callabl
 
 
 def _started_ranks() -> int:
-    """Return how many processes torchrun or srun has started, of which this is one; 1 where neither has.
+    """Return how many processes torchrun or srun started, this one included; 1 if neither did.
 
-    What srun says is put where torchrun says it.
+    Under srun, also set the environment variables that torchrun sets.
     """
     variables: Mapping[str, str] = os.environ
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -219,7 +219,7 @@ def _started_ranks() -> int:
 
 
 def _submit(run: RunDirectory, content: bytes) -> JobHandle:
-    """Start a job of as many ranks as the plan has, the first of which reads the loader from a file."""
+    """Start a job with the plan's number of ranks; rank 0 reads the loader from a file."""
     file = submission.private_place(RunDirectory(run.path.resolve()).logs) / "dataloader.pkl"
     file.write_bytes(content)
     worker = (*WORKER, "--loader", str(file))

@@ -1,4 +1,4 @@
-"""A run before it has a directory: its configuration with every default filled in, its plan, and what that takes."""
+"""A planned run, before it has a directory: its configuration with every default, its plan and memory estimate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +25,13 @@ class PlannedRun:
     plan: ParallelPlan
     estimate: MemoryEstimate
     choices: tuple[str, ...]
-    """One line for each default that was filled in from what the machine has."""
+    """One line for each default that was taken from the machine."""
     choice: Choice | None = None
-    """Why the plan is as it is, where it was searched for; None where it follows from rules, or was there before."""
+    """The result of the plan search, with its reasons; None if the plan follows from rules or was given."""
 
 
 def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
-    """Resolve what ``config`` leaves to the machine, choose a plan and estimate its memory. Nothing is written.
+    """Fill in the machine's defaults, choose a plan and estimate its memory. Writes nothing.
 
     Raises:
         ConfigError, PlanError, EnvironmentMismatchError: if the request cannot be met here.
@@ -42,11 +42,11 @@ def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
 
 
 def plan_for_gpu(config: RunConfig) -> PlannedRun:
-    """Plan as ``plan_run`` does, for GPUs that need not be here; for the CPU only where ``config`` names it."""
+    """Plan like ``plan_run``, but for GPUs that this machine need not have, or for the CPU if ``config`` names it."""
     machine = detect_machine()
     if config.launch.device == "cpu":
         return plan_run(config, machine)
-    # Every GPU that is planned for computes bf16 natively.
+    # Every GPU in the hardware table computes bf16 natively.
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     here = machine.gpu_type
     gpu_type = config.launch.gpu_type or (here.name if here else DEFAULT_GPU_TYPE)
@@ -63,7 +63,7 @@ def plan_for_gpu(config: RunConfig) -> PlannedRun:
 
 
 def plan_anywhere(config: RunConfig) -> PlannedRun:
-    """Plan for this machine, as training would, where it has the devices; else for GPUs that need not be here."""
+    """Plan for this machine if it has the devices, as training would; otherwise like ``plan_for_gpu``."""
     try:
         return plan_run(config)
     except EnvironmentMismatchError:
@@ -73,11 +73,11 @@ def plan_anywhere(config: RunConfig) -> PlannedRun:
 def planned_as(
     config: RunConfig, machine: Machine, choices: tuple[str, ...] = (), plan: ParallelPlan | None = None
 ) -> PlannedRun:
-    """Return a resolved configuration with its plan and the estimate of it.
+    """Return a resolved configuration with its plan and memory estimate.
 
     Args:
-        config: the configuration, nothing left to the machine.
-        machine: whose memory counts where it is planned for its CPU.
+        config: the configuration, with every default filled in.
+        machine: this machine; a plan for the CPU must fit its memory.
         choices: the defaults that were filled in.
         plan: the plan; by default one is chosen.
 
@@ -97,7 +97,7 @@ def planned_as(
             plan = choice.plan
         except NothingFitsError as error:
             plan, refusal = error.plan, str(error)
-    elif plan is None:  # for what the speed of is not modelled
+    elif plan is None:  # no speed model for this strategy or device
         plan = choose_plan(config, usable)
     ranks = estimate_ranks(
         config.spec,
@@ -111,7 +111,7 @@ def planned_as(
 
 
 def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:
-    """Return whose memory the ranks compute in, and the bytes that each has of it."""
+    """Return a name for the host memory that the ranks share, and each rank's share in bytes."""
     launch = config.launch
     asked = launch.slurm.memory_gb_per_node
     if launch.launcher == "slurm" and asked is not None:
@@ -120,7 +120,7 @@ def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:
 
 
 def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """Return ``config`` with some keys of some sections changed, validated anew."""
+    """Return ``config`` with some keys changed, given by section, and validated again."""
     mapping = config.model_dump()
     for section, changes in sections.items():
         mapping[section] |= changes

@@ -1,4 +1,4 @@
-"""Preparing a run: everything that can be refused is, before its directory is written."""
+"""Prepare a run. Refuse everything that can be refused before writing its directory."""
 
 from pathlib import Path
 
@@ -17,24 +17,24 @@ from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, write_json
 
-_ALL_THE_SAME = "or go on all the same with --force (launch.force=true)"
+_ALL_THE_SAME = "or run it anyway with --force (launch.force=true)"
 
 
 def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool = False) -> RunDirectory:
-    """Make the directory of a run, or find the one to resume, and write its configuration and plan.
+    """Create a run's directory, or find the one to resume, and write its configuration and plan.
 
-    A resumed run keeps its plan unless ``config.parallel`` has changed, since cutting a batch into other microbatches
-    rounds its sums differently.
+    A resumed run keeps its plan unless ``config.parallel`` has changed, because other microbatches round their sums
+    differently.
 
     Args:
         config: what to run.
-        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
 
     Raises:
-        RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
+        RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set.
         ConfigError, DataError, WeightsError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is
-            estimated not to fit the device and ``launch.force`` is not set; nothing is written.
+            estimated not to fit the device and ``launch.force`` is not set. Nothing has been written then.
     """
     refuse_untrainable(config)
     planned = plan_run(_seen_from_anywhere(config))
@@ -67,28 +67,28 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
 
 
 def refuse_untrainable(config: RunConfig) -> None:
-    """Refuse a strategy that can be estimated, but not trained.
+    """Refuse a strategy that can be estimated but not trained.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: if the strategy is one of these.
     """
     if config.strategy == "moe":
         raise ConfigError(
-            f"strategy={config.strategy}: memory can be estimated (estimate-memory), but it cannot be trained or "
-            "rehearsed; use strategy=standard or lora"
+            f"strategy={config.strategy}: memory can be estimated (estimate-memory), but the model cannot be rehearsed "
+            "or trained yet; use strategy=standard or lora"
         )
 
 
 def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) -> list[str]:
-    """Refuse weights that the model of ``config`` cannot begin with.
+    """Refuse initial weights that do not belong to the model of ``config``.
 
-    A run that has a checkpoint needs them no more, unless it trains adapters: what is frozen is in no checkpoint.
+    A run with a checkpoint no longer needs them, unless it trains adapters: checkpoints leave out frozen weights.
 
     Returns:
-        What the weights were made for and the model has otherwise, a sentence each.
+        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own.
 
     Raises:
-        WeightsError: if they are not there, not complete, or another model's.
+        WeightsError: if the weights are missing, incomplete or another model's.
     """
     init_from = config.training.init_from
     is_saved = run is not None and newest_checkpoint(run) is not None and config.strategy != "lora"
@@ -98,23 +98,23 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
 
 
 def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
-    """Refuse what does not fit its device, unless that is asked for.
+    """Refuse a run that does not fit its device, unless ``launch.force`` is set.
 
     Args:
         estimate: the bytes of a rank.
         config: the run.
-        how: how they are known, such as ``rehearsed``.
+        how: how the bytes are known: ``estimated`` or ``rehearsed``.
 
     Raises:
-        DoesNotFitError: with by how much it does not, and what to change.
+        DoesNotFitError: if it does not fit, with by how much and what to change.
     """
     if not estimate.fits and not config.launch.force:
-        how = f" ({how})" if not estimate.refusal else ""  # which says so itself
+        how = f" ({how})" if not estimate.refusal else ""  # a refusal is always an estimate
         raise DoesNotFitError(f"{'; '.join(estimate.notes)}{how}; {_ALL_THE_SAME}")
 
 
 def _check_data(config: RunConfig) -> DataStatistics | None:
-    """Refuse data that cannot be trained on; for a run on this machine, tokenise them here, where a person sees it."""
+    """Refuse unusable data. For a run on this machine, also tokenise them now, where the user sees it."""
     data = config.data
     if data.source == DATALOADER:
         return None
@@ -126,7 +126,7 @@ def _check_data(config: RunConfig) -> DataStatistics | None:
 
 
 def _seen_from_anywhere(config: RunConfig) -> RunConfig:
-    """Return ``config`` as it reads from anywhere: a run is resumed, and its worker starts, elsewhere."""
+    """Return ``config`` with absolute paths: workers start, and runs are resumed, in other directories."""
     by_name = {SAMPLE, DATALOADER, BYTES, *BUILT_IN}
     keys = {"source", "validation", "tokenizer", "chat_template", "cache_dir"}
     paths = {

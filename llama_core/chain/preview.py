@@ -1,4 +1,4 @@
-"""A run rehearsed before it has a directory: nothing is written, no device is needed, nothing is trained."""
+"""Plan and rehearse a run without a directory: writes nothing, needs no device, trains nothing."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a run would do."""
+    """The plan of a run, its dry run and the check of its data."""
 
     planned: PlannedRun
     rehearsed: "DryRunResult | None"
-    """What was counted; None under DeepSpeed, which works with real ranks only."""
+    """The dry run's result; None under DeepSpeed, which needs real ranks."""
     twin: "TwinResult | None" = None
     data: DataCheck | None = None
-    """What the run's data begin with; None where they were not looked at."""
+    """The check of the data's first records; None if they were not checked."""
 
     @cached_property
     def verdict(self) -> MemoryEstimate:
-        """What was counted, or else what was estimated, held against the device."""
+        """The dry run's bytes, or the estimate's if there was none, compared with the device."""
         estimate = self.planned.estimate
         return estimate if self.rehearsed is None else replace(estimate, profile=self.rehearsed.profile)
 
     @property
     def exit_code(self) -> int:
-        """What a command returns that shows it."""
+        """The exit code of a command that shows the preview."""
         return 0 if self.verdict.fits else DoesNotFitError.exit_code
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to know beside the numbers, a sentence each."""
+        """Remarks on the numbers, a sentence each."""
         left_out = () if self.rehearsed else (f"dry run {NOT_REHEARSED}",)
         random_base = (RANDOM_BASE,) if self.planned.config.has_random_base else ()
         return (*random_base, *left_out, *self.verdict.notes, *(self.data.notes if self.data else ()))
@@ -62,10 +62,9 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
 
     Args:
         config: what to run.
-        here: plan for this machine, as training would, where it has the devices; else for GPUs that need not be here,
-            unless ``config`` names the CPU.
-        data: check the data of ``config``; False where batches come from elsewhere.
-        twin: also train the plan's tiny twin on real processes, against one process.
+        here: plan with ``plan_anywhere``; False plans with ``plan_for_gpu``.
+        data: check the data of ``config``; False if batches come from elsewhere.
+        twin: also train a tiny twin of the plan on real processes and compare it with one process.
 
     Raises:
         ConfigError, DataError, WeightsError, PlanError: if the request cannot be met.

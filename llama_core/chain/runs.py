@@ -1,4 +1,4 @@
-"""Run directories: the one that a request goes on with, or a name for a new one, and reading what defines it."""
+"""Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
 from collections.abc import Iterable
@@ -35,20 +35,20 @@ def load_plan(run: RunDirectory) -> ParallelPlan:
 
 def is_finished(run: RunDirectory) -> bool:
     """Return whether the run has reached its last step."""
-    # A job that only timed steps finishes too, but leaves no summary of the training.
+    # A job that only timed steps also ends as finished, but writes no training summary.
     return run.training.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
 
 
 def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory | None:
-    """Return the run that a request goes on with, or None if it begins one.
+    """Return the run that a request continues, or None if it starts a new one.
 
     Args:
         config: the request, with its defaults filled in.
-        run_dir: where it asks to run; None for anywhere below ``RUNS``.
-        resume: whether it asks to go on.
+        run_dir: the requested directory; None looks through ``RUNS``.
+        resume: whether to continue a run.
 
     Raises:
-        RunDirectoryError: if the directory holds something else, or this run already and ``resume`` is not set.
+        RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set.
     """
     if run_dir is None:
         return _newest_unfinished(config) if resume else None
@@ -75,7 +75,7 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
 
 
 def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
-    """Return the directory of a run that begins: the one asked for, or a free name below ``RUNS``."""
+    """Return the directory of a new run: ``run_dir``, or a free name below ``RUNS``."""
     if run_dir is not None:
         return RunDirectory(run_dir)
     name = f"{_name(config)}-{datetime.now(UTC):%Y%m%d}-{config.fingerprint()[:4]}"
@@ -101,12 +101,12 @@ def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
 
 
 def _never_began(run: RunDirectory) -> bool:
-    """Return whether the run's request was refused before its first step: its directory may be used again."""
+    """Return whether the run was refused before its first step, so that its directory may be reused."""
     return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.heartbeat.exists()
 
 
 def _differences(one: RunConfig, other: RunConfig) -> Iterable[str]:
-    """Yield what tells two runs apart, one key at a time."""
+    """Yield each key in which two runs differ, with both values."""
     left, right = _flat(one.identity()), _flat(other.identity())
     for key in sorted(left | right):
         if left.get(key) != right.get(key):

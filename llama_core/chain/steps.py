@@ -1,7 +1,7 @@
-"""The steps of the chain after a run is prepared, each over its directory.
+"""The steps of the chain on a prepared run.
 
-A step reads what earlier ones left in the run directory, adds its own record, and returns it. ``chain.run_chain`` has
-their order; each can be called again on its own.
+A step reads the records of earlier steps from the run directory, adds its own and returns it. ``chain.run_chain``
+calls the steps in order; each can be repeated on its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,19 +36,19 @@ from llama_core.records.measurements import BenchmarkRecord, StepRecord, Trainin
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
 
-NOT_REHEARSED = "left out: DeepSpeed works with real ranks only"
+NOT_REHEARSED = "skipped: DeepSpeed needs real ranks"
 
 
 def reasons(run: RunDirectory) -> list[str]:
-    """Return why the run's plan is as it is, a sentence for each choice; none for a plan that follows from rules."""
+    """Return the reasons for the run's plan, a sentence for each choice; empty if no plan was searched for."""
     return list(read_json(run.choice)["reasons"].values()) if run.choice.exists() else []
 
 
 def validate(run: RunDirectory) -> EnvironmentReport:
-    """Check this machine against the run and record what was found.
+    """Check this machine against the run's needs and record the findings.
 
     Raises:
-        EnvironmentMismatchError: naming everything that keeps the run from starting.
+        EnvironmentMismatchError: if the run cannot start here, with every reason.
     """
     report = validate_environment(load_config(run), run.path)
     write_json(run.environment, report.as_dict())
@@ -58,18 +58,18 @@ def validate(run: RunDirectory) -> EnvironmentReport:
 
 
 def estimate(run: RunDirectory) -> MemoryEstimate:
-    """Return the bytes of a rank by category, as they were estimated when the run was prepared."""
+    """Return the memory estimate of a rank, made when the run was prepared."""
     return MemoryEstimate.from_dict(read_json(run.estimate))
 
 
 def rehearse(run: RunDirectory) -> "DryRunResult | None":
-    """Take a real step of every distinct rank on fake tensors, counting every byte, and record the counts.
+    """Run a real step of every distinct rank on fake tensors, count every byte, and record the counts.
 
-    None where DeepSpeed divides the model: it works with real ranks only.
+    Return None under DeepSpeed, which needs real ranks.
 
     Raises:
-        PlanError: if what was counted does not fit the device and ``launch.force`` is not set. The directory may then
-            be used for another run.
+        PlanError: if the counted bytes do not fit the device and ``launch.force`` is not set. The directory may then
+            be reused for another run.
     """
     config = load_config(run)
     run.dry_run.unlink(missing_ok=True)
@@ -86,9 +86,9 @@ def rehearse(run: RunDirectory) -> "DryRunResult | None":
 
 
 def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult | None":
-    """Take a real step of every distinct rank of a plan on fake tensors, counting every byte.
+    """Run a real step of every distinct rank of a plan on fake tensors, and count every byte.
 
-    None where DeepSpeed divides the model: it works with real ranks only.
+    Return None under DeepSpeed, which needs real ranks.
     """
     if plan.zero_backend == "deepspeed":
         return None
@@ -98,11 +98,11 @@ def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult | None
 
 
 def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
-    """Start the run's job, or find the one already at work; None if the run is finished.
+    """Start the run's job, or find the running one; None if the run is finished.
 
     Args:
         run: the run.
-        only: leave training or the timed steps out.
+        only: run this part alone: training or the timed steps.
 
     Raises:
         RunDirectoryError, EnvironmentMismatchError: if the job cannot be started.
@@ -113,19 +113,19 @@ def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
 
 
 def attach(run: RunDirectory) -> JobHandle | None:
-    """Return the job at work on the run, whoever submitted it, or None."""
+    """Return the run's queued or running job, whoever submitted it, or None."""
     return submission.attach(run)
 
 
 def follow(run: RunDirectory, on_step: Callable[[StepRecord], None] | None = None) -> TrainingSummary | None:
-    """Follow the run's job to its end, with a progress bar, and return what training reached; None if it trained not.
+    """Follow the run's job to its end with a progress bar, and return its training summary; None if it did not train.
 
     Args:
         run: the run.
-        on_step: told of each newest step too.
+        on_step: also called with each newest step.
 
     Raises:
-        TrainingFailedError, StoppedError: as ``wait``.
+        TrainingFailedError, StoppedError: like ``wait``.
     """
     with watch(run) as show:
 
@@ -148,13 +148,13 @@ def wait(
 
     Args:
         run: the run.
-        handle: its job, as ``submit`` or ``attach`` returned it; None where none is at work any more.
-        on_progress: told of each newest step.
-        on_output: told of each warning and error that a rank prints, with the rank.
+        handle: its job, from ``submit`` or ``attach``; None if the job has already ended.
+        on_progress: called with each newest step.
+        on_output: called with the rank and the line of each warning and error that a rank prints.
 
     Raises:
-        TrainingFailedError: if it ended without finishing, with the reason and what to try.
-        StoppedError: if it was interrupted, with the command that resumes it.
+        TrainingFailedError: if the job ended without finishing, with the reason and what to try.
+        StoppedError: if it was interrupted, with the command that resumes the run.
     """
     if handle is None:
         return check_outcome(read_outcome(run))
@@ -166,7 +166,7 @@ def wait(
 
 @contextmanager
 def stopping_on_interrupt(run: RunDirectory) -> Iterator[None]:
-    """Stop the run's job if the block is interrupted (Ctrl-C) where nobody waits for it.
+    """Stop the run's job if Ctrl-C interrupts the block while nothing waits for the job.
 
     Raises:
         StoppedError: with the command that resumes the run.
@@ -185,11 +185,11 @@ def _stop(run: RunDirectory, handle: JobHandle) -> Outcome:
     outcome = handle.cancel()
     if outcome.status == "cancelled":
         raise stopped(run, outcome) from None
-    return check_outcome(outcome)  # it came to its own end first
+    return check_outcome(outcome)  # the job had ended by itself
 
 
 def cancel(run: RunDirectory) -> Outcome | None:
-    """Have the run's job finish its step, save a checkpoint and end; None if no job is at work.
+    """Let the run's job finish its step and save a checkpoint, then end it; None if no job is running.
 
     Raises:
         RunDirectoryError: if the directory holds no run, or its job cannot be reached from here.
@@ -200,7 +200,7 @@ def cancel(run: RunDirectory) -> Outcome | None:
 
 
 def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
-    """Return the error that says how a run was stopped and how it goes on."""
+    """Return the error for a stopped run, with the command that continues it."""
     again = f"training-infra train --run-dir {run.path} --resume"
     if load_config(run).data.source == DATALOADER:
         again = f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
@@ -208,10 +208,11 @@ def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
 
 
 def check_outcome(outcome: Outcome) -> Outcome:
-    """Return ``outcome`` if it is a finished run's.
+    """Return ``outcome`` if the run finished.
 
     Raises:
-        TrainingFailedError: otherwise; RequestError where the request was wrong.
+        RequestError: if the request was wrong.
+        TrainingFailedError: if the run ended in any other way.
     """
     match outcome.status:
         case "finished":
@@ -224,16 +225,16 @@ def check_outcome(outcome: Outcome) -> Outcome:
 
 
 def benchmark(run: RunDirectory) -> BenchmarkRecord:
-    """Return the steps that were timed at the end of the run's job, inside the same allocation."""
+    """Return the steps timed at the end of the run's job, in the same allocation."""
     record = read_json(run.benchmark)
     return BenchmarkRecord(**record | {"step_seconds": tuple(record["step_seconds"])})
 
 
 def training_summary(run: RunDirectory) -> TrainingSummary:
-    """Return what training reached.
+    """Return the summary of the run's training.
 
     Raises:
-        RunDirectoryError: if it has not come to its end.
+        RunDirectoryError: if training has not finished.
     """
     return TrainingSummary(**read_json(run.training))
 
@@ -246,7 +247,7 @@ def records(run: RunDirectory) -> dict[str, Any]:
 
 
 def say_plan(run: RunDirectory) -> None:
-    """Announce the run's plan, and what of it has no effect."""
+    """Print the run's plan and its notes."""
     plan = load_plan(run)
     say("plan", plan.summary())
     for note in plan.notes:
@@ -254,7 +255,7 @@ def say_plan(run: RunDirectory) -> None:
 
 
 def say_weights(run: RunDirectory) -> None:
-    """Announce the weights that the run begins with, where they are to be trained ones, and how they are tuned."""
+    """Print where the run's initial weights come from, and the defaults for fine-tuning."""
     config = load_config(run)
     if config.has_random_base:
         say("weights", RANDOM_BASE)
@@ -265,7 +266,7 @@ def say_weights(run: RunDirectory) -> None:
 
 
 def say_data(run: RunDirectory) -> None:
-    """Announce the run's data, as far as they are known here: all of them, or what the first records are."""
+    """Print what is known of the run's data: their statistics, or the check of their first records."""
     if run.data.exists():
         if load_config(run).data.source == SAMPLE:
             say("data", "no data was given: this trains on the sample, the source of Python's standard library")
@@ -278,10 +279,10 @@ def say_data(run: RunDirectory) -> None:
 
 
 def describe(run: RunDirectory) -> str:
-    """Return where the run is, and whether it is new, goes on, or is at work already."""
+    """Return the run's path, and whether it is new, continued, finished or already running."""
     if not run.job.exists():
         return f"{run.path}, new"
     job = attach(run)
     if job is not None:
-        return f"{run.path}: job {job.record.job_id} is at work on it, following that"
-    return f"{run.path}: {'finished already' if is_finished(run) else 'continues from its newest checkpoint'}"
+        return f"{run.path}: job {job.record.job_id} is already running; following it"
+    return f"{run.path}: {'already finished' if is_finished(run) else 'continues from its newest checkpoint'}"

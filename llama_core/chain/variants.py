@@ -1,4 +1,4 @@
-"""The model variants, each with the fewest GPUs of a kind that it can be trained on."""
+"""The model variants, each with the fewest GPUs that can train it."""
 
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -12,13 +12,13 @@ from llama_core.planning.search.leanest import Least, least_devices
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant, and what training it takes at its usual sequence length and the smallest microbatch."""
+    """A model and the fewest GPUs that can train it, at its usual sequence length and with the smallest microbatch."""
 
     spec: ModelSpec
     full: Least | None
-    """The fewest GPUs to train every weight on; None where there are not enough."""
+    """The fewest GPUs that can train every weight; None if none up to ``MOST_DEVICES`` can."""
     lora: Least | None
-    """The fewest to train adapters on."""
+    """The fewest GPUs that can train adapters."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the variant as a record."""

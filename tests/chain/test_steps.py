@@ -210,9 +210,7 @@ BIG = {"model": "llama3_70b", "launch": {"device": "cpu"}, "training": {"seq_len
 
 
 def test_what_is_estimated_not_to_fit_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(
-        PlanError, match=r"take 1128.9 GB per device, .*\(estimated\); or go on all the same with --force"
-    ):
+    with pytest.raises(PlanError, match=r"take 1128.9 GB per device, .*\(estimated\); or run it anyway with --force"):
         prepare_run(RunConfig.from_mapping(BIG))
     assert list(tmp_path.iterdir()) == []
 

@@ -277,7 +277,7 @@ def test_merging_holds_no_more_than_a_few_weights_in_memory(tmp_path):
 def test_a_full_model_has_nothing_to_merge(tmp_path):
     run = new_run(tmp_path / "run", UNTIED)
     save_run(run, native_engine(ALONE, UNTIED.spec), UNTIED, 1)
-    with pytest.raises(WeightsError, match=r"holds a full model .*, and no adapters to merge; leave out --merged$"):
+    with pytest.raises(WeightsError, match=r"holds a full model .* and no adapters to merge; drop --merged$"):
         export_run(run, tmp_path / "out", merged=True)
 
 

@@ -297,7 +297,7 @@ def test_the_folder_has_what_transformers_looks_for(run, tmp_path):
         "model.safetensors",
     ]
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 257, "bos_token_id": 256}
-    assert "no tokenizer: the run read bytes, and transformers has no tokenizer for them" in told
+    assert "no tokenizer: the run trained on bytes, for which transformers has no tokenizer" in told
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -332,7 +332,10 @@ def test_the_tokenizer_of_the_run_goes_with_its_weights(folders, tmp_path, confi
     ("data", "said"),
     [
         ({"tokenizer": "/gone/tokenizer.json"}, "no tokenizer: no tokenizer '/gone/tokenizer.json'"),
-        ({"source": "dataloader"}, "no tokenizer: a dataloader fed the run; add the one that made its tokens"),
+        (
+            {"source": "dataloader"},
+            "no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens",
+        ),
     ],
 )
 def test_where_the_tokenizer_is_not_known_the_weights_are_exported_without(folders, tmp_path, data, said):

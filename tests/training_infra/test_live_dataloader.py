@@ -92,14 +92,14 @@ def test_a_larger_batch_than_the_first_is_refused():
 
 
 def test_slurm_is_not_asked_to_start_ranks_for_a_loader():
-    with pytest.raises(ConfigError, match=r"launcher=slurm starts no ranks for a dataloader.*srun --ntasks=2"):
+    with pytest.raises(ConfigError, match=r"launcher=slurm: a job cannot read the dataloader.*srun --ntasks=2"):
         orchestrator(2, launcher="slurm").launch_training(batches())
 
 
 def test_one_of_several_processes_starts_no_ranks_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="this is one of 2 processes that torchrun or srun has started"):
+    with pytest.raises(ConfigError, match="this is one of 2 processes started by torchrun or srun"):
         orchestrator(2).launch_training()
     assert not (tmp_path / "runs").exists()
 
