@@ -1,4 +1,4 @@
-"""The chain of a sweep, written once: the command line and the Prefect flow walk it."""
+"""The chain of a sweep, shared by the command line and the Prefect flow."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from llama_core.sweep.directory import SweepDirectory, read_record
 
 @dataclass(frozen=True)
 class SweepSteps:
-    """The functions that take the steps of one sweep: this process's own, or Prefect's tasks."""
+    """The functions that carry out the steps of one sweep: plain functions or Prefect tasks."""
 
     validate: Callable[[SweepDirectory], None]
     """Check this machine, and Slurm, for all elements."""
     rehearse: Callable[[SweepDirectory], None]
-    """Count what each element holds on fake tensors; what does not fit is skipped."""
+    """Count the bytes of each element on fake tensors; skip those that do not fit."""
     submit: Callable[[SweepDirectory], list[JobHandle]]
-    """Hand to Slurm what is its to run; return the jobs at work."""
+    """Submit the Slurm elements; return all running jobs."""
     follow: Callable[[SweepDirectory, Sequence[JobHandle]], None]
-    """Follow the jobs, and run here what is this machine's to run, to the end."""
+    """Follow the jobs to their end, and run the local elements."""
     report: Callable[[SweepDirectory], Path]
     """Write the report."""
 
@@ -28,10 +28,10 @@ class SweepSteps:
 def run_sweep(sweep: SweepDirectory, steps: SweepSteps) -> Path:
     """Validate, rehearse, run and compare the elements of a prepared sweep, and return the path of its report.
 
-    From the submission on, the report is written however the sweep ends.
+    From submission on, the report is written however the sweep ends.
 
     Raises:
-        TrainingInfraError: as the steps do.
+        TrainingInfraError: if a step fails.
     """
     record = read_record(sweep)
     say("sweep", f"{sweep.path}: {len(record.runnable)} of {len(record.elements)} elements can be run")

@@ -1,6 +1,6 @@
-"""Comparing the elements of a sweep wherever their devices are: measured where this machine can, else predicted.
+"""Compare the elements of a sweep: measure those that can run from here, predict the others.
 
-What cannot be run, does not fit or runs out of memory is a result like any other, with its reason.
+An element that cannot run, does not fit or runs out of memory is a row with the reason.
 """
 
 from collections.abc import Mapping
@@ -25,23 +25,23 @@ How = Literal["measured", "predicted"]
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one element."""
+    """The result of one element."""
 
     name: str
     settings: Mapping[str, GridValue]
-    """Its value of each key of the grid."""
+    """Its value for each key of the grid."""
     how: How
-    """Whether the figures, or the reason why there are none, come from running it or from arithmetic."""
+    """Whether the row comes from running the element or from arithmetic."""
     status: str
-    """finished, or what kept it from that: impossible, does-not-fit, oom and the other outcomes of a run."""
+    """finished, or else impossible, does-not-fit, oom or another outcome of a run."""
     reason: str = ""
-    """Why it is not finished, or what is not known of it."""
+    """Why it did not finish, or which figures are unknown."""
     device: str = ""
     plan: str = ""
     step_seconds: float | None = None
-    """Seconds of an optimizer step: the median of those that were timed, or the estimate."""
+    """Seconds of an optimizer step: the median of the timed steps, or the estimate."""
     tokens_per_second: float | None = None
-    """Of all devices together."""
+    """Tokens per second of all devices together."""
     mfu: float | None = None
     memory_bytes: int | None = None
     """Peak of the fullest device."""
@@ -57,7 +57,7 @@ class Comparison:
 
     rows: tuple[Row, ...]
     sweep: SweepDirectory | None
-    """The directory of what was measured; None where nothing was."""
+    """The sweep that measured; None if every row is predicted."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as a record."""
@@ -67,12 +67,12 @@ class Comparison:
 def compare(
     config: SweepConfig, steps: SweepSteps, sweep_dir: Path | None = None, *, resume: bool = False
 ) -> Comparison:
-    """Measure the elements of a sweep that this machine, or Slurm, can run, and predict the others.
+    """Measure the elements of a sweep that this machine or Slurm can run, and predict the others.
 
     Args:
         config: the sweep.
-        steps: how what can be run is run.
-        sweep_dir: where; by default ``sweeps/<name>-<date>``.
+        steps: the steps that measure.
+        sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep there, or the newest unfinished one of its name.
 
     Raises:
@@ -91,13 +91,13 @@ def compare(
         except StoppedError:
             raise
         except (ConfigError, TrainingFailedError):
-            pass  # nothing could be timed: the rows say why
+            pass  # no element could be timed: the rows say why
         rows |= {row.name: row for row in _measured(sweep)}
     return Comparison(tuple(rows[element.name] for element in elements), sweep)
 
 
 def _without_running(element: Element, base: RunConfig) -> Row | None:
-    """Return the row of an element that is not run here; None of one that is."""
+    """Return the row of an element that cannot run from here; None if it can."""
     try:
         config = element.config(base)
         here = _plan_here(config)
@@ -111,7 +111,7 @@ def _without_running(element: Element, base: RunConfig) -> Row | None:
 
 
 def _plan_here(config: RunConfig) -> PlannedRun | None:
-    """Return the plan of a run on this machine, or through Slurm; None where that has not the devices."""
+    """Return the plan of a run on this machine or through Slurm; None if the devices are missing."""
     try:
         return plan_run(config)
     except EnvironmentMismatchError:

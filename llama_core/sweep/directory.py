@@ -1,4 +1,4 @@
-"""The contract of a sweep's directory: which file holds what, and what is recorded of its elements."""
+"""The layout of a sweep's directory, and the record of its elements."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ class SweepDirectory:
 
     @property
     def name(self) -> str:
-        """The sweep's name, which is its directory's."""
+        """The sweep's name: that of its directory."""
         return self.path.name
 
     @property
@@ -43,14 +43,14 @@ class ElementRecord:
 
     name: str
     settings: Mapping[str, GridValue]
-    """Its value of each key of the grid."""
+    """Its value for each key of the grid."""
     skipped: str = ""
-    """Why it cannot be run; empty if it can."""
+    """Why it cannot run; empty if it can."""
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """What a sweep consists of."""
+    """The configuration and the elements of a sweep."""
 
     config: Mapping[str, Any]
     """The ``SweepConfig``."""
@@ -68,12 +68,12 @@ class SweepRecord:
 
 
 def write_record(sweep: SweepDirectory, record: SweepRecord) -> None:
-    """Write ``sweep.json``, whole or not at all."""
+    """Write ``sweep.json`` atomically."""
     write_json(sweep.record, asdict(record))
 
 
 def read_record(sweep: SweepDirectory) -> SweepRecord:
-    """Return what the sweep consists of.
+    """Return the record of the sweep.
 
     Raises:
         RunDirectoryError: if the directory holds no sweep.
@@ -83,12 +83,12 @@ def read_record(sweep: SweepDirectory) -> SweepRecord:
 
 
 def is_timed(run: RunDirectory) -> bool:
-    """Return whether the run's steps have been timed to the end."""
+    """Return whether all timed steps of the run have been taken."""
     return run.benchmark.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
 
 
 def unfinished(sweep: SweepDirectory) -> Iterator[RunDirectory]:
-    """Yield the runs of the elements that are not skipped and have not been timed to the end."""
+    """Yield the runs of the elements that are neither skipped nor timed."""
     for element in read_record(sweep).runnable:
         run = sweep.run(element.name)
         if not is_timed(run):

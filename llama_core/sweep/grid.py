@@ -1,4 +1,4 @@
-"""``SweepConfig``: one base configuration and a grid over its keys, which together make a run for each element."""
+"""``SweepConfig``: one base configuration and a grid over its keys; each combination is a run."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from llama_core.config.section import Section
 from llama_core.errors import ConfigError, did_you_mean
 
 LONGEST_NAME = 120
-"""Characters of an element's name, which is that of a directory."""
+"""Most characters of an element's name, which is also a directory's."""
 
 GridValue = bool | int | float | str | None
 SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
@@ -30,15 +30,15 @@ class Element:
     """One combination of a grid's values."""
 
     name: str
-    """What people call it, and its run directory too: such as ``tp=2,microbatch_size=4``."""
+    """Its name and that of its run directory, such as ``tp=2,microbatch_size=4``."""
     settings: Mapping[str, GridValue]
-    """Its value of each key of the grid."""
+    """Its value for each key of the grid."""
 
     def config(self, base: RunConfig) -> RunConfig:
         """Return the configuration of the element's run.
 
         Raises:
-            ConfigError: if its values contradict each other or those of ``base``.
+            ConfigError: if its values contradict each other or ``base``.
         """
         return base.with_overrides(*(f"{key}={json.dumps(value)}" for key, value in self.settings.items()))
 
@@ -47,13 +47,13 @@ class SweepConfig(Section):
     """Everything that defines one sweep."""
 
     name: SweepName
-    """What the sweep is called; its directory is named after it."""
+    """The sweep's name; its directory is named after it."""
     base: RunConfig = RunConfig()
-    """What all elements have in common; in a file also the path of a configuration, seen from that file."""
+    """The configuration that all elements share; in a file also the path of one, relative to that file."""
     grid: dict[str, Values] = Field(min_length=1)
     """Values to try for keys of the run configuration, such as {parallel.microbatch_size: [1, 2, 4]}."""
     exclude: list[dict[str, GridValue]] = Field(default_factory=list)
-    """Combinations to leave out: every element that has all the values of one of these."""
+    """Combinations to leave out: each excludes every element that has all its values."""
 
     @field_validator("base", mode="before")
     @classmethod
@@ -122,7 +122,7 @@ def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[str]:
 
 
 def _value_problems(key: str, value: GridValue) -> Iterator[str]:
-    """Yield what is wrong with a value by itself: no element could ever have it."""
+    """Yield what is wrong with a value by itself, whatever the other keys are."""
     section: Any = RunConfig
     *sections, field = key.split(".")
     for name in sections:
@@ -160,7 +160,7 @@ def _describe(detail: ErrorDetails) -> Sequence[str]:
 
 
 def _element_name(settings: Mapping[str, GridValue]) -> str:
-    """Return a name that tells an element from the others of its grid, and stays when the grid gets more values."""
+    """Return a name that is unique in the grid, and does not change when the grid gets more values."""
     endings = Counter(_ending(key) for key in settings)
     written = ",".join(
         f"{_ending(key) if endings[_ending(key)] == 1 else key}={_text(value)}" for key, value in settings.items()

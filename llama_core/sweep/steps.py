@@ -1,7 +1,7 @@
-"""The steps of a sweep: prepare, validate, rehearse, submit, follow, cancel; each over the sweep's directory.
+"""The steps of a sweep on its directory: prepare, validate, rehearse, submit, follow, cancel.
 
-The elements of a sweep are ordinary runs, so these steps are those of ``llama_core.chain`` taken for many runs at once.
-An element that cannot be run is recorded with the reason, and the others go on.
+The elements of a sweep are ordinary runs, so these steps apply those of ``llama_core.chain`` to many runs. An element
+that cannot run is recorded with the reason, and the others continue.
 """
 
 import time
@@ -45,26 +45,26 @@ from llama_core.sweep.grid import Element, SweepConfig
 SWEEPS = Path("sweeps")
 
 CANCEL_GRACE_SECONDS = 15.0
-"""Time that jobs get to stop before they are killed: there is nothing to save."""
+"""Time that jobs get to stop before they are killed; short, because there is nothing to save."""
 LOOK_SECONDS = 1.0
-"""Time between two looks at the jobs that are followed; Slurm is asked less often."""
+"""Time between two checks of the jobs; Slurm itself is asked less often."""
 
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
 _FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force"}
-"""What of the base's ``launch`` a resumed sweep may change: nothing that its earlier measurements depend on."""
+"""Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
 
 
 def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool = False) -> SweepDirectory:
-    """Make the directory of a sweep and of each run of it, or find the one to resume.
+    """Create the directories of a sweep and its runs, or find the sweep to resume.
 
     Args:
-        config: what to run. On resume the grid may have got more or other values since.
-        sweep_dir: where; by default ``sweeps/<name>-<date>``.
+        config: what to run. On resume, the values of the grid may have changed.
+        sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
 
     Raises:
-        RunDirectoryError: if the directory holds something else, or this sweep already and ``resume`` is not set.
-        ConfigError: if no element can be run, with the reason of each.
+        RunDirectoryError: if the directory holds other files, or already holds a sweep and ``resume`` is not set.
+        ConfigError: if no element can run, with the reason for each.
     """
     sweep = _directory(config, sweep_dir, resume=resume)
     elements = config.elements()
@@ -88,7 +88,7 @@ def _directory(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> 
         raise RunDirectoryError(f"{sweep_dir} already holds a sweep; add --resume to continue it")
     if not _continues(config, sweep):
         raise RunDirectoryError(
-            f"{sweep_dir} holds a sweep of another base or over other keys; choose another --sweep-dir"
+            f"{sweep_dir} holds a sweep with another base or other grid keys; choose another --sweep-dir"
         )
     return sweep
 
@@ -137,20 +137,20 @@ def _refuse_empty(record: SweepRecord) -> None:
 
 
 def validate(sweep: SweepDirectory) -> None:
-    """Check this machine, and Slurm, once for each group of elements that ask for the same.
+    """Check this machine, and Slurm, once for each group of elements with the same needs.
 
     Raises:
-        EnvironmentMismatchError: naming everything that keeps them from starting.
+        EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
     for runs in _groups(list(unfinished(sweep))):
         steps.validate(runs[0])
 
 
 def rehearse(sweep: SweepDirectory) -> None:
-    """Take a step of every element on fake tensors; one that turns out not to fit is skipped from then on.
+    """Run a step of every element on fake tensors; skip those that turn out not to fit.
 
     Raises:
-        ConfigError: if no element is left, with the reason of each.
+        ConfigError: if no element is left, with the reason for each.
     """
     record = read_record(sweep)
     for element in record.runnable:
@@ -160,7 +160,7 @@ def rehearse(sweep: SweepDirectory) -> None:
         try:
             rehearsed = steps.rehearse(run)
         except _IMPOSSIBLE as error:
-            run.dry_run.unlink(missing_ok=True)  # a resumed sweep looks again, as it does at what was skipped before
+            run.dry_run.unlink(missing_ok=True)  # a resumed sweep tries skipped elements again
             record = _with_skipped(record, element, str(error))
             write_record(sweep, record)
             say("dry-run", f"{element.name}: skipped: {error}")
@@ -175,16 +175,16 @@ def _with_skipped(record: SweepRecord, element: ElementRecord, reason: str) -> S
 
 
 def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobHandle]:
-    """Hand what is neither finished nor at work to Slurm, a job array for each group that asks for the same.
+    """Submit the Slurm elements that are neither timed nor running, one job array for each group with the same needs.
 
-    Elements of the local launcher are left to ``follow``, which runs them one after the other.
+    ``follow`` runs the elements of the local launcher, one after the other.
 
     Args:
         sweep: the sweep.
         worker: the command line that every rank runs.
 
     Returns:
-        The jobs at work on the sweep, those that were found there included.
+        All queued and running jobs of the sweep, earlier ones included.
 
     Raises:
         RunDirectoryError, EnvironmentMismatchError: if a job cannot be started.
@@ -192,7 +192,7 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     ask = SharedAnswers()
     jobs = attach(sweep, ask)
     at_work = {job.run.name for job in jobs}
-    # Looking for their jobs has concluded those that ended while nobody waited.
+    # attach has recorded the outcome of jobs that ended while nobody waited.
     waiting = [run for run in unfinished(sweep) if run.name not in at_work and _launcher(run) == "slurm"]
     for runs in _groups(waiting):
         with_configs = [(run, load_config(run)) for run in runs]
@@ -202,24 +202,24 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
 
 
 def attach(sweep: SweepDirectory, ask: SharedAnswers | None = None) -> list[JobHandle]:
-    """Return the jobs at work on the sweep, whoever submitted them."""
+    """Return the queued and running jobs of the sweep, whoever submitted them."""
     ask = ask or SharedAnswers()
     found = (submission.attach(run, ask) for run in unfinished(sweep))
     return [job for job in found if job is not None]
 
 
 def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow what Slurm runs, and run what is left to this machine, to the end.
+    """Follow the Slurm jobs to their end, then run the local elements.
 
-    An element that fails is a result like any other. An interrupt (Ctrl-C) stops all jobs first.
+    An element that fails does not stop the sweep. An interrupt (Ctrl-C) stops all jobs first.
 
     Args:
         sweep: the sweep.
-        jobs: those at work on it, as ``submit`` returns them.
+        jobs: its jobs, as ``submit`` returns them.
 
     Raises:
         TrainingFailedError: if no element could be timed, with the reasons.
-        StoppedError: if the sweep was interrupted, or jobs of it were cancelled.
+        StoppedError: if the sweep was interrupted, or one of its jobs was cancelled.
     """
     try:
         _wait(jobs)
@@ -261,12 +261,12 @@ def _check_ends(sweep: SweepDirectory) -> None:
 
 
 def cancel(sweep: SweepDirectory) -> int:
-    """End every job of the sweep, and return how many there were; what has been timed stays."""
+    """Cancel every job of the sweep and return their number; timed elements keep their results."""
     return len(cancel_all(attach(sweep), CANCEL_GRACE_SECONDS))
 
 
 def records(sweep: SweepDirectory) -> dict[str, Any]:
-    """Return what is known of each element: its settings, why it was skipped, and what its run has recorded."""
+    """Return a record of each element: its settings, why it was skipped, and the records of its run."""
     elements = [
         asdict(element) | ({} if element.skipped else steps.records(sweep.run(element.name)))
         for element in read_record(sweep).elements
@@ -286,7 +286,7 @@ def _launcher(run: RunDirectory) -> str:
 
 
 def _groups(runs: Sequence[RunDirectory]) -> list[list[RunDirectory]]:
-    """Return the runs in groups that ask for the same machines."""
+    """Return the runs grouped by the machines that they ask for."""
     groups: dict[tuple[str, int], list[RunDirectory]] = {}
     for run in runs:
         key = (load_config(run).launch.model_dump_json(), load_plan(run).world_size)
