@@ -1,1 +1,1 @@
-"""Prefect flows: the chain as a table of contents."""
+"""Prefect flows: each runs a chain with its steps as tasks."""

@@ -1,4 +1,4 @@
-"""What Prefect's server sees to by itself: flow runs whose process is gone without a word."""
+"""The automation of Prefect's server that marks flow runs as crashed when their process has disappeared."""
 
 from datetime import timedelta
 from typing import Any
@@ -9,15 +9,15 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 
 SILENCE_SECONDS = 300
-"""Time without a heartbeat after which a flow run counts as lost: ten of those that prefect.yaml asks for, so that a
-server that was away for some minutes does not take the living for dead."""
+"""Time without a heartbeat after which a flow run counts as lost: ten of the intervals in prefect.yaml, so that a
+server that was away for some minutes does not declare running flow runs lost."""
 
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Scheduled", "AwaitingRetry")
 
 LOST_FLOW_RUNS = AutomationCore(
     name="lost flow runs of train and benchmark",
-    description="A flow run without heartbeats is Crashed. Its job goes on, and a retry attaches to it.",
+    description="Marks a flow run without heartbeats as Crashed. Its job keeps running, and a retry attaches to it.",
     trigger=EventTrigger(
         posture=Posture.Proactive,
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
@@ -34,18 +34,18 @@ LOST_FLOW_RUNS = AutomationCore(
         ChangeFlowRunState(
             name="Crashed",
             state=StateType.CRASHED,
-            message=f"no sign of life for {SILENCE_SECONDS} s; its job, if there is one, goes on, and "
-            "`prefect flow-run retry` attaches to it",
+            message=f"no heartbeat for {SILENCE_SECONDS} s; its job, if any, keeps running; attach to it with "
+            "`prefect flow-run retry`",
         )
     ],
 )
-"""Without it a flow run that ``kill -9`` or a power cut has ended would stay Running for ever."""
+"""Without it, a flow run ended by ``kill -9`` or a power cut would stay Running for ever."""
 
 
 async def install_automations() -> None:
-    """Make the automation on the configured server, or bring it up to date.
+    """Create the automation on the configured server, or update it.
 
-    One that is as it should be is left alone: with a change the server forgets whose heartbeats it waits for.
+    An automation that is up to date is left alone: an update makes the server forget which heartbeats it waits for.
     """
     async with get_client() as client:
         known = await client.read_automations_by_name(LOST_FLOW_RUNS.name)

@@ -1,4 +1,4 @@
-"""The ``benchmark`` flow: one sweep from its grid to the report that compares its elements."""
+"""The ``benchmark`` flow: one sweep, from its grid to the report."""
 
 from pathlib import Path
 from typing import Any

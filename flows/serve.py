@@ -1,7 +1,7 @@
-"""``make serve``: all that ``prefect deployment run`` needs, until Ctrl-C: a server, the deployments and a worker.
+"""``make serve``: run all that ``prefect deployment run`` needs, a server, the deployments and a worker, until Ctrl-C.
 
-The server is started here unless one is configured. While it is up, ``prefect.toml`` tells Prefect's commands in this
-folder where it is; nothing else of the user's settings changes.
+It starts a server only if none is configured. While that is up, ``prefect.toml`` tells Prefect's commands in this
+folder where it is; no other setting of the user changes.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def main() -> int:
     os.chdir(ROOT)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a background shell has its commands ignore the latter
+    for number in (signal.SIGTERM, signal.SIGINT):  # a script's background commands ignore SIGINT
         signal.signal(number, signal.default_int_handler)
     try:
         with ExitStack() as stack:
@@ -61,9 +61,9 @@ def main() -> int:
 
 
 def _start(stack: ExitStack) -> list[Service]:
-    """Bring everything up, to go down again with ``stack``, and say what to type next."""
+    """Start everything, to be stopped by ``stack``, and print the next command to type."""
     _forget_stale_address()
-    from prefect.settings import PREFECT_API_URL, temporary_settings  # read where they are imported
+    from prefect.settings import PREFECT_API_URL, temporary_settings  # reads the settings on import
 
     services: list[Service] = []
     url = PREFECT_API_URL.value()
@@ -77,7 +77,7 @@ def _start(stack: ExitStack) -> list[Service]:
     _deploy()
     services.append(stack.enter_context(_worker()))
     prefect = Path(sys.executable).with_name("prefect")
-    say("serve", f"{url.removesuffix('/api')} shows runs and takes new ones; Ctrl-C stops everything")
+    say("serve", f"watch and start runs at {url.removesuffix('/api')}; Ctrl-C stops everything")
     say("next", f"in another terminal, in {ROOT}: {prefect} deployment run {EXAMPLE} --watch")
     return services
 
@@ -92,7 +92,7 @@ def _forget_stale_address() -> None:
 
 @contextmanager
 def _server(url: str) -> Iterator[Service]:
-    """Run a server for the block, and tell other terminals in this folder where it is."""
+    """Run a server for the block, and write its address for other terminals in this folder."""
     host, port = os.environ["PREFECT_SERVER_API_HOST"], int(os.environ["PREFECT_SERVER_API_PORT"])
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,7 +113,7 @@ def _server(url: str) -> Iterator[Service]:
                 address.write(f'{_ADDRESS_MARK}\n[api]\nurl = "{url}"\n')
         except FileExistsError:
             raise EnvironmentMismatchError(
-                f"{ADDRESS} names no server, and is not ours to change: add [api] url, or move it away"
+                f"{ADDRESS} is not from `make serve` and names no server; add [api] url to it, or move it away"
             ) from None
         try:
             yield server
@@ -122,7 +122,7 @@ def _server(url: str) -> Iterator[Service]:
 
 
 def _deploy() -> None:
-    """Make the work pool, the automation and every deployment, or bring them up to date."""
+    """Create or update the work pool, the automation and every deployment."""
     from flows.automations import install_automations
 
     try:
@@ -135,7 +135,7 @@ def _deploy() -> None:
 
 @contextmanager
 def _worker() -> Iterator[Service]:
-    """Run a worker for the block; flow runs that are under way when it ends are stopped."""
+    """Run a worker for the block, and stop its flow runs at the end."""
     from flows.stopping import stop_flow_runs
 
     command = (*PREFECT, "worker", "start", "--pool", POOL, "--type", "process")
@@ -143,7 +143,7 @@ def _worker() -> Iterator[Service]:
         try:
             yield worker
         finally:
-            stop_flow_runs()  # first: an interrupted worker kills those it has under way
+            stop_flow_runs()  # before the worker, which kills its flow runs when interrupted
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes that ``make serve`` keeps running, commands that it runs once, and whether a server answers."""
+"""Processes that ``make serve`` keeps running, commands that it runs once, and the check for a server."""
 
 import os
 import signal
@@ -15,21 +15,21 @@ from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError
 
 SERVE_VARIABLE = "TRAINING_INFRA_SERVE"
-"""Environment variable by which all that ``make serve`` has started is known; its value is the process id."""
+"""Environment variable of every process that ``make serve`` started; its value is the process id of that command."""
 
 STEADY_SECONDS = 20.0
-"""Time that a service has to have been up to be started again when it ends."""
+"""Time a service must have been up to be restarted when it ends."""
 STOP_SECONDS = 40.0
-"""Time that a service gets to stop by itself."""
+"""Time a service gets to stop by itself."""
 
 
 class Service:
-    """A process in a session of its own: the terminal's Ctrl-C reaches ``make serve`` alone, which stops it in order.
+    """A process in its own session: the terminal's Ctrl-C reaches only ``make serve``, which stops services in order.
 
     Args:
-        name: what people call it.
+        name: its name in messages.
         command: its command line.
-        log: file that takes its output; None for the terminal.
+        log: file for its output; None for the terminal.
     """
 
     def __init__(self, name: str, command: tuple[str, ...], log: Path | None) -> None:
@@ -53,25 +53,25 @@ class Service:
             output.close()
 
     def revive(self) -> None:
-        """Start the service again if it has ended.
+        """Restart the service if it has ended.
 
         Raises:
-            EnvironmentMismatchError: if it ended soon after its last start, with the last line it wrote.
+            EnvironmentMismatchError: if it ended soon after its last start, with the last line of its output.
         """
         if self.process.poll() is None:
             return
         if time.monotonic() - self.started_at < STEADY_SECONDS:
             raise EnvironmentMismatchError(f"the {self.name} does not stay up{_last_line(self.log)}")
-        say("serve", f"the {self.name} has ended and is started again")
+        say("serve", f"the {self.name} has ended; restarting it")
         self._start()
 
     def end(self) -> None:
-        """Stop the service; kill it if it takes too long or the user does not want to wait."""
+        """Stop the service; kill it if it takes too long or the user interrupts again."""
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            say("stopping", f"the {self.name} does not stop by itself and is killed")
+            say("stopping", f"the {self.name} did not stop by itself; killing it")
         finally:
             self.process.kill()
             self.process.wait()
@@ -79,7 +79,7 @@ class Service:
 
 @contextmanager
 def service(name: str, *command: str, visible: bool = False) -> Iterator[Service]:
-    """Run a service for the block; what it prints is shown if it is ``visible``, else kept for an error message."""
+    """Run a service for the block; its output is shown if ``visible``, else kept for an error message."""
     with TemporaryDirectory() as folder:
         started = Service(name, command, None if visible else Path(folder) / "log")
         try:
@@ -92,7 +92,7 @@ def run_once(*command: str) -> None:
     """Run a command quietly.
 
     Raises:
-        EnvironmentMismatchError: with what it said, if it fails.
+        EnvironmentMismatchError: if it fails, with its output.
     """
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -101,7 +101,7 @@ def run_once(*command: str) -> None:
 
 
 def answers(url: str) -> bool:
-    """Return whether a Prefect server is at ``url``."""
+    """Return whether a Prefect server answers at ``url``."""
     try:
         return httpx.get(f"{url}/health", timeout=5).is_success
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""How ``make serve`` ends the flow runs that its worker has under way, without losing what their jobs have done."""
+"""Stop the flow runs of ``make serve`` without losing the progress of their jobs."""
 
 import os
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 
 
 def stop_flow_runs() -> None:
-    """End every flow run of this ``make serve``: jobs on this machine save a checkpoint and stop, Slurm's go on."""
-    while under_way := list(_flow_runs()):  # the worker may take another one meanwhile
+    """End every flow run of this ``make serve``: local jobs save a checkpoint and stop, Slurm jobs keep running."""
+    while under_way := list(_flow_runs()):  # the worker may start another one meanwhile
         for process, flow_run_id in under_way:
             _stop(process, flow_run_id)
         psutil.wait_procs([process for process, _ in under_way], timeout=STOP_SECONDS)
@@ -29,20 +29,20 @@ def stop_flow_runs() -> None:
 def _stop(process: psutil.Process, flow_run_id: UUID) -> None:
     run = _run(flow_run_id)
     job = steps.attach(run) if run else None
-    again = f"`prefect flow-run retry {flow_run_id}` goes on with it once a worker is up again"
+    again = f"continue it with `prefect flow-run retry {flow_run_id}` once a worker is up again"
     if job is not None and job.record.launcher == "local":
         say("stopping", f"{job.run.path} after this step, with a checkpoint; {again}")
         job.cancel()
         psutil.wait_procs([process], timeout=STOP_SECONDS)  # it still writes the report
     else:
-        what = f"job {job.record.job_id} goes on in Slurm" if job else f"flow run {flow_run_id}"
+        what = f"job {job.record.job_id} keeps running in Slurm" if job else f"flow run {flow_run_id}"
         say("stopping", f"{what}; {again}")
     with suppress(psutil.NoSuchProcess):
         process.terminate()
 
 
 def _flow_runs() -> Iterator[tuple[psutil.Process, UUID]]:
-    """Yield the processes of Prefect that run a flow, whether or not their worker still lives."""
+    """Yield the Prefect processes that run a flow, even if their worker is gone."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
@@ -56,5 +56,5 @@ def _run(flow_run_id: UUID) -> RunDirectory | None:
     try:
         with get_client(sync_client=True) as client:
             return followed_by(client.read_flow_run(flow_run_id))
-    except httpx.HTTPError:  # the server is gone: only it knows of a run directory elsewhere
+    except httpx.HTTPError:  # without the server, only runs in the default folder can be found
         return run_of(flow_run_id, None)

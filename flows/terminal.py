@@ -1,4 +1,4 @@
-"""The ``train`` flow from one terminal: on a Prefect server of its own where no other is configured."""
+"""Run the ``train`` flow from one terminal, on its own Prefect server if none is configured."""
 
 import signal
 from pathlib import Path
@@ -16,15 +16,15 @@ def train_through_the_flow(config: RunConfig, run_dir: Path | None, *, resume: b
     """Run the flow and return the path of its report; see ``flows.train.train``.
 
     Raises:
-        TrainingInfraError: as the flow's steps do; EnvironmentMismatchError if the configured server does not answer.
+        TrainingInfraError: if a step fails; EnvironmentMismatchError if the configured server does not answer.
     """
     url = PREFECT_API_URL.value()
     if url is None:
         _start_server()
     elif not answers(url):
         raise EnvironmentMismatchError(
-            f"the Prefect server at {url} does not answer; start it, or unset PREFECT_API_URL (in this folder it may "
-            "also stand in prefect.toml) to use a server of this run's own"
+            f"the Prefect server at {url} does not answer; start it, or unset PREFECT_API_URL (it may also be set in "
+            "this folder's prefect.toml) to let the run start its own server"
         )
     report = train(config, run_dir=run_dir, resume=resume)
     if not isinstance(report, Path):
@@ -33,10 +33,10 @@ def train_through_the_flow(config: RunConfig, run_dir: Path | None, *, resume: b
 
 
 def _start_server() -> None:
-    """Start the server that the flow would start, but deaf to the terminal's Ctrl-C.
+    """Start the server that the flow would start, but make it ignore the terminal's Ctrl-C.
 
-    The interrupt is for the flow, which stops its job and then has to tell the server how the run ended. A blocked
-    signal stays blocked in a child.
+    Ctrl-C is for the flow, which stops its job and then still reports the ending to the server. A child inherits
+    blocked signals.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -17,7 +17,7 @@ from tasks.follow import cancel_job
 
 @flow(name="train", validate_parameters=True, on_cancellation=[cancel_job])
 def train(config: RunConfig, run_dir: Path | None = None, resume: bool = False) -> Path | State[Any]:
-    """Validate, estimate, rehearse, train, benchmark and report one run: ``run_chain``, each step of it a task.
+    """Validate, estimate, rehearse, train, benchmark and report one run: ``run_chain`` with each step as a task.
 
     Args:
         config: everything that defines the run.
@@ -39,5 +39,5 @@ def train(config: RunConfig, run_dir: Path | None = None, resume: bool = False) 
             return run_chain(steps).report
         except CancelledError as error:
             return Cancelled(message=str(error), data=error)
-        except TrainingInfraError as error:  # an expected error, which the state shows in one line
+        except TrainingInfraError as error:  # an expected error: the state shows its one line
             return Failed(message=str(error), data=error)

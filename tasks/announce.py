@@ -1,4 +1,4 @@
-"""What a flow shows while it runs: lines on the terminal or in Prefect's log, and artifacts in Prefect's pages."""
+"""Output of a flow while it runs: lines on the terminal or in Prefect's log, and artifacts in Prefect's UI."""
 
 import io
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from rich.console import Console
 from llama_core.chain.console import say
 
 ARTIFACT_RETRIES = 3
-"""How often an artifact is offered to a server that is away, over 14 s; what ends a flow run is offered for longer."""
+"""Retries, over 14 s, of sending an artifact to a server that is away; a flow run's final state is retried longer."""
 
 
 @contextmanager
 def lines_where_they_are_read() -> Iterator[None]:
-    """Write what ``say`` announces inside the block into Prefect's log if a worker runs the flow."""
+    """Send the lines of ``say`` inside the block to Prefect's log if a worker runs the flow."""
     if deployment.id is None:
         yield
         return
@@ -31,7 +31,7 @@ def lines_where_they_are_read() -> Iterator[None]:
 
 
 class _RunLog(io.StringIO):
-    """A text stream whose lines are records of the current flow or task run's log."""
+    """A text stream whose lines go to the log of the current flow or task run."""
 
     def write(self, text: str) -> int:
         line = text.rstrip()
@@ -42,6 +42,6 @@ class _RunLog(io.StringIO):
 
 @contextmanager
 def unless_the_server_is_away() -> Iterator[None]:
-    """Go on without the artifact that the block makes if no server takes it: it is not worth a run."""
+    """Continue without the block's artifact if the server does not take it: a missing artifact must not end a run."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: ARTIFACT_RETRIES}), suppress(httpx.HTTPError):
         yield

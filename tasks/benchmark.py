@@ -12,7 +12,7 @@ from tasks.announce import unless_the_server_is_away
 
 @task(name="benchmark", cache_policy=NO_CACHE)
 def benchmark(run: RunDirectory) -> BenchmarkRecord:
-    """Read the steps that were timed inside the training job; they become a table."""
+    """Return the steps timed inside the training job, and show them as a table."""
     record = steps.benchmark(run)
     rows = [{"timed step": number, "seconds": seconds} for number, seconds in enumerate(record.step_seconds, start=1)]
     with unless_the_server_is_away():

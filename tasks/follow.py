@@ -1,6 +1,6 @@
-"""Which Prefect flow run follows which run: written in the run's directory, for retries and cancellation to find.
+"""Which Prefect flow run follows which run, recorded in the run's directory for retries and cancellation.
 
-A flow run that Prefect starts anew, after its process or its worker was killed, goes on with the run it had begun.
+A flow run that Prefect restarts after its process or worker was killed continues the run it had started.
 """
 
 import threading
@@ -24,44 +24,44 @@ from llama_core.records.files import read_json, write_json
 from training_reports.page import write_report
 
 CANCELLATION_POLL_SECONDS = 15.0
-"""Time between two questions to Prefect's server whether the flow run is to be cancelled."""
+"""Time between two checks with Prefect's server whether the flow run is being cancelled."""
 
 
 def follow(run: RunDirectory, flow_run_id: UUID) -> None:
-    """Record that a flow run follows ``run`` from now on, in place of the one before."""
+    """Record that a flow run now follows ``run``, in place of the previous one."""
     earlier = [other for other in followers(run) if other != flow_run_id]
     write_json(run.flow_run, {"flow_runs": [str(follower) for follower in (*earlier, flow_run_id)]})
 
 
 def followers(run: RunDirectory) -> list[UUID]:
-    """Return the flow runs that have followed ``run``, the newest last."""
+    """Return the flow runs that have followed ``run``, newest last."""
     with suppress(RunDirectoryError):
         return [UUID(follower) for follower in read_json(run.flow_run)["flow_runs"]]
     return []
 
 
 def run_of(flow_run_id: UUID, run_dir: Path | None) -> RunDirectory | None:
-    """Return the run that a flow run follows or has followed, or None if it has not begun one.
+    """Return the run that a flow run follows or has followed, or None if it has not started one.
 
     Args:
         flow_run_id: Prefect's id of the flow run.
-        run_dir: the flow run's parameter of that name; where it is None, all runs are looked through.
+        run_dir: the flow run's parameter of that name; None looks through all runs.
     """
     paths = [run_dir] if run_dir else [path.parent for path in RUNS.glob("*/flow_run.json")]
     return next((run for run in map(RunDirectory, paths) if flow_run_id in followers(run)), None)
 
 
 def followed_by(flow_run: FlowRun) -> RunDirectory | None:
-    """Return the run that a flow run follows, or None if it has none or another flow run follows it by now."""
+    """Return the run that a flow run follows, or None if there is none or another flow run has taken it over."""
     run_dir = flow_run.parameters.get("run_dir")
     run = run_of(flow_run.id, Path(run_dir) if run_dir else None)
     return run if run and followers(run)[-1] == flow_run.id else None
 
 
 def cancel_job(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Cancel the job that a cancelled flow run follows; it saves a checkpoint first. Prefect calls this in its worker.
+    """Cancel the job of a cancelled flow run; it saves a checkpoint first. Prefect calls this in its worker.
 
-    A job that another flow run follows by now goes on.
+    A job that another flow run has taken over keeps running.
     """
     run = followed_by(flow_run)
     if run is not None:
@@ -71,7 +71,7 @@ def cancel_job(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
 
 @contextmanager
 def cancellation_heeded(run: RunDirectory) -> Iterator[None]:
-    """Cancel the job of ``run`` if its flow run is cancelled inside the block and no worker is left to see to it."""
+    """Cancel the job of ``run`` if its flow run is cancelled inside the block, even if its worker is gone."""
     over = threading.Event()
     arguments = (run, UUID(current_flow_run.get_id()), over)
     threading.Thread(target=copy_context().run, args=(_heed_cancellation, *arguments), daemon=True).start()

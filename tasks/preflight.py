@@ -1,4 +1,4 @@
-"""The steps before anything is trained: prepare the run, validate, estimate, rehearse."""
+"""The steps before training: prepare the run, validate, estimate, rehearse."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @task(name="prepare-run", cache_policy=NO_CACHE)
 def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory:
-    """Make the run's directory and plan, or find what this flow run has begun; a table shows the plan."""
+    """Create the run's directory and plan, or find the run that this flow run started; show the plan as a table."""
     flow_run_id = UUID(flow_run.get_id())
     begun = run_of(flow_run_id, run_dir)
     run = prepare.prepare_run(config, begun.path if begun else run_dir, resume=resume or begun is not None)
@@ -38,7 +38,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Run
 
 @task(name="validate-environment", cache_policy=NO_CACHE)
 def validate_environment(run: RunDirectory) -> EnvironmentReport:
-    """Check the machine; what it has becomes a table."""
+    """Check the machine and show the findings as a table."""
     report = steps.validate(run)
     rows = [{"what": key, "found": str(value)} for key, value in report.facts.items()]
     create_table_artifact([*rows, *({"what": "warning", "found": text} for text in report.warnings)], key="environment")
@@ -47,7 +47,7 @@ def validate_environment(run: RunDirectory) -> EnvironmentReport:
 
 @task(name="estimate-memory", cache_policy=NO_CACHE)
 def estimate_memory(run: RunDirectory) -> MemoryEstimate:
-    """Say what a rank holds, by arithmetic; it becomes a table."""
+    """Return the memory estimate of a rank and show it as a table."""
     estimate = steps.estimate(run)
     create_table_artifact(_profile_rows(estimate.profile), key="memory-estimate", description=estimate.summary())
     return estimate
@@ -55,7 +55,7 @@ def estimate_memory(run: RunDirectory) -> MemoryEstimate:
 
 @task(name="dry-run", cache_policy=NO_CACHE)
 def dry_run(run: RunDirectory) -> "DryRunResult | None":
-    """Count the bytes of a real step on fake tensors; those of the fullest rank become a table."""
+    """Count the bytes of a real step on fake tensors, and show those of the fullest rank as a table."""
     rehearsed = steps.rehearse(run)
     if rehearsed is not None:
         create_table_artifact(_profile_rows(rehearsed.profile), key="dry-run", description=rehearsed.summary())

@@ -1,4 +1,4 @@
-"""A sweep: prepare its elements, submit them, follow them to their ends, compare them."""
+"""A sweep: prepare its elements, submit them, follow them to the end, compare them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from training_reports.sweep import write_report as write_page
 
 @task(name="prepare-sweep", cache_policy=NO_CACHE)
 def prepare(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> SweepDirectory:
-    """Make the sweep's directory and runs, or find what this flow run has begun; a table shows the elements."""
+    """Create the sweep's directory and runs, or find the sweep that this flow run started; show a table of elements."""
     flow_run_id = UUID(current_flow_run.get_id())
     begun = _sweep_of(flow_run_id, sweep_dir)
     sweep = sweeps.prepare(config, begun.path if begun else sweep_dir, resume=resume or begun is not None)
@@ -41,19 +41,19 @@ def validate(sweep: SweepDirectory) -> None:
 
 @task(name="dry-run", cache_policy=NO_CACHE)
 def rehearse(sweep: SweepDirectory) -> None:
-    """Count the bytes of a step of every element on fake tensors; what does not fit is skipped."""
+    """Count the bytes of a step of every element on fake tensors; skip those that do not fit."""
     sweeps.rehearse(sweep)
 
 
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
 def submit(sweep: SweepDirectory) -> list[JobHandle]:
-    """Submit a job array for each group of elements that ask Slurm for the same; a retry finds what is at work."""
+    """Submit a job array for each group of elements with the same needs; a retry finds the running jobs."""
     return sweeps.submit(sweep)
 
 
 @task(name="sweep", cache_policy=NO_CACHE)
 def follow_elements(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow every element to its end."""
+    """Follow every element to the end."""
     sweeps.follow(sweep, jobs)
 
 
@@ -67,9 +67,9 @@ def write_report(sweep: SweepDirectory) -> Path:
 
 
 def cancel_sweep(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Cancel every job of the sweep that a cancelled flow run follows. Prefect calls this in its worker.
+    """Cancel every job of a cancelled flow run's sweep. Prefect calls this in its worker.
 
-    Jobs that another flow run follows by now go on.
+    Jobs that another flow run has taken over keep running.
     """
     sweep_dir = flow_run.parameters.get("sweep_dir")
     sweep = _sweep_of(flow_run.id, Path(sweep_dir) if sweep_dir else None)
@@ -79,12 +79,12 @@ def cancel_sweep(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
 
 
 def _sweep_of(flow_run_id: UUID, sweep_dir: Path | None) -> SweepDirectory | None:
-    """Return the sweep that a flow run follows or has followed, or None if it has not begun one."""
+    """Return the sweep that a flow run follows or has followed, or None if it has not started one."""
     paths = [sweep_dir] if sweep_dir else [path.parent for path in sweeps.SWEEPS.glob("*/flow_run.json")]
     found = map(SweepDirectory, paths)
     return next((sweep for sweep in found if flow_run_id in followers(_as_run(sweep))), None)
 
 
 def _as_run(sweep: SweepDirectory) -> RunDirectory:
-    """Return the sweep's directory as the place where its flow runs are recorded, as those of a run are."""
+    """Return the sweep's directory as a run's, in whose ``flow_run.json`` the flow runs are recorded."""
     return RunDirectory(sweep.path)

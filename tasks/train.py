@@ -1,4 +1,4 @@
-"""Training: submit the job or find it again, follow it, and say how it ended."""
+"""Training: submit the job or find it again, follow it, and show how it ended."""
 
 from contextlib import nullcontext
 from uuid import UUID
@@ -19,13 +19,13 @@ from tasks.follow import cancellation_heeded
 
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
 def submit(run: RunDirectory) -> JobHandle | None:
-    """Start the job unless one is at work or the run is finished; a retry finds the job of the try before."""
+    """Start the job unless one is running or the run is finished; a retry finds the job of the previous attempt."""
     return steps.submit(run)
 
 
 @task(name="train", cache_policy=NO_CACHE)
 def train(run: RunDirectory) -> TrainingSummary | None:
-    """Follow the job to its end; the outcome becomes a page, the progress a bar."""
+    """Follow the job to its end; show the progress as a bar and the outcome as a page."""
     with cancellation_heeded(run) if deployment.id else nullcontext():
         try:
             return steps.follow(run, _Progress())
@@ -41,7 +41,7 @@ class _Progress:
     def __init__(self) -> None:
         artifact = create_progress_artifact(0.0, key="training-progress")
         if not isinstance(artifact, UUID):
-            raise TypeError("an artifact of a synchronous task is made at once")
+            raise TypeError("create_progress_artifact returned no UUID; call it in a synchronous task")
         self.artifact = artifact
         self.percent = 0
 
