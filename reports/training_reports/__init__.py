@@ -1,1 +1,1 @@
-"""What a run did, drawn: figures from its records, and one page that opens offline. Imports no torch."""
+"""Reports: figures of a run's or a sweep's records, on one page that opens offline. Imports no torch."""

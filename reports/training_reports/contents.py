@@ -1,4 +1,4 @@
-"""What a run directory holds for a report, and in one sentence each what it does not hold yet."""
+"""The records of a run directory for a report, and a sentence for each record that is missing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -22,28 +22,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunContents:
-    """A run's records; None where there is nothing to read, with the reason in ``missing``."""
+    """A run's records; a record that cannot be read is None, with the reason in ``missing``."""
 
     steps: pd.DataFrame
-    """One row for each ``StepRecord``; empty where there are none."""
+    """One row for each ``StepRecord``; empty if there are none."""
     config: Record | None
     plan: Record | None
     environment: Record | None
     estimate: Record | None
     dry_run: Record | None
     data: list[str] | None
-    """What the data are, a sentence each."""
+    """Sentences about the training data."""
     job: JobRecord | None
     heartbeat: StepRecord | None
     training: TrainingSummary | None
     benchmark: BenchmarkRecord | None
     outcome: Outcome | None
     missing: Mapping[str, str]
-    """A sentence for each field above that has nothing to show, by its name."""
+    """A sentence for each field above that has no record, by field name."""
 
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
-        """Read everything that ``run`` has written so far. A damaged file counts as missing."""
+        """Read all that ``run`` has written so far. A damaged file counts as missing."""
         missing: dict[str, str] = {}
 
         def load(field: str, what: str, path: Path, parse: Callable[[Path], T]) -> T | None:
@@ -81,25 +81,25 @@ class RunContents:
 
     @property
     def measured_bytes(self) -> int | None:
-        """Most memory that training held above what was held before the model was built."""
+        """Peak memory of training, less the memory held before the model was built."""
         if self.training is None:
             return None
         return self.training.memory_peak_bytes - self.training.memory_baseline_bytes
 
     @property
     def predictions(self) -> Iterator[tuple[str, str, Record | None]]:
-        """How each prediction of the peak memory was made, the field it is in, and its profile."""
+        """The predictions of the peak memory: how each was made, its field, and its profile."""
         yield "estimated", "estimate", self.estimate
         yield "rehearsed", "dry_run", self.dry_run
 
     def setting(self, section: str, key: str) -> Any:
-        """Return a value of the configuration, or None where it is not known."""
+        """Return a value of the configuration, or None if it is unknown."""
         settings = (self.config or {}).get(section)
         return settings.get(key) if isinstance(settings, dict) else None
 
 
 _DAMAGE = (RunDirectoryError, ConfigError, OSError, ValueError, LookupError, TypeError, pa.ArrowException)
-"""What reading a file raises when it was cut short, edited, or written by another version."""
+"""Errors of reading a file that was cut short, edited, or written by another version."""
 
 
 def _read_yaml(path: Path) -> Record:

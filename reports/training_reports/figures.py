@@ -1,8 +1,8 @@
 """Figures of a run: pure functions from its records to Plotly figures.
 
-``steps`` is a table with one row per optimizer step and the columns of ``StepRecord``; a value that was not measured
-is NaN there and leaves a gap in its line. Series colours keep a contrast of 3:1 on white and on near-black; the
-colours of text and grid belong to the page.
+``steps`` is a table with one row per optimizer step and the columns of ``StepRecord``. Unmeasured values are NaN and
+leave a gap in the line. Series colours have a contrast of at least 3:1 on white and on near-black; the page sets the
+colours of text and grid.
 """
 
 from collections.abc import Mapping
@@ -27,22 +27,22 @@ CATEGORY_COLORS = {
     "communication": OLIVE,
     "temporaries": PINK,
 }
-"""Colour of each memory category, in the order they are stacked."""
+"""Colour of each memory category, in stacking order."""
 
 MEASURED = "all categories"
-"""Name of the bar of a measurement."""
+"""Name of a measurement's bar."""
 
 MAX_MARKED_STEPS = 60
-"""Steps up to which each one is marked by a dot; the dots of more would hide the line."""
+"""Most steps for which each step gets a dot; more dots would hide the line."""
 
 Profile = Mapping[str, Any]
-"""A memory profile as ``estimate.json`` and ``dry_run.json`` hold it: ``phases``, ``peak_phase``, ``peak_bytes``."""
+"""A memory profile from ``estimate.json`` or ``dry_run.json``: ``phases``, ``peak_phase``, ``peak_bytes``."""
 
 
 def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entropy: float | None = None) -> go.Figure:
-    """Return training and held-out loss by step, with the entropies of the corpus as lines to get below.
+    """Return training and held-out loss by step, with the entropies of the corpus as reference lines.
 
-    A skipped step is marked at its loss, or where that is not finite at the nearest finite one.
+    A skipped step is marked at its loss, or at the nearest finite loss if its own is not finite.
     """
     figure = styled_figure("loss (nats per token)")
     _add_line(figure, steps["step"], steps["loss"], "training", color=BLUE, hover="%{y:.4f}")
@@ -70,7 +70,7 @@ def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entro
 
 
 def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
-    """Return the learning rate above the global gradient norm before clipping, by step; both are pure numbers."""
+    """Return two rows by step: the learning rate, and below it the global gradient norm before clipping."""
     figure = styled_figure("", rows=2)
     _add_line(figure, steps["step"], steps["learning_rate"], "learning rate", color=BLUE, hover="%{y:.3g}", row=1)
     _add_line(figure, steps["step"], steps["grad_norm"], "gradient norm", color=TEAL, hover="%{y:.4g}", row=2)
@@ -82,7 +82,7 @@ def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
 
 
 def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) -> go.Figure:
-    """Return tokens/s of every step, with the benchmark's median as a line and the span of its quartiles as a band."""
+    """Return tokens/s by step, with the benchmark's median as a line and its interquartile range as a band."""
     figure = styled_figure("throughput (tokens/s)")
     _add_line(
         figure, steps["step"], steps["tokens_per_second"], "training steps", color=BLUE, hover="%{y:,.0f} tokens/s"
@@ -106,20 +106,20 @@ def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) ->
 
 
 def throughput_quartiles(benchmark: BenchmarkRecord) -> tuple[float, float]:
-    """Return the tokens/s between which the middle half of the timed steps lies."""
+    """Return the lower and upper quartile of the timed steps' tokens/s."""
     rates = benchmark.tokens_per_step / pd.Series(benchmark.step_seconds, dtype=float)
     return float(rates.quantile(0.25)), float(rates.quantile(0.75))
 
 
 def step_time(steps: pd.DataFrame) -> go.Figure:
-    """Return the seconds of every step as a stack: its three measured parts and what they leave of the whole."""
+    """Return the seconds of every step as a stack: the three measured parts and the rest."""
     measured = {
         "forward + backward": (steps["forward_backward_seconds"], BLUE),
         "optimizer": (steps["optimizer_seconds"], TEAL),
         "waiting for data": (steps["data_seconds"], ORANGE),
     }
     rest = steps["step_seconds"] - sum(seconds for seconds, _ in measured.values())
-    # The parts are timed by clocks of their own and may exceed the whole by a hair; a stack cannot go down.
+    # The parts are timed separately and may exceed the whole by a hair; a stack cannot go down.
     parts = measured | {"everything else": (rest.clip(lower=0.0), GREY)}
     figure = styled_figure("time (s per step)")
     for name, (seconds, color) in parts.items():
@@ -130,10 +130,10 @@ def step_time(steps: pd.DataFrame) -> go.Figure:
 
 
 def memory_by_step(steps: pd.DataFrame) -> go.Figure:
-    """Return the memory held at the end of every step and the most held until then."""
+    """Return the memory held at the end of every step, and the peak up to that step."""
     size, unit = memory_unit(steps["memory_peak_bytes"].max())
     figure = styled_figure(f"memory ({unit})")
-    # The peak comes last and is dotted: where the two are equal, both can still be seen.
+    # The peak is drawn last and dotted, so that both lines show where they coincide.
     for column, name, color, dash in (("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")):
         held = steps[f"memory_{column}_bytes"] / size
         _add_line(figure, steps["step"], held, name, color=color, hover=f"%{{y:.3f}} {unit}", dash=dash)
@@ -143,10 +143,10 @@ def memory_by_step(steps: pd.DataFrame) -> go.Figure:
 
 
 def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, measured_bytes: float | None) -> go.Figure:
-    """Return the peaks that were estimated, rehearsed and measured as bars side by side; what is None has no bar.
+    """Return the estimated, rehearsed and measured peaks as bars side by side; an argument of None has no bar.
 
-    The two predictions are stacked by category at their peak phase, so that each stack is as long as its
-    ``peak_bytes``. A measurement knows no categories and is one bar.
+    Each prediction is a stack of the categories at its peak phase, so its length is ``peak_bytes``. A measurement has
+    no categories and is a single bar.
     """
     profiles = {
         label: profile for label, profile in (("estimated", estimated), ("rehearsed", rehearsed)) if profile is not None
@@ -180,12 +180,12 @@ def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, meas
 
 
 def memory_unit(num_bytes: float) -> tuple[int, str]:
-    """Return the unit in which a number of bytes reads well, as bytes and by name."""
+    """Return a readable unit for a number of bytes: its size in bytes and its name."""
     return (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
 
 
 def styled_figure(y_title: str, rows: int = 1) -> go.Figure:
-    """Return an empty figure in the style of the page, its rows one above the other over the same x."""
+    """Return an empty figure in the page's style; its rows share the x axis."""
     figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.12)
     figure.update_layout(
         template="none",
@@ -215,7 +215,7 @@ def _add_line(
     stack: str | None = None,
     row: int | None = None,
 ) -> None:
-    # The dots of a stack would blot its thin parts, but a single step has no area to show.
+    # Dots would blot the thin parts of a stack, but a single step has no area to show.
     most_marked = MAX_MARKED_STEPS if stack is None else 1
     line = go.Scatter(
         x=x,
@@ -236,7 +236,7 @@ def _add_level(figure: go.Figure, y: float, name: str, color: str, dash: str) ->
 
 
 def _add_bar(figure: go.Figure, lengths: Mapping[str, float], name: str, color: str, unit: str) -> None:
-    # A mapping rather than keywords, whose annotations know only numbers as y.
+    # A mapping, because the keyword annotations allow only numbers for y.
     bar = {
         "type": "bar",
         "x": list(lengths.values()),
@@ -256,6 +256,6 @@ def _add_bar(figure: go.Figure, lengths: Mapping[str, float], name: str, color: 
 
 
 def _label_steps(figure: go.Figure, steps: pd.DataFrame, lowest_row: int = 1) -> None:
-    """Name the lowest axis of steps; few steps get a tick each, lest the axis shows halves of a step."""
+    """Label the lowest x axis; with few steps, set a tick for each, so that the axis shows no half steps."""
     figure.update_xaxes(tickformat="d", dtick=1 if len(steps) <= 10 else None)
     figure.update_xaxes(title_text="optimizer step", row=lowest_row)

@@ -1,4 +1,4 @@
-"""What the parts of a page hold, the templates that turn it into HTML, and the file it ends up in."""
+"""The parts of a page, the templates that turn them into HTML, and writing the file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from llama_core.errors import RunDirectoryError
 from llama_core.records.files import atomic_write, now
 
 STATUS_STYLE = {"finished": "good", "preempted": "warn", "timeout": "warn", "cancelled": "warn"}
-"""CSS class of an outcome; every other one is ``bad``."""
+"""CSS class of each outcome; all others are ``bad``."""
 
 NOTHING = "—"
-"""What stands where there is no value."""
+"""Shown in place of a missing value."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Card:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure and what is said about it."""
+    """One figure and its text."""
 
     title: str
     figure: go.Figure | None
     summary: str
-    """What the figure shows, in numbers, for those who cannot see it."""
+    """The figure's numbers in words, for screen readers."""
     notes: Sequence[str]
-    """Sentences below the figure; where there is none, they say why."""
+    """Sentences below the figure; without a figure, they say why."""
     wide: bool = False
     height_px: int | None = None
-    """Height of the figure; None for the page's own."""
+    """Height of the figure; None for the page's default."""
 
 
 def write_page(path: Path, template: str, **values: object) -> Path:
-    """Write a page that opens offline, whole or not at all, and return its path.
+    """Write a page that opens offline, atomically, and return its path.
 
     Args:
         path: the file to write.
-        template: what the page is made from.
-        values: what it shows, and ``page.html``, which it extends.
+        template: name of the template, which extends ``page.html``.
+        values: the variables of both templates.
 
     Raises:
-        RunDirectoryError: if it cannot be written there.
+        RunDirectoryError: if the file cannot be written.
     """
     page = TEMPLATES.get_template(template).render(values, written=now(), plotly=get_plotlyjs())
     try:
@@ -66,7 +66,7 @@ def write_page(path: Path, template: str, **values: object) -> Path:
 
 
 def _shown(value: object) -> object:
-    """Return a value as people read it."""
+    """Return a value as the page shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
@@ -82,4 +82,4 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-"""The templates of all pages and pictures: every value is escaped, and a value that is not given is an error."""
+"""The templates of all pages and pictures. Every value is escaped, and a missing variable is an error."""

@@ -1,4 +1,4 @@
-"""The report of one run: a single HTML file, made from the run directory alone, that opens offline."""
+"""The report of one run: a single HTML file that opens offline, made from the run directory alone."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,20 @@ from training_reports import figures
 from training_reports.contents import Record, RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel, write_page
 
-MEASURES = {"cpu": "the process's resident set", "cuda": "what the CUDA allocator has handed out"}
-"""What the memory of a step is, by device."""
+MEASURES = {"cpu": "the process's resident set", "cuda": "the memory allocated by PyTorch on the GPU"}
+"""How the memory of a step is measured, by device."""
 
 
 def write_report(run: RunDirectory) -> Path:
     """Write the report of ``run`` as it stands and return its path.
 
-    What the run has not written yet, or left damaged, is said in its place in one line.
+    A missing or damaged record is replaced by a sentence that says so.
 
     Raises:
-        RunDirectoryError: if there is no such directory, or the page cannot be written there.
+        RunDirectoryError: if there is no such directory, or the page cannot be written.
     """
     if not run.path.is_dir():
-        raise RunDirectoryError(f"{str(run.path)!r} is not a directory; name one that a run has written")
+        raise RunDirectoryError(f"{str(run.path)!r} is not a directory; give the directory of a run")
     contents = RunContents.read(run)
     outcome, settings, defaults = contents.outcome, _flat(contents.config), _flat(RunConfig().model_dump(mode="json"))
     return write_page(
@@ -54,16 +54,16 @@ def write_report(run: RunDirectory) -> Path:
 
 
 def _warning(contents: RunContents) -> str | None:
-    """Return what stands above everything else, if anything does."""
+    """Return the warning at the top of the page, if there is one."""
     try:
         config = RunConfig.from_mapping(contents.config or {})
-    except ConfigError:  # one of another version
+    except ConfigError:  # the configuration of another version
         return None
     return f"{RANDOM_BASE[0].upper()}{RANDOM_BASE[1:]}." if config.has_random_base else None
 
 
 def _facts(contents: RunContents) -> dict[str, object]:
-    """Return what stands below the name of the run; None is not known."""
+    """Return the facts below the run's name; None for an unknown value."""
     outcome, steps = contents.outcome, contents.steps
     done = outcome.step if outcome else _last(steps, "step")
     planned = _last(steps, "total_steps") or contents.setting("training", "steps")
@@ -90,7 +90,7 @@ def _held_out_loss(contents: RunContents) -> Card:
     if training is None:
         evaluated = steps[steps["eval_loss"].notna()]
         loss = _last(evaluated, "eval_loss")
-        newest = "None evaluated yet." if loss is None else f"The newest, after step {_last(evaluated, 'step')}."
+        newest = "Not evaluated yet." if loss is None else f"Newest evaluation, after step {_last(evaluated, 'step')}."
         lines = [newest, contents.missing["training"]]
     elif training.eval_loss is None:
         loss, lines = None, ["No held-out documents were evaluated."]
@@ -101,7 +101,7 @@ def _held_out_loss(contents: RunContents) -> Card:
             f"{_against(loss, entropy)} the byte-{name} entropy of {entropy:.3f}."
             for name, entropy in entropies
             if entropy is not None
-        ] or ["No byte entropies to compare with: the tokenizer is not the byte one."]
+        ] or ["No byte entropies to compare with: the tokenizer is not the byte-level one."]
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
     return Card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
 
@@ -118,7 +118,7 @@ def _throughput(contents: RunContents) -> Card:
         value = f"{benchmark.tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
         lines = [
             f"Median ± half the interquartile range of {len(benchmark.step_seconds)} timed steps,"
-            f" after {benchmark.warmup_steps} to warm up.",
+            f" after {benchmark.warmup_steps} warm-up steps.",
             f"{benchmark.median_seconds:.3f} s per step of {benchmark.tokens_per_step:,} tokens.",
         ]
     else:
@@ -134,13 +134,13 @@ def _mfu(contents: RunContents) -> Card:
         return Card(title, None, "", [contents.missing["benchmark"]])
     mfu = steps["mfu"].median() if benchmark is None else benchmark.mfu
     if mfu is None or pd.isna(mfu):
-        return Card(title, None, "", ["No MFU: the peak rate of this device is not known."])
+        return Card(title, None, "", ["No MFU: the peak FLOP/s of this device is unknown."])
     source = "training" if benchmark is None else "timed"
     return Card(
         title,
         f"{mfu:.1%}",
         "MFU",
-        [f"Share of the peak rate in the {source} steps; attention is counted in full, recomputation is not."],
+        [f"Share of the peak FLOP/s in the {source} steps; counts attention in full, but no recomputation."],
     )
 
 
@@ -159,7 +159,7 @@ def _peak_memory(contents: RunContents) -> Card:
 
 
 def _error(profile: Record, measured: int | None) -> str:
-    """Return how far a prediction is from what was measured, such as ``' (+4.5 %)'``."""
+    """Return the relative error of a prediction, such as ``' (+4.5 %)'``."""
     return f" ({100 * (profile['peak_bytes'] / measured - 1):+.1f} %)" if measured else ""
 
 
@@ -188,7 +188,7 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             "Throughput",
             figures.throughput(steps, benchmark),
             f"{span}: median {steps['tokens_per_second'].median():,.0f} tokens/s.",
-            ["Tokens of all devices together." if benchmark else contents.missing["benchmark"]],
+            ["All devices together." if benchmark else contents.missing["benchmark"]],
         ),
         Panel("Where the time of a step goes", figures.step_time(steps), f"{span}. {shares}", [shares]),
         Panel(
@@ -196,13 +196,13 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             figures.learning_rate_and_gradient_norm(steps),
             f"{span}: learning rate up to {steps['learning_rate'].max():.3g}, "
             f"median gradient norm {steps['grad_norm'].median():.4g}.",
-            ["The gradient norm is the global one, before clipping."],
+            ["The gradient norm is global, before clipping."],
         ),
         Panel(
             "Memory by step",
             figures.memory_by_step(steps),
             f"{span}: up to {format_bytes(steps['memory_peak_bytes'].max())}.",
-            [f"Memory is {_measure(contents)}, with all that was held before the model was built."],
+            [f"Memory is {_measure(contents)}, including what was held before the model was built."],
         ),
     ]
 
@@ -210,19 +210,19 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
 def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None) -> Iterator[str]:
     if unigram is not None and bigram is not None:
         yield (
-            "The byte-unigram entropy is the loss of knowing only how frequent each byte is; the byte-bigram entropy,"
-            " of knowing the byte before as well."
+            "The byte-unigram entropy is the loss of a model that knows only the frequency of each byte; the"
+            " byte-bigram entropy, of one that also knows the previous byte."
         )
     skipped = int(steps["skipped"].sum())
     if skipped:
-        yield f"Updates left out because the loss or the gradient was not finite: {skipped}."
+        yield f"Updates skipped because the loss or the gradient was not finite: {skipped}."
 
 
 def _time_shares(steps: pd.DataFrame) -> str:
     parts = {"forward + backward": "forward_backward", "optimizer": "optimizer", "waiting for data": "data"}
     whole = steps["step_seconds"].sum()
     shares = (f"{name} {steps[f'{column}_seconds'].sum() / whole:.1%}" for name, column in parts.items())
-    return f"Of the time of all steps: {', '.join(shares)}."
+    return f"Share of the time of all steps: {', '.join(shares)}."
 
 
 def _comparison_panel(contents: RunContents) -> Panel:
@@ -237,11 +237,11 @@ def _comparison_panel(contents: RunContents) -> Panel:
         notes.append(contents.missing["training"])
     else:
         peaks.append(f"measured {format_bytes(measured)}")
-        notes.append(f"Measured is the peak of {_measure(contents)}, above what it was before the model was built.")
+        notes.append(f"The measurement is the peak of {_measure(contents)}, less its value before the model was built.")
         if contents.setting("launch", "device") != "cuda":
             notes.append(
-                "A resident set also counts freed memory that the process keeps and libraries it loads on the way,"
-                " which the predictions leave out."
+                "A resident set also counts freed memory that the process keeps, and libraries loaded meanwhile;"
+                " the predictions do not."
             )
     figure, summary = None, ", ".join(peaks)
     if peaks:
@@ -265,7 +265,7 @@ def _measure(contents: RunContents) -> str:
 
 
 def _attempts(contents: RunContents) -> tuple[list[str], list[list[object]]] | None:
-    """Return the columns and rows of the attempts at the run, or None where there was no second one."""
+    """Return the columns and rows of the table of attempts, or None if there was only one attempt."""
     attempts = contents.outcome.attempts if contents.outcome else ()
     if len(attempts) < 2:
         return None
@@ -275,7 +275,7 @@ def _attempts(contents: RunContents) -> tuple[list[str], list[list[object]]] | N
 
 
 def _flat(record: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key; of None, none."""
+    """Return the values of nested mappings by dotted key; empty for None."""
     values: dict[str, Any] = {}
     for key, value in (record or {}).items():
         values |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -1,7 +1,7 @@
-"""Pictures of pipeline schedules, and the table that compares them, drawn from the very lists that run.
+"""Pictures of pipeline schedules and a table that compares them, made from the action lists that the executor runs.
 
 ``python -m training_reports.schedules docs/schedules`` writes the pictures into that folder and the table into the page
-beside it. A picture is one SVG that needs no other file: a page embeds its text, a README links to it.
+beside it. Each picture is a self-contained SVG.
 """
 
 import re
@@ -16,7 +16,7 @@ from training_reports.figures import BLUE, GREY, ORANGE, TEAL
 from training_reports.layout import TEMPLATES
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_CHUNKS = 4, 8, 2
-"""Sizes of the pictures and of the table; only ``interleaved`` has chunks to choose."""
+"""Sizes of the pictures and the table; only ``interleaved`` takes a number of chunks."""
 
 KINDS = {
     Kind.FORWARD: ("forward", BLUE),
@@ -26,16 +26,16 @@ KINDS = {
 }
 WIDTH, LEFT, TOP, LANE, BAR = 1000, 56, 30, 32, 26
 CHARACTER = 7
-"""Width of a character, on the wide side."""
+"""Width of a character in px, rounded up."""
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
 
 
 def timeline_svg(timeline: Timeline, span: float | None = None) -> str:
-    """Return ``timeline`` as an SVG of 1000 px: a lane for each rank, a bar for each action, its microbatch inside.
+    """Return ``timeline`` as an SVG 1000 px wide: a lane for each rank, a bar for each action with its microbatch.
 
     Args:
-        timeline: what to draw.
-        span: time that fills the width, for pictures on one scale; the makespan if not given.
+        timeline: the timeline to draw.
+        span: time that fills the width, to draw several pictures on one scale; by default the makespan.
     """
     schedule = timeline.schedule
     scale = (WIDTH - LEFT) / (timeline.makespan if span is None else span)
@@ -75,9 +75,9 @@ def _bar(schedule: Schedule, rank: int, timed: TimedAction, scale: float) -> dic
 
 
 def _legend(timeline: Timeline) -> Iterator[dict[str, object]]:
-    """Yield the colours of each kind with its name, and what their shades mean where a rank hosts several stages."""
+    """Yield the colours and the name of each kind, and the meaning of the shades if a rank hosts several stages."""
     schedule = timeline.schedule
-    stages = schedule.stages_of(0)  # as many as any other rank has
+    stages = schedule.stages_of(0)  # all ranks have the same number
     x = LEFT
     for kind in [kind for kind in KINDS if any(timed.action.kind is kind for timed in timeline.lanes[0])]:
         name, color = KINDS[kind]
@@ -91,7 +91,7 @@ def _legend(timeline: Timeline) -> Iterator[dict[str, object]]:
 
 
 def _colors(schedule: Schedule, rank: int, stage: int, kind: Kind) -> tuple[str, str]:
-    """Return the fill of a bar, lighter for each further stage of the rank, and the class of the text on it."""
+    """Return the fill of a bar, lighter for each further stage of the rank, and the class of its text."""
     stages = schedule.stages_of(rank)
     further = stages.index(stage)
     color = KINDS[kind][1]
@@ -103,7 +103,7 @@ def _colors(schedule: Schedule, rank: int, stage: int, kind: Kind) -> tuple[str,
 
 
 def _inset(x: float, width: float) -> dict[str, str]:
-    inset = min(0.5, width / 4)  # half a stroke, but something is left of the thinnest bar
+    inset = min(0.5, width / 4)  # half a stroke, but never the whole of a thin bar
     return {"x": _px(x + inset), "width": _px(width - 2 * inset)}
 
 
@@ -126,7 +126,7 @@ def pictures() -> dict[str, str]:
 
 
 def comparison() -> str:
-    """Return what every schedule costs and holds at the sizes of the pictures, as a Markdown table."""
+    """Return the makespan, bubble and memory of every schedule at the sizes of the pictures, as a Markdown table."""
     rows = [
         "| schedule | weights | makespan | idle per rank | bubble | peak in flight by rank |",
         "|---|---|---|---|---|---|",
@@ -142,7 +142,7 @@ def comparison() -> str:
 
 
 def write(folder: Path) -> None:
-    """Write the pictures into ``folder`` and the table between its marks in the page of the same name beside it."""
+    """Write the pictures into ``folder``, and the table between its marks in the ``.md`` page of the same name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pictures().items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The report of a sweep: a single HTML file that compares all its elements, made from its directory alone."""
+"""The report of a sweep: a single HTML file that compares its elements, made from the sweep's directory alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from training_reports.page import MEASURES
 
 @dataclass(frozen=True)
 class _Row:
-    """One element that can be run, and what is known of it."""
+    """One element that can run, with its records."""
 
     name: str
     contents: RunContents
 
     @property
     def timed(self) -> BenchmarkRecord | None:
-        """Its timed steps, if they were all taken."""
+        """Its benchmark, if it finished."""
         return self.contents.benchmark if self.status == "finished" else None
 
     @property
     def status(self) -> str:
-        """How its job ended, or how far it is."""
+        """How its job ended, or its state so far."""
         outcome, job = self.contents.outcome, self.contents.job
         return outcome.status if outcome else "submitted" if job else "waiting"
 
@@ -41,7 +41,7 @@ class _Row:
 
     @property
     def peaks(self) -> dict[str, int | None]:
-        """Bytes of the peak memory by how it is known."""
+        """Bytes of peak memory: estimated, rehearsed and measured."""
         peaks: dict[str, int | None] = {
             how: profile["peak_bytes"] if profile else None for how, _, profile in self.contents.predictions
         }
@@ -49,7 +49,7 @@ class _Row:
 
     @property
     def cells(self) -> list[str | None]:
-        """What its row says after its name and status."""
+        """The cells of its row after name and status."""
         timed = self.timed
         speed: list[str | None] = [None] * 4
         if timed:
@@ -67,7 +67,7 @@ def write_report(sweep: SweepDirectory) -> Path:
     """Write the report of ``sweep`` as it stands, the fastest element first, and return its path.
 
     Raises:
-        RunDirectoryError: if the directory holds no sweep, or the page cannot be written there.
+        RunDirectoryError: if the directory holds no sweep, or the page cannot be written.
     """
     record = read_record(sweep)
     rows = sorted(
@@ -122,17 +122,17 @@ def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
 
 def _counts(record: SweepRecord, rows: Sequence[_Row], timed: Mapping[str, BenchmarkRecord]) -> Card:
     skipped = len(record.elements) - len(rows)
-    lines = [f"{len(rows) - len(timed)} of them not timed, or not yet.", f"{skipped} more of the grid were skipped."]
-    return Card("Elements", str(len(rows)), "can be run", lines)
+    lines = [f"{len(rows) - len(timed)} of them not timed (yet).", f"{skipped} more elements were skipped."]
+    return Card("Elements", str(len(rows)), "can run", lines)
 
 
 def _not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
-    """Yield which elements are not slower than the fastest beyond the spread of both."""
+    """Yield a sentence with the elements whose interquartile range overlaps that of the fastest."""
     quartiles = {name: throughput_quartiles(record) for name, record in timed.items()}
     fastest, *others = timed
     close = [name for name in others if quartiles[name][1] >= quartiles[fastest][0]]
     if close:
-        yield f"Its middle half overlaps with that of {' and of '.join(close)}: time more steps to tell them apart."
+        yield f"Its middle half overlaps that of {' and of '.join(close)}; time more steps to tell them apart."
 
 
 def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:
@@ -140,7 +140,7 @@ def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:
     if not timed:
         return Panel(title, None, "", ["No element has been timed yet."], wide=True)
     rates = [f"{name} {record.tokens_per_second:,.0f} tokens/s" for name, record in timed.items()]
-    notes = ["Bars are medians of the timed steps, all devices together; lines span the middle half of the steps."]
+    notes = ["Bars are medians of the timed steps, over all devices; lines span the middle half of the steps."]
     figure = sweep_figures.throughput_by_element(timed)
     return Panel(title, figure, ", ".join(rates), notes, wide=True, height_px=sweep_figures.height_px(timed))
 
@@ -152,8 +152,8 @@ def _memory(rows: Sequence[_Row]) -> Panel:
     summary = ", ".join(f"{name} {format_bytes(max(filter(None, by.values())))}" for name, by in peaks.items())
     measures = {MEASURES.get(str(row.contents.setting("launch", "device")), "") for row in rows if row.timed}
     notes = [
-        f"Measured is the peak of {measure}, with all that was held before the model was built; the predictions are of "
-        "the model's own."
+        f"The measurement is the peak of {measure}, including what was held before the model was built; the "
+        "predictions leave that out."
         for measure in sorted(measures - {""})
     ]
     height = sweep_figures.height_px(peaks, extra_lines=2)

@@ -1,4 +1,4 @@
-"""Figures of a sweep: its elements as bars below each other, each labelled by what is special about it."""
+"""Figures of a sweep: a bar for each element, labelled with its settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from llama_core.records.measurements import BenchmarkRecord
 from training_reports.figures import BLUE, ORANGE, TEAL, memory_unit, styled_figure, throughput_quartiles
 
 PEAK_COLORS = {"estimated": BLUE, "rehearsed": TEAL, "measured": ORANGE}
-"""Colour of each way to know the peak memory, in the order they are drawn."""
+"""Colour of each kind of peak, in drawing order."""
 
 LINE_PX, GAP_PX, AXES_PX = 17, 12, 90
-"""Height of a line of a label, of the gap between two elements, and of axis and legend."""
+"""Height of a label's line, of the gap between two elements, and of axis and legend."""
 
 
 def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
@@ -34,7 +34,7 @@ def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
 
 
 def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figure:
-    """Return the peaks of each element side by side, by how they are known; what is None has no bar.
+    """Return the estimated, rehearsed and measured peak of each element side by side; a peak of None has no bar.
 
     Args:
         peaks: bytes of each element, by the keys of ``PEAK_COLORS``.
@@ -52,25 +52,25 @@ def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figur
 
 
 def height_px(names: Mapping[str, Any], extra_lines: int = 1) -> int:
-    """Return the height of a figure of elements with these names, as its labels need it.
+    """Return the height of a figure that its labels need.
 
     Args:
-        names: the elements.
-        extra_lines: lines beside those of a name: of the label, or as thick as a bar.
+        names: the names of its elements.
+        extra_lines: height of each element beyond its name, in lines.
     """
     lines = max((name.count(",") + 1 for name in names), default=1) + extra_lines
     return AXES_PX + len(names) * (lines * LINE_PX + GAP_PX)
 
 
 def _label(name: str, value: str = "") -> str:
-    """Return an element's name with a setting on each line, so that labels are narrow."""
+    """Return an element's name with one setting per line, to keep labels narrow."""
     return name.replace(",", "<br>") + (f"<br><b>{value}</b>" if value else "")
 
 
 def _add_bars(
     figure: go.Figure, labels: list[str], lengths: list[Any], name: str, *, color: str, hover: str, **options: Any
 ) -> None:
-    # A mapping rather than keywords, whose annotations know only numbers as y.
+    # A mapping, because the keyword annotations allow only numbers for y.
     bars = {
         "type": "bar",
         "x": lengths,

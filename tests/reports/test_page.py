@@ -81,7 +81,7 @@ def test_headline_numbers_are_those_of_the_records(run):
     assert "0.701 below the byte-unigram entropy of 3.153." in text
     assert "0.064 above the byte-bigram entropy of 2.387." in text
     assert "1,354 ± 17 tokens/s" in text
-    assert "No MFU: the peak rate of this device is not known." in text
+    assert "No MFU: the peak FLOP/s of this device is unknown." in text
     assert "1.84 GiB measured" in text
 
 
@@ -101,9 +101,9 @@ def test_a_known_peak_rate_gives_the_mfu(run):
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        ("cpu", "Measured is the peak of the process's resident set, above"),
-        ("cuda", "Measured is the peak of what the CUDA allocator has handed out, above"),
-        ("auto", "what the CUDA allocator has handed out, or on the CPU the process's resident set, above"),
+        ("cpu", "The measurement is the peak of the process's resident set, less"),
+        ("cuda", "The measurement is the peak of the memory allocated by PyTorch on the GPU, less"),
+        ("auto", "the memory allocated by PyTorch on the GPU, or on the CPU the process's resident set, less"),
     ],
 )
 def test_the_caption_says_what_was_measured_as_memory(run, device, said):
@@ -241,7 +241,7 @@ def written_by(path, text):
 
 
 def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path):
-    with pytest.raises(RunDirectoryError, match="is not a directory; name one that a run has written"):
+    with pytest.raises(RunDirectoryError, match="is not a directory; give the directory of a run"):
         write_report(RunDirectory(tmp_path / "absent"))
     assert list(tmp_path.iterdir()) == []
 
