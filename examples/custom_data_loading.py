@@ -1,10 +1,10 @@
-"""Train on batches of your own making: a torch Dataset in a DataLoader, on one device or several.
+"""Train on your own batches: a torch Dataset in a DataLoader, on one device or several.
 
     python examples/custom_data_loading.py --model tiny_llama3_50m --steps 20
     python examples/custom_data_loading.py --model tiny_llama3_50m --gpus 2 --device cpu --steps 20
     torchrun --nproc-per-node=2 examples/custom_data_loading.py --gpus 2 --device cpu
 
-The loader gives global batches; where there are several devices, each takes its rows of every batch.
+The loader yields global batches; with several devices, each takes its own rows of every batch.
 """
 
 import argparse
@@ -18,23 +18,23 @@ from training_infra import quick_start
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of consecutive numbers from random starts, which a model soon learns to go on with."""
+    """Sequences of consecutive numbers from random starts, which a model soon learns to continue."""
 
     def __init__(self, num_sequences: int, seq_len: int, seed: int) -> None:
         self.starts = torch.randint(0, 1000, (num_sequences,), generator=torch.Generator().manual_seed(seed))
         self.seq_len = seq_len
 
     def __len__(self) -> int:
-        """Return how many sequences there are."""
+        """Return the number of sequences."""
         return len(self.starts)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return a sequence; what follows each token is the token after it."""
+        """Return a sequence; the target of each token is the next one."""
         return {"input_ids": self.starts[index] + torch.arange(self.seq_len)}
 
 
 def main() -> None:
-    """Make two loaders, and train."""
+    """Make two loaders and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny_llama3_150m")
     parser.add_argument("--gpus", type=int, default=1)
@@ -49,7 +49,7 @@ def main() -> None:
     orchestrator = quick_start(args.model, num_gpus=args.gpus, device=args.device, steps=args.steps)
     orchestrator.configure(learning_rate=1e-3, warmup_steps=min(2, args.steps))
     summary = orchestrator.launch_training(train, held_out)
-    print(f"loss after {summary.steps} steps {summary.train_loss:.3f}, held out {summary.eval_loss:.3f}")
+    print(f"loss after {summary.steps} steps: {summary.train_loss:.3f}, held-out {summary.eval_loss:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Fine-tune adapters over a frozen model on conversations, and write them as PEFT reads them.
+"""Fine-tune LoRA adapters over a frozen model on conversations, and print the command that exports them for PEFT.
 
     python examples/finetune_with_lora.py --init-from ~/Llama-3.2-1B-Instruct --data conversations.jsonl
     python examples/finetune_with_lora.py --model tiny_llama3_50m --steps 20 --seq-len 256       # on a laptop
 
 Each line of the data is {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]} or
-{"text": ...}. Without --init-from the base is random, which the run says, and good for trying things out only.
+{"text": ...}. Without --init-from the base weights are random, which is only good for trying things out.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from training_infra import LlamaTrainingOrchestrator, TrainingStrategy
 
 
 def main() -> None:
-    """Fine-tune, and say how the adapters come out."""
+    """Fine-tune, and print the command that exports the adapters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="default: that of --init-from, else llama3_8b_instruct")
+    parser.add_argument("--model", help="default: the model of --init-from, else llama3_8b_instruct")
     parser.add_argument("--init-from", help="a Hugging Face folder, or a run's directory")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", default="auto", help="cpu or cuda")

@@ -1,10 +1,10 @@
-"""Train on several machines of a Slurm cluster, with the division of the work said rather than searched.
+"""Train on several nodes of a Slurm cluster, with given tensor- and pipeline-parallel sizes instead of a search.
 
     python examples/multi_node_training.py --nodes 4 --gpus 32 --tensor-parallel 8 --partition gpu   # on a login node
     python examples/multi_node_training.py --launcher local --nodes 1 --gpus 2 --tensor-parallel 2 --device cpu
 
-The job outlives this script: the same command with --resume follows it again. It goes on by itself after preemption, a
-time limit or the loss of a node, from a checkpoint.
+The job outlives this script: the same command with --resume follows it again. After preemption, a time limit or a lost
+node, the job continues from a checkpoint by itself.
 """
 
 import argparse
@@ -16,17 +16,17 @@ from training_infra.distributed import ConfigurationFactory
 
 
 def main() -> None:
-    """Submit the job, and follow it to its end."""
+    """Submit the job and follow it to its end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama3_70b")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--gpus", type=int, default=32, help="over all nodes")
     parser.add_argument("--tensor-parallel", type=int, default=8, help="GPUs that divide every matrix")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of those that divide the layers")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of these that divide the layers")
     parser.add_argument("--partition", help="Slurm partition")
     parser.add_argument("--launcher", default="slurm", help="slurm or local")
     parser.add_argument("--device", default="auto", help="cpu or cuda")
-    parser.add_argument("--data", default="sample", help="a path that all nodes see")
+    parser.add_argument("--data", default="sample", help="a path visible on all nodes")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--resume", action="store_true")

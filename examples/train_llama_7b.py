@@ -3,8 +3,8 @@
     python examples/train_llama_7b.py --gpus 8 --data texts.jsonl
     python examples/train_llama_7b.py --model tiny_llama3_50m --gpus 1 --steps 20 --seq-len 64   # on a laptop
 
-Without --data it trains on the sources of Python's own standard library. Started again with --run-dir and --resume, it
-goes on from the newest checkpoint.
+Without --data, it trains on the source code of Python's standard library. Run it again with --run-dir and --resume to
+continue from the newest checkpoint.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from training_infra import estimate_requirements, quick_start
 
 
 def main() -> None:
-    """Say what it takes, then train."""
+    """Print the memory that training needs, then train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama2_7b")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--device", default="auto", help="cpu or cuda")
-    parser.add_argument("--data", default="sample", help=".jsonl, .parquet, or a folder of them")
+    parser.add_argument("--data", default="sample", help=".jsonl or .parquet file, or a folder of them")
     parser.add_argument("--batch-size", type=int, default=64, help="sequences per step over all GPUs")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--steps", type=int, help="default: one pass over the data")

@@ -1,6 +1,6 @@
-"""Train LLaMA models from Python: the engine of ``llama_core``, spelled as users spell it.
+"""Train LLaMA models from Python: the public API over ``llama_core``.
 
-Names are imported when they are first used, so that ``import training_infra`` costs nothing and needs no torch.
+Names are imported on first use, so ``import training_infra`` is cheap and needs no torch.
 """
 
 from importlib import import_module

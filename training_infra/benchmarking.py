@@ -1,4 +1,4 @@
-"""Benchmarks over batch sizes: measured where this machine has the devices, predicted where not."""
+"""Benchmarks over batch sizes: measured if this machine or Slurm has the devices, otherwise predicted."""
 
 import json
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from training_infra.spelling import python_spelling
 from training_infra.tables import print_comparison
 
 BATCH_SIZES = (1, 2, 4, 8)
-"""Batch sizes that are compared where none are named."""
+"""Batch sizes compared by default."""
 
 
 class PerformanceBenchmark:
     """The speed and memory of one model over several batch sizes.
 
     Args:
-        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
         num_gpus: devices in all.
         batch_sizes: sequences per optimizer step over all devices.
         strategy: the strategy or its name.
-        **settings: as ``LlamaTrainingOrchestrator.configure``.
+        **settings: as for ``LlamaTrainingOrchestrator.configure``.
 
     Raises:
-        ConfigError: naming every setting that is wrong.
+        ConfigError: if settings are wrong; the message names all of them.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class PerformanceBenchmark:
 
     @python_spelling()
     def run_comprehensive_benchmark(self, *, sweep_dir: Path | str | None = None) -> list[dict[str, Any]]:
-        """Time what this machine can run, predict the rest, and return a record for each batch size.
+        """Time the batch sizes that can run from here, predict the rest, and return a record for each.
 
-        ``how`` says which; ``status`` and ``reason`` what kept one from being timed, such as ``does-not-fit``.
+        ``how`` says which was done; ``status`` and ``reason`` say why one has no figures, such as ``does-not-fit``.
 
         Args:
-            sweep_dir: where what is measured is kept; by default ``sweeps/<name>-<date>``.
+            sweep_dir: directory of the measurements; by default ``sweeps/<name>-<date>``.
 
         Raises:
             TrainingInfraError: if the request is wrong, or the sweep is interrupted.
@@ -63,7 +63,7 @@ class PerformanceBenchmark:
         return [row.as_dict() for row in self._comparison.rows]
 
     def print_summary(self) -> None:
-        """Print a line for each batch size, after they have been compared, which is done if need be."""
+        """Print a line for each batch size; run the benchmark first if it has not run."""
         if self._comparison is None:
             self.run_comprehensive_benchmark()
         if self._comparison is not None:
@@ -73,7 +73,7 @@ class PerformanceBenchmark:
 def compare_batch_sizes(
     config: RunConfig, batch_sizes: Sequence[int], sweep_dir: Path | None = None, *, resume: bool = False
 ) -> Comparison:
-    """Measure or predict a run with each of some batch sizes; see ``llama_core.sweep.comparison``."""
+    """Measure or predict a run with each batch size; see ``llama_core.sweep.comparison``."""
     sweep = SweepConfig.from_mapping(
         {
             "name": f"{config.spec.name}_batch_sizes",
@@ -93,14 +93,14 @@ def benchmark_from_terminal(
     results: Path | None,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Compare batch sizes, print a table unless a record is wanted, and return the record.
+    """Compare batch sizes, print a table unless ``as_json`` is set, and return the record.
 
     Args:
         config: the run.
-        batch_sizes: those to compare.
-        sweep_dir: where what is measured is kept; by default ``sweeps/<name>-<date>``.
+        batch_sizes: the batch sizes to compare.
+        sweep_dir: directory of the measurements; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep there.
-        results: a file that takes the record, if any.
+        results: file to write the record to; None for none.
         as_json: print nothing.
     """
     with say.silenced(as_json):

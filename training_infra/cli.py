@@ -1,7 +1,7 @@
 """The command line: ``training-infra`` or ``python -m training_infra.cli``.
 
-Every flag of a run is one row of a table: the flag, and the configuration key it sets. Help texts are the keys' own.
-Nothing here imports torch; the commands import what they need.
+Every flag of a run is one row of a table: the flag and the configuration key it sets. The key's documentation is the
+flag's help text. Nothing here imports torch; the commands import what they need.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from training_infra.flags import MODEL_FLAGS, RUN_FLAGS, Flag
 from training_infra.tables import print_choice, print_plan, print_profile, print_ranks, print_variants
 
 FOLLOW_SECONDS = 0.5
-"""How often ``logs --follow`` looks for more."""
+"""Time between two looks of ``logs --follow``."""
 
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""The long names of dtypes, which ``--mixed-precision`` takes as well."""
+"""Long names of dtypes, also accepted by ``--mixed-precision`` and ``--dtype``."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest flag where one was misspelt."""
+    """A parser whose errors are one line and suggest the nearest flag for a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
         near = ""
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}{near}\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and let the command that was chosen report what it does not know."""
+        """Parse, and let the chosen command report unknown arguments."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser: _Parser = getattr(options, "parser", self)
@@ -58,9 +58,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the process's exit code: see ``training-infra --help``."""
+    """Run one command and return its exit code; see ``training-infra --help``."""
     options = _parser().parse_args(arguments)
-    # Being told to end is like Ctrl-C: the job is stopped with a checkpoint, not left to itself.
+    # Treat SIGTERM like Ctrl-C: stop the job with a checkpoint instead of leaving it behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return int(options.command(options) or 0)
@@ -73,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return StoppedError.exit_code
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
+    except BrokenPipeError:  # the reader of our output (head, less) has closed it
         sys.stderr.close()
         return 0
-    except OSError as error:  # a disk that is full or gone: nothing a traceback would explain
+    except OSError as error:  # such as a full disk, which a traceback would not explain
         if options.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -87,7 +87,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="training-infra",
         description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
-        epilog="exit codes: 0 success, 1 the run failed, 2 the request was wrong, 3 it does not fit, 130 interrupted",
+        epilog="exit codes: 0 success, 1 the run failed, 2 invalid request, 3 does not fit, 130 interrupted",
     )
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
@@ -103,16 +103,18 @@ def _parser() -> _Parser:
     train = command("train", _train, "run the whole chain: validate, estimate, rehearse, train, benchmark, report")
     _add_config_flags(train, MODEL_FLAGS + RUN_FLAGS)
     _add_run_dir_flags(train)
-    train.add_argument("--dry-run", action="store_true", help="stop after the dry run: nothing is trained")
+    train.add_argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing")
     train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
 
-    estimate = command("estimate-memory", _estimate_memory, "bytes per rank and category, by arithmetic; needs no GPU")
+    estimate = command("estimate-memory", _estimate_memory, "plan, and estimate bytes per rank and category; no GPU")
     _add_config_flags(estimate, MODEL_FLAGS + RUN_FLAGS)
 
-    dry_run = command("dry-run", _dry_run, "take real steps on fake tensors, counting every byte; needs no GPU")
+    dry_run = command("dry-run", _dry_run, "run real steps on fake tensors and count every byte; needs no GPU")
     _add_config_flags(dry_run, MODEL_FLAGS + RUN_FLAGS)
     dry_run.add_argument(
-        "--twin", action="store_true", help="also train the plan's tiny twin on real processes against one process"
+        "--twin",
+        action="store_true",
+        help="also train a tiny twin of the plan on real processes and compare it with one process",
     )
 
     bench = command("benchmark", _benchmark, "time optimizer steps on this machine or the cluster, or predict them")
@@ -123,7 +125,7 @@ def _parser() -> _Parser:
         type=int,
         nargs="+",
         metavar="N",
-        help="compare these: measured where the devices are, else predicted; --run-dir is then a sweep's directory",
+        help="compare these: measured if the devices are here, else predicted; --run-dir is then a sweep's directory",
     )
     bench.add_argument("--save-results", type=Path, metavar="FILE", help="write the comparison as JSON")
 
@@ -132,43 +134,45 @@ def _parser() -> _Parser:
     sweep.add_argument(
         "--sweep-dir", type=Path, metavar="DIR", help="the sweep's directory; default: sweeps/<name>-<date>"
     )
-    sweep.add_argument("--resume", action="store_true", help="run what is not finished of a sweep, and nothing twice")
-    sweep.add_argument("--launcher", metavar="local|slurm", help="where all elements run")
+    sweep.add_argument("--resume", action="store_true", help="run only the unfinished elements of a sweep")
+    sweep.add_argument("--launcher", metavar="local|slurm", help="launcher of all elements")
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
 
-    validate = command("validate-environment", _validate_environment, "check this machine against what a run needs")
+    validate = command("validate-environment", _validate_environment, "check whether a run can start on this machine")
     _add_config_flags(validate, MODEL_FLAGS + RUN_FLAGS)
 
-    report = command("report", _report, "write report.html of a run directory, finished or not")
+    report = command("report", _report, "write report.html of a run, finished or not")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
-    logs = command("logs", _logs, "show what the ranks of a run print")
+    logs = command("logs", _logs, "show the output of a run's ranks")
     logs.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    logs.add_argument("--follow", action="store_true", help="go on until the run's job has ended")
-    logs.add_argument("--rank", type=int, metavar="N", help="one rank only")
-    logs.add_argument("--lines", type=int, default=10, metavar="N", help="lines of each rank to begin with")
+    logs.add_argument("--follow", action="store_true", help="keep printing until the run's job ends")
+    logs.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    logs.add_argument("--lines", type=int, default=10, metavar="N", help="start with each rank's last N lines")
 
-    cancel = command("cancel", _cancel, "end a run's job wherever it runs, after its step and with a checkpoint")
+    cancel = command("cancel", _cancel, "end a run's job after its current step, with a checkpoint, wherever it runs")
     cancel.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
     export = command("export-hf", _export_hf, "write a run's weights and tokenizer for transformers or PEFT")
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    export.add_argument("--out", type=Path, metavar="DIR", required=True, help="the folder to write; it must be empty")
-    export.add_argument("--step", type=int, metavar="N", help="of which checkpoint; default: the newest complete one")
+    export.add_argument("--out", type=Path, metavar="DIR", required=True, help="the folder to write; new or empty")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; default: the newest complete one")
     export.add_argument(
         "--dtype",
         type=lambda name: _LONG_NAMES.get(name, name),
         choices=tuple(DTYPES),
         default="fp32",
-        help="of the weights; default: fp32, which is what training keeps",
+        help="dtype of the weights; default: fp32, as in training",
     )
     export.add_argument(
-        "--merged", action="store_true", help="of a run with strategy=lora: the full model, rather than a PEFT folder"
+        "--merged",
+        action="store_true",
+        help="for a run with strategy=lora: write the full model instead of a PEFT folder",
     )
 
-    models = command("models", _models, "list the model variants, and the fewest GPUs that each can be trained on")
-    models.add_argument("--gpu-type", metavar="NAME", default=DEFAULT_GPU_TYPE, help="GPU that is counted in")
-    models.add_argument("--markdown", action="store_true", help="print the table of the README")
+    models = command("models", _models, "list the model variants, with the fewest GPUs that can train each")
+    models.add_argument("--gpu-type", metavar="NAME", default=DEFAULT_GPU_TYPE, help=f"default: {DEFAULT_GPU_TYPE}")
+    models.add_argument("--markdown", action="store_true", help="print the README's table")
     models.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -220,7 +224,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
     config = RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
     if config.data.source == DATALOADER:
         raise ConfigError(
-            "this run is fed by a dataloader: continue it from Python, with launch_training(..., resume=True)"
+            "this run trains on a dataloader; continue it from Python, with launch_training(..., resume=True)"
         )
     return config
 
@@ -237,7 +241,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
-    """Run the same steps under Prefect: on the server of PREFECT_API_URL, or on one that lives as long as the run."""
+    """Run the steps under Prefect, on the server of PREFECT_API_URL or on one that stops with the run."""
     quiet = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     if not options.debug:
         quiet["PREFECT_LOGGING_LEVEL"] = "CRITICAL"  # errors reach the user as one line, from main
@@ -304,7 +308,7 @@ def _preview(config: RunConfig, *, here: bool, twin: bool = False, as_json: bool
     if rehearsed is not None:
         print(f"dry run:  {rehearsed.summary()}")
         if rehearsed.device_overhead is not None:
-            print(f"the device adds, beside what is counted: {rehearsed.device_overhead.summary()}")
+            print(f"the device adds to that: {rehearsed.device_overhead.summary()}")
     if shown.twin is not None:
         print(f"twin:     {shown.twin.summary()}")
     print(f"verdict:  {shown.verdict.summary()}")
@@ -406,7 +410,7 @@ def _cancel(options: argparse.Namespace) -> None:
 
     outcome = steps.cancel(RunDirectory(options.run_dir))
     if outcome is None:
-        print(f"{options.run_dir}: no job is at work")
+        print(f"{options.run_dir}: no job is running")
     else:
         print(f"{options.run_dir}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
 

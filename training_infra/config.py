@@ -1,4 +1,4 @@
-"""What users hand to the facade: strategies, and settings by their short names."""
+"""Arguments of the Python API: strategies, and settings by their short names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ class TrainingStrategy:
     """
 
     name: str = "standard"
-    """standard trains every weight, lora adapters over a frozen model, moe layers of experts."""
+    """standard trains every weight, lora adapters over a frozen model, moe a mixture of experts."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The strategy's own: lora_rank, lora_alpha, target_modules; or num_experts, experts_per_token, moe_layers."""
+    """Of lora: lora_rank, lora_alpha, target_modules; of moe: num_experts, experts_per_token, moe_layers."""
 
     def __post_init__(self) -> None:
         if self.name not in literal_values(StrategyName):
@@ -47,11 +47,11 @@ class TrainingConfig:
     """How a model is trained: settings by the last word of their key, such as ``batch_size`` or ``learning_rate``.
 
     Args:
-        model_name: what the run is called; its directory begins with it. By default the model's name.
-        **settings: as ``LlamaTrainingOrchestrator.configure``.
+        model_name: name of the run, with which its directory begins; by default the model's name.
+        **settings: as for ``LlamaTrainingOrchestrator.configure``.
 
     Raises:
-        ConfigError: naming every setting that is wrong.
+        ConfigError: if settings are wrong; the message names all of them.
     """
 
     @python_spelling()
@@ -61,11 +61,11 @@ class TrainingConfig:
 
     @property
     def model_name(self) -> str | None:
-        """What the run is called; None for the model's name."""
+        """The name of the run; None for the model's name."""
         return self._config.tracking.run_name
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting by its short name, the default where it was not given."""
+        """Return a setting by its short name; its default if it was not given."""
         if name.startswith("_"):
             raise AttributeError(name)
         value: Any = self._config
@@ -84,10 +84,10 @@ class TrainingConfig:
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """Return ``config`` with settings changed by the last word of their key.
 
-    A word that several sections share means the first, in the order of ``RunConfig``: ``steps`` is ``training.steps``.
+    If several sections have the word, the first in ``RunConfig`` counts: ``steps`` is ``training.steps``.
 
     Raises:
-        ConfigError: if there is no such setting, or its value does not do.
+        ConfigError: if there is no such setting, or its value is invalid.
     """
     mapping = config.model_dump()
     for name, value in settings.items():
@@ -100,10 +100,10 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def setting_path(name: str) -> list[str]:
-    """Return the sections and the key that a setting's short name means.
+    """Return the sections and the key of a setting's short name.
 
     Raises:
-        ConfigError: if there is none of that name; the message has the nearest ones.
+        ConfigError: if there is no such setting; the message suggests the nearest names.
     """
     for dotted in config_keys():
         *sections, key = dotted.split(".")

@@ -1,4 +1,4 @@
-"""The flags of a run on the command line, and the configuration key that each of them sets."""
+"""The command-line flags of a run, each with the configuration key that it sets."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Flag:
     key: str
     metavar: str = "N"
     constant: str | None = None
-    """The value that a flag without an argument stands for."""
+    """The value set by a flag that takes no argument."""
 
 
 MODEL_FLAGS = (

@@ -1,4 +1,4 @@
-"""The steps of runs and sweeps, taken by this process."""
+"""The steps of runs and sweeps, run by this process."""
 
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,13 @@ from training_reports import page, sweep
 
 
 def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: Part | None = None) -> Steps:
-    """Return the steps of a run whose job is started from here.
+    """Return the steps of a run, to be run by this process.
 
     Args:
         config: what to run.
-        run_dir: where; by default ``runs/<model>-<date>-<fingerprint>``.
+        run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
-        only: leave training or the timed steps out.
+        only: run this part alone: training or the timed steps.
     """
     return Steps(
         prepare=lambda: prepare_run(config, run_dir, resume=resume),
@@ -35,7 +35,7 @@ def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: 
 
 
 def local_sweep_steps() -> SweepSteps:
-    """Return the steps of a sweep whose jobs are started from here."""
+    """Return the steps of a sweep, to be run by this process."""
     return SweepSteps(
         validate=sweeps.validate,
         rehearse=sweeps.rehearse,

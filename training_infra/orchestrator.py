@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 Loader = Iterable[Any] | Callable[[], Iterable[Any]]
-"""Batches, or a function that makes an iterable of them."""
+"""An iterable of batches, or a function that makes one."""
 
 
 class LlamaTrainingOrchestrator:
-    """One run: configure it, look at what it needs, rehearse it, and launch it.
+    """One run: configure it, estimate it, rehearse it, and launch it.
 
     Args:
-        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
         training_strategy: the strategy or its name.
         num_gpus: devices in all; without CUDA, one device is the CPU.
-        auto_configure: search the fastest plan that fits for what is left open; without it, tensor, pipeline and
-            context parallelism that are not asked for are not used.
-        training_config: how it is trained.
-        distributed_config: how the work is divided, the number of devices included; in place of ``num_gpus``.
+        auto_configure: search for the fastest plan that fits wherever settings are left open; False uses no tensor,
+            pipeline or context parallelism that is not asked for.
+        training_config: how the model is trained.
+        distributed_config: how the work is divided, with the number of devices; replaces ``num_gpus``.
         **settings: see ``configure``.
 
     Raises:
-        ConfigError: naming every setting that is wrong.
+        ConfigError: if settings are wrong; the message names all of them.
     """
 
     @python_spelling()
@@ -67,7 +67,7 @@ class LlamaTrainingOrchestrator:
             {"model": model_variant, "strategy": strategy.name, "parallel": self._divided({"gpus": num_gpus})} | own
         )
         self.run_dir: Path | None = None
-        """Where the run was launched; None before that."""
+        """The run's directory; None before launch."""
         if distributed_config is not None:
             self.distributed_config = distributed_config
         self.configure(**(dict(training_config.settings if training_config else {}) | settings))
@@ -76,20 +76,19 @@ class LlamaTrainingOrchestrator:
     def configure(self, **settings: Any) -> None:
         """Change settings by the last word of their key: ``configure(batch_size=16, learning_rate=1e-4)``.
 
-        A word that several sections share means the first, in the order of ``RunConfig``: ``steps`` is
-        ``training.steps``.
+        If several sections have the word, the first in ``RunConfig`` counts: ``steps`` is ``training.steps``.
 
         Raises:
-            ConfigError: if there is no such setting, or its value does not do.
+            ConfigError: if there is no such setting, or its value is invalid.
         """
         self.config = with_settings(self.config, settings)
 
     @property
     def distributed_config(self) -> DistributedConfig:
-        """How the work is divided. Assigning what ``ConfigurationFactory`` makes replaces all of it, ``gpus`` too.
+        """How the work is divided. Assign a value of ``ConfigurationFactory`` to replace all of it, ``gpus`` too.
 
         Raises:
-            ConfigError: if what is assigned does not go with the other settings.
+            ConfigError: if the assigned value contradicts the other settings.
         """
         return self.config.parallel
 
@@ -98,13 +97,13 @@ class LlamaTrainingOrchestrator:
     def distributed_config(self, asked: DistributedConfig) -> None:
         if not isinstance(asked, DistributedConfig):
             raise ConfigError(
-                f"distributed_config is what a method of ConfigurationFactory returns, not {type(asked).__name__!r}"
+                f"distributed_config is a {type(asked).__name__!r}; make it with a method of ConfigurationFactory"
             )
         parallel = self._divided(asked.model_dump())
         self.config = RunConfig.from_mapping(self.config.model_dump() | {"parallel": parallel})
 
     def _divided(self, parallel: dict[str, Any]) -> dict[str, Any]:
-        """Return a request for devices; without auto-configuration, degrees that it leaves open are 1."""
+        """Return a request for devices; without auto-configuration, degrees left open are 1."""
         if self.auto_configure:
             return parallel
         given = {key: value for key, value in parallel.items() if value != "auto"}
@@ -112,9 +111,9 @@ class LlamaTrainingOrchestrator:
 
     @python_spelling()
     def print_configuration(self) -> None:
-        """Print the model, the settings that were resolved, the plan and its memory.
+        """Print the model, the filled-in defaults, the plan and its memory.
 
-        It is planned for this machine or, where that has not the devices, for GPUs that need not be here.
+        The plan is for this machine if it has the devices, otherwise for GPUs that need not be here.
         """
         planned = plan_anywhere(self.config)
         say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
@@ -129,12 +128,12 @@ class LlamaTrainingOrchestrator:
 
     @python_spelling()
     def estimate_memory(self) -> MemoryEstimate:
-        """Return the bytes of a rank by category and phase, by arithmetic."""
+        """Return the estimated bytes of a rank by category and phase."""
         return plan_anywhere(self.config).estimate
 
     @python_spelling()
     def dry_run(self) -> "DryRunResult | None":
-        """Return the bytes of every rank counted on fake tensors: no device is needed. None under DeepSpeed."""
+        """Return the bytes of every rank, counted on fake tensors without a device; None under DeepSpeed."""
         return preview(self.config, here=True, data=False).rehearsed
 
     @python_spelling()
@@ -148,15 +147,15 @@ class LlamaTrainingOrchestrator:
     ) -> TrainingSummary:
         """Train, and write the run's report.
 
-        With dataloaders one device trains in this process. Several train as the ranks that torchrun or srun has
-        started, if this is one of them; else ranks are started on this machine, which the dataloader is sent to.
-        Without dataloaders a job trains on ``data.source``.
+        With a dataloader, one device trains in this process. Several devices train on the ranks started by torchrun or
+        srun, if this is one of them; otherwise this starts ranks on this machine and sends them the dataloader.
+        Without a dataloader, a job trains on ``data.source``.
 
         Args:
             train_dataloader: an iterable of global batches, or a function that makes one: tensors of tokens [B, S],
                 pairs of inputs and targets, or mappings with ``input_ids``. Ranks divide the rows of every batch.
             val_dataloader: held-out batches in the same forms.
-            run_dir: where the run is kept; by default ``runs/<model>-<date>-<fingerprint>``.
+            run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
             resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
 
         Raises:
@@ -166,7 +165,7 @@ class LlamaTrainingOrchestrator:
         own = local_steps(self.config, path, resume=resume)
 
         def validate(run: RunDirectory) -> EnvironmentReport:
-            self.run_dir = run.path  # of a run that fails too
+            self.run_dir = run.path  # set early, for runs that fail
             return steps.validate(run)
 
         own = replace(own, validate=validate)
@@ -182,13 +181,13 @@ class LlamaTrainingOrchestrator:
 def quick_start(
     model_variant: str, strategy: TrainingStrategy | str = "standard", num_gpus: int = 1, **settings: Any
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for ``model_variant`` with everything else chosen for it.
+    """Return an orchestrator for ``model_variant`` with defaults for everything else.
 
     Args:
-        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
         strategy: the strategy or its name.
         num_gpus: devices in all.
-        **settings: as ``LlamaTrainingOrchestrator.configure``.
+        **settings: as for ``LlamaTrainingOrchestrator.configure``.
     """
     return LlamaTrainingOrchestrator(model_variant, strategy, num_gpus, **settings)
 
@@ -196,28 +195,28 @@ def quick_start(
 def create_tiny_llama3_orchestrator(
     size: str = "50m", num_gpus: int = 1, strategy: TrainingStrategy | str = "standard", **settings: Any
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for the Llama 3 of ``size`` 50m or 150m; the rest as ``quick_start``."""
+    """Return an orchestrator for the Llama 3 of ``size`` 50m or 150m; other arguments as for ``quick_start``."""
     return LlamaTrainingOrchestrator(f"tiny_llama3_{size}", strategy, num_gpus, **settings)
 
 
 def create_llama3_8b_orchestrator(
     num_gpus: int = 1, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for Llama 3 8B, or its instruct variant; the rest as ``quick_start``."""
+    """Return an orchestrator for Llama 3 8B or its instruct variant; other arguments as for ``quick_start``."""
     return LlamaTrainingOrchestrator(_llama3("8b", instruct), strategy, num_gpus, **settings)
 
 
 def create_llama3_70b_orchestrator(
     num_gpus: int = 8, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for Llama 3 70B, or its instruct variant; the rest as ``quick_start``."""
+    """Return an orchestrator for Llama 3 70B or its instruct variant; other arguments as for ``quick_start``."""
     return LlamaTrainingOrchestrator(_llama3("70b", instruct), strategy, num_gpus, **settings)
 
 
 def create_llama3_405b_orchestrator(
     num_gpus: int = 64, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for Llama 3.1 405B, trained on conversations with ``instruct``; the rest as above."""
+    """Return an orchestrator for Llama 3.1 405B, also as an instruct model; other arguments as for ``quick_start``."""
     own = {"instruct": True} if instruct else {}
     return LlamaTrainingOrchestrator("llama3_405b", strategy, num_gpus, **(own | settings))
 
@@ -235,20 +234,20 @@ def estimate_requirements(
     strategy: TrainingStrategy | str = "standard",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return what training needs, by arithmetic.
+    """Return the estimated memory of training.
 
     Args:
-        model_variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
         batch_size: sequences per optimizer step over all devices.
-        sequence_length: tokens per sequence; by default what the model was made for.
+        sequence_length: tokens per sequence; by default the model's usual length.
         num_gpus: GPUs in all.
         strategy: the strategy or its name.
-        **settings: as ``LlamaTrainingOrchestrator.configure``.
+        **settings: as for ``LlamaTrainingOrchestrator.configure``.
 
     Returns:
-        ``memory_per_gpu_gb`` (GB of 1e9 bytes at the peak of the GPU that holds most), ``min_memory_per_gpu_gb`` (of
-        the one that holds least), ``fits``, ``device``, ``plan`` (a sentence), ``recommendations`` (sentences),
-        ``categories`` (bytes at the peak by category) and ``ranks`` (the same of every rank of a pipeline).
+        ``memory_per_gpu_gb`` (peak of the fullest GPU, in GB of 1e9 bytes), ``min_memory_per_gpu_gb`` (peak of the
+        emptiest), ``fits``, ``device``, ``plan`` (a sentence), ``recommendations`` (sentences), ``categories`` (bytes
+        at the peak by category) and ``ranks`` (the same for every rank of a pipeline).
     """
     orchestrator = LlamaTrainingOrchestrator(
         model_variant, strategy, num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings

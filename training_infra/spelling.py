@@ -1,4 +1,4 @@
-"""How errors spell settings to somebody who writes Python: ``device="cpu"`` rather than ``--device cpu``."""
+"""Spell settings in errors as Python arguments: ``device="cpu"`` instead of ``--device cpu``."""
 
 import re
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ _ARGUMENTS = {
     "--resume": "resume=True",
     "--sweep-dir": "sweep_dir",
 }
-"""Flags whose argument in Python is no setting."""
+"""Flags whose Python argument is not a setting."""
 
 
 def in_python(text: str) -> str:
-    """Return a message with the flags of the command line as arguments of Python."""
+    """Return a message with its command-line flags replaced by Python arguments."""
     text = _CONTINUING.sub(lambda found: f"launch_training(..., run_dir={found[1]!r}, resume=True)", text)
     return re.sub(r"(?<![\w.])gpus=(?=\d)", "num_gpus=", _FLAG.sub(_argument, text))
 
 
 @contextmanager
 def python_spelling() -> Iterator[None]:
-    """Have the errors of a block, or of a function that this decorates, name the arguments of Python."""
+    """Make the errors of a block, or of a decorated function, name Python arguments."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The command ``training-infra sweep``: a whole sweep from one terminal."""
+"""The command ``training-infra sweep``: run a whole sweep from one terminal."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,17 @@ from training_infra.local import local_sweep_steps
 def sweep_from_terminal(
     file: Path | None, sweep_dir: Path | None, *, resume: bool, launcher: str | None, quiet: bool
 ) -> dict[str, Any]:
-    """Prepare, rehearse, run and compare the elements of a sweep, and return what is known of them.
+    """Prepare, rehearse, run and compare the elements of a sweep, and return their records.
 
     Args:
-        file: the sweep's configuration; may be left out where ``sweep_dir`` is resumed.
+        file: the sweep's configuration; not needed to resume ``sweep_dir``.
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
-        launcher: where it runs, in place of what the configuration says.
-        quiet: announce nothing.
+        launcher: overrides the launcher of the configuration.
+        quiet: print nothing.
 
     Raises:
-        TrainingInfraError: as the steps of a sweep do.
+        TrainingInfraError: if a step of the sweep fails.
     """
     config = _config(file, sweep_dir, resume=resume)
     if launcher is not None:
@@ -40,5 +40,5 @@ def _config(file: Path | None, sweep_dir: Path | None, *, resume: bool) -> Sweep
     if file is not None:
         return SweepConfig.load(file)
     if sweep_dir is None or not resume:
-        raise ConfigError("which sweep? give --config FILE, or --sweep-dir DIR --resume to continue one")
+        raise ConfigError("no sweep given; add --config FILE, or --sweep-dir DIR --resume to continue one")
     return read_record(SweepDirectory(sweep_dir)).sweep_config

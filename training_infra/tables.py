@@ -1,4 +1,4 @@
-"""What the command line prints of a plan: tables of bytes, for people."""
+"""The tables that the command line prints."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(planned: "PlannedRun") -> None:
-    """Print the model, the defaults that were filled in, and the plan with its notes."""
+    """Print the model, the filled-in defaults, and the plan with its notes."""
     config, plan = planned.config, planned.plan
     print(f"{config.model}: {format_count(config.spec.num_parameters)} parameters, sequence length {config.seq_len}")
     for choice in planned.choices:
@@ -35,7 +35,7 @@ def print_profile(profile: MemoryProfile) -> None:
 
 
 def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
-    """Print a row for each rank of a pipeline: its layers, and its bytes at the peak. Without a pipeline, nothing."""
+    """Print a row for each rank of a pipeline, with its layers and its peak bytes; nothing without a pipeline."""
     plan = planned.plan
     if plan.pp == 1:
         return
@@ -54,13 +54,13 @@ def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
 
 
 def print_choice(planned: "PlannedRun") -> None:
-    """Print why the plan is as it is, where it was searched for."""
+    """Print the reasons for the plan, if it was searched for."""
     if planned.choice is not None:
-        print("\n".join(planned.choice.lines()[1:]) + "\n")  # the plan itself stands above the tables
+        print("\n".join(planned.choice.lines()[1:]) + "\n")  # without the plan, which is above the tables
 
 
 def print_comparison(comparison: "Comparison") -> None:
-    """Print a line for each element: whether it was measured or predicted, its figures, and what kept it from them."""
+    """Print a line for each element: measured or predicted, with its figures, or the reason why it has none."""
     keys = [key.rpartition(".")[2] for key in comparison.rows[0].settings]
     print(f"{' '.join(keys):<16}{'how':<11}{'tokens/s':>12}{'step':>10}{'MFU':>8}{'memory':>13}  plan, or why not")
     for row in comparison.rows:
@@ -78,9 +78,9 @@ def _short_duration(seconds: float) -> str:
 
 
 def print_variants(variants: "Sequence[Variant]", device: str, *, markdown: bool) -> None:
-    """Print a line for each model variant; in Markdown, what the README has."""
+    """Print a line for each model variant; with ``markdown``, the README's table."""
     if markdown:
-        print(f"| model | parameters | context | vocabulary | full: {device}, GB each | LoRA: {device}, GB each |")
+        print(f"| model | parameters | context | vocabulary | full: {device} x GB used | LoRA: {device} x GB used |")
         print("|---|---|---|---|---|---|")
         for one in variants:
             spec = one.spec
@@ -93,7 +93,7 @@ def print_variants(variants: "Sequence[Variant]", device: str, *, markdown: bool
         f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}",
         end="",
     )
-    print(f"{'full':>16}{'LoRA':>16}   fewest {device}, and GB that each holds")
+    print(f"{'full':>16}{'LoRA':>16}   fewest {device} x GB used")
     for one in variants:
         spec = one.spec
         print(

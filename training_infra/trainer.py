@@ -1,4 +1,4 @@
-"""The base trainer: one model, how it is trained, and how the work is divided."""
+"""The base trainer: a model, its training configuration, and the division of the work."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a model that ``training_infra.models.llama`` made.
+    """Trains a model of ``training_infra.models.llama``.
 
     Args:
         model: the model.
-        config: how it is trained; by default as an orchestrator does.
-        distributed_config: how the work is divided; by default as the model was made to be.
+        config: how it is trained; by default like an orchestrator.
+        distributed_config: how the work is divided; by default by the sizes of the model.
         auto_configure: as for ``LlamaTrainingOrchestrator``.
 
     Raises:
-        ConfigError: naming every setting that is wrong, or that the model and the configurations disagree in.
+        ConfigError: if settings are wrong, or disagree with the model; the message names all of them.
     """
 
     @python_spelling()
@@ -51,7 +51,7 @@ class Trainer:
         run_dir: Path | str | None = None,
         resume: bool = False,
     ) -> TrainingSummary:
-        """Train as ``LlamaTrainingOrchestrator.launch_training`` does; the model then has the weights of the run."""
+        """Train like ``LlamaTrainingOrchestrator.launch_training``; the model then has the run's weights."""
         summary = self.orchestrator.launch_training(train_dataloader, val_dataloader, run_dir=run_dir, resume=resume)
         self.model.run_dir = self.orchestrator.run_dir
         return summary

@@ -41,7 +41,7 @@ def test_an_example_that_waits_says_what_for_in_one_line(script, tmp_path):
     assert ended.returncode == 1
     assert ended.stderr.startswith(REFUSED[script])
     assert ended.stderr.count("\n") == 1
-    assert "of which a token meets" in ended.stdout
+    assert "of them active for each token" in ended.stdout
 
 
 def test_every_example_is_run_and_short():

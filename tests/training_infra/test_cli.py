@@ -325,7 +325,7 @@ def test_weights_go_out_to_a_folder_and_come_in_again(shell):
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.splitlines() == [
         "export    first/checkpoints/step-00000002 in fp32",
-        "export    no tokenizer: the run read bytes, and transformers has no tokenizer for them",
+        "export    no tokenizer: the run trained on bytes, for which transformers has no tokenizer",
         "export    wrote model.safetensors",
         "export    hub",
     ]
@@ -374,7 +374,7 @@ def test_a_dry_run_under_deepspeed_is_the_estimate_alone_and_says_so(shell):
     told = shell("dry-run", "--gpus", "4", "--set", "parallel.zero_backend=deepspeed").stdout
     assert "dry run:" not in told
     assert re.search(r"^verdict: +peak .* fits the 73.51 GiB of H100", told, re.MULTILINE)
-    assert told.splitlines()[-1] == "note: dry run left out: DeepSpeed works with real ranks only"
+    assert told.splitlines()[-1] == "note: dry run skipped: DeepSpeed needs real ranks"
 
 
 def test_a_dry_run_of_a_pipeline_has_every_rank_a_verdict_and_a_twin(shell):

@@ -116,7 +116,7 @@ def test_wrong_distributed_configs_are_refused():
     with pytest.raises(ConfigError, match="'1f1c': choose one of"):
         ConfigurationFactory.create_pipeline_parallel_config(2, schedule="1f1c")
     one = training_infra.quick_start("tiny_llama3_50m", num_gpus=2, batch_size=3)
-    with pytest.raises(ConfigError, match="what a method of ConfigurationFactory returns, not 'dict'"):
+    with pytest.raises(ConfigError, match="distributed_config is a 'dict'; make it with"):
         one.distributed_config = {"tp": 2}
     with pytest.raises(ConfigError, match="batch_size=3 is not a multiple of 2"):
         one.distributed_config = ConfigurationFactory.create_data_parallel_config(2)
@@ -159,7 +159,7 @@ SPELLINGS = {
         "holds files that are not a run; choose another run_dir"
     ),
     "already holds this run; add --resume to continue it": "already holds this run; add resume=True to continue it",
-    "go on all the same with --force (launch.force=true)": "go on all the same with force=True (launch.force=true)",
+    "or run it anyway with --force (launch.force=true)": "or run it anyway with force=True (launch.force=true)",
     "the plan assumes this one; --gpu-type chooses another": "the plan assumes this one; gpu_type chooses another",
     "use --activation-checkpointing": 'use recompute="full"',
     "continue with: training-infra train --run-dir runs/x --resume": (
@@ -201,7 +201,7 @@ def test_a_model_without_flash_attention_is_trained_with_the_math_kernel():
 
 def test_a_model_and_a_configuration_that_disagree_are_refused():
     model = create_llama_7b_parallel(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 of the model, but 4 of distributed_config"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 of the model, but 4 in distributed_config"):
         create_distributed_trainer(model, distributed_config=ConfigurationFactory.create_tensor_parallel_config(4))
 
 
@@ -276,13 +276,13 @@ def test_the_printed_bubble_is_the_clocks(capsys):
     printed = capsys.readouterr().out
     assert "measured: forward       8 calls" in printed
     assert "measured: optimizer     1 calls" in printed
-    assert "stages as fast as measured" in printed
+    assert "stages at the measured speed" in printed
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MicrobatchScheduler(8, 2, 4, 4), "current_stage=4 is not one of 4 stages, from 0"),
+        (lambda: MicrobatchScheduler(8, 2, 4, 4), "current_stage=4: there are 4 stages, counted from 0"),
         (lambda: MicrobatchScheduler(8, 0, 4, 1), "microbatch_size=0 is not at least 1"),
         (lambda: scheduler().execute_schedule(None, None, None, [1]), "1 microbatches for a schedule of 8"),
     ],
@@ -293,7 +293,7 @@ def test_what_a_scheduler_cannot_do_is_refused(make, message):
 
 
 def test_schedules_that_callbacks_cannot_follow_are_refused():
-    with pytest.raises(PlanError, match="schedule_type=chimera_halving cuts every microbatch in 2"):
+    with pytest.raises(PlanError, match="schedule_type=chimera_halving splits every microbatch into 2"):
         scheduler("chimera_halving")
     with pytest.raises(PlanError, match="did you mean '1f1b'"):
         scheduler("1f1c")

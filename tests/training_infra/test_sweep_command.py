@@ -81,4 +81,4 @@ def test_only_what_is_not_finished_runs_again(finished, capsys):
 @pytest.mark.parametrize("arguments", [[], ["--resume"], ["--sweep-dir", "sweep"]])
 def test_without_a_configuration_it_asks_for_one(arguments, capsys):
     assert main(["sweep", *arguments]) == 2
-    assert "which sweep? give --config FILE" in capsys.readouterr().err
+    assert "no sweep given; add --config FILE" in capsys.readouterr().err

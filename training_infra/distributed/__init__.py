@@ -1,4 +1,4 @@
-"""How the work is divided over devices, and trainers for it. Names are imported when they are first used."""
+"""Division of the work over devices, and trainers for it. Names are imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Requests for devices, by the kind of parallelism: the ``parallel`` section of a run's configuration."""
+"""Requests for devices by kind of parallelism: the ``parallel`` section of a run's configuration."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ __all__ = ["ConfigurationFactory", "DistributedConfig"]
 
 
 class ConfigurationFactory:
-    """Makes the values of ``distributed_config``. What a method leaves open is chosen for the devices' memory.
+    """Makes values for ``distributed_config``. The planner chooses what a method leaves open.
 
     Every method takes further keys of the section ``parallel``, such as ``recompute="full"``, and raises ConfigError
-    naming every value that does not do.
+    with every invalid value.
     """
 
     @staticmethod
@@ -24,7 +24,7 @@ class ConfigurationFactory:
 
         Args:
             num_gpus: devices in all.
-            zero_stage: what they shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+            zero_stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights.
             **others: further keys.
         """
         return _config(gpus=num_gpus, tp=1, pp=1, cp=1, zero_stage=zero_stage, **others)
@@ -47,9 +47,9 @@ class ConfigurationFactory:
 
         Args:
             pipeline_stages: devices of the pipeline.
-            microbatch_size: sequences of one forward pass.
+            microbatch_size: sequences per microbatch.
             schedule: order of forwards and backwards: gpipe, 1f1b, interleaved, chimera and others.
-            num_gpus: devices in all; more than ``pipeline_stages`` make several pipelines, which share every batch.
+            num_gpus: devices in all; more than ``pipeline_stages`` make several pipelines, which divide every batch.
             **others: further keys.
         """
         gpus = pipeline_stages if num_gpus is None else num_gpus
@@ -67,7 +67,7 @@ class ConfigurationFactory:
         zero_stage: int | None = None,
         **others: Any,
     ) -> DistributedConfig:
-        """Combine kinds of parallelism; there are as many devices as the product of the sizes.
+        """Combine kinds of parallelism; the number of devices is the product of the sizes.
 
         Args:
             tensor_parallel_size: devices that divide every matrix.
@@ -75,7 +75,7 @@ class ConfigurationFactory:
             data_parallel_size: devices, or groups of them, that divide every batch.
             context_parallel_size: devices that divide every sequence.
             use_zero: whether data-parallel devices may shard states.
-            zero_stage: what they shard; chosen for the memory if not given.
+            zero_stage: what they shard, as for ``create_data_parallel_config``; None leaves it open.
             **others: further keys.
         """
         inner = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size}

@@ -1,4 +1,4 @@
-"""One stage of a pipeline run by callbacks, in the order that a schedule has for it; no torch, no other rank."""
+"""Run one stage of a pipeline by callbacks, in the order of a schedule; needs no torch and no other rank."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from llama_core.schedules.registry import build_schedule, schedule_type
 
 @dataclass
 class _Measured:
-    """Seconds of every callback of one execution."""
+    """Seconds of every callback in one execution."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -25,17 +25,17 @@ class MicrobatchScheduler:
     """The order in which one stage of a pipeline runs its microbatches.
 
     Args:
-        num_microbatches: microbatches of one optimizer step.
-        microbatch_size: sequences of each.
+        num_microbatches: microbatches per optimizer step.
+        microbatch_size: sequences per microbatch.
         num_pipeline_stages: ranks of the pipeline.
-        current_stage: which of them this is, from 0.
+        current_stage: this rank, from 0.
         schedule_type: gpipe, 1f1b, interleaved, chimera, chimera_doubling, zb-h1, zbv or another that
             ``training_infra.parallelism.schedule_names`` returns, except those that cut microbatches.
         num_chunks: parts of the model on each rank, for a schedule that takes them; 2 by default.
 
     Raises:
-        ConfigError: if the stage is none of the pipeline's.
-        PlanError: if there is no such schedule, or it does not go with the numbers.
+        ConfigError: if ``current_stage`` or ``microbatch_size`` is out of range.
+        PlanError: if there is no such schedule, or it does not allow these numbers.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MicrobatchScheduler:
         num_chunks: int | None = None,
     ) -> None:
         if not 0 <= current_stage < num_pipeline_stages:
-            raise ConfigError(f"current_stage={current_stage} is not one of {num_pipeline_stages} stages, from 0")
+            raise ConfigError(f"current_stage={current_stage}: there are {num_pipeline_stages} stages, counted from 0")
         if microbatch_size < 1:
             raise ConfigError(f"microbatch_size={microbatch_size} is not at least 1")
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
@@ -58,7 +58,7 @@ class MicrobatchScheduler:
         self._measured: _Measured | None = None
 
     def get_execution_schedule(self) -> list[Action]:
-        """Return the actions of this stage in order; ``str`` of one is its spelling, such as ``1F0``."""
+        """Return the actions of this stage in order; ``str`` of an action is a short form such as ``1F0``."""
         return list(self.schedule.actions[self.current_stage])
 
     def execute_schedule(
@@ -71,13 +71,13 @@ class MicrobatchScheduler:
         """Run the callbacks in this stage's order, and return the outputs of its last chunk, by microbatch.
 
         Args:
-            forward_fn: given a microbatch, returns its output; called once for each chunk and microbatch.
-            backward_fn: given such an output; where a schedule has backwards in two parts, called for the first.
+            forward_fn: returns the output of a microbatch; called once for each chunk and microbatch.
+            backward_fn: takes such an output; if the schedule splits backwards, called only for the first part.
             optimizer_fn: called once, at the end.
-            microbatches: as many as the schedule is for.
+            microbatches: the ``num_microbatches`` microbatches.
 
         Raises:
-            ConfigError: if there is another number of microbatches.
+            ConfigError: if the number of microbatches is wrong.
         """
         if len(microbatches) != self.num_microbatches:
             raise ConfigError(f"{len(microbatches)} microbatches for a schedule of {self.num_microbatches}")
@@ -97,7 +97,7 @@ class MicrobatchScheduler:
         return [results[number][1] for number in sorted(results)]
 
     def print_metrics(self) -> None:
-        """Print what the callbacks took, where they were run, beside what a simulated pipeline of such stages waits."""
+        """Print the measured times of the callbacks, if they have run, and the simulated waiting of the pipeline."""
         name, stage = self.schedule.name, self.current_stage
         print(
             f"{name}: stage {stage} of {self.num_pipeline_stages}, {self.num_microbatches} microbatches of "
@@ -105,7 +105,7 @@ class MicrobatchScheduler:
         )
         measured = self._measured
         if measured is None:
-            print("measured: nothing yet; execute_schedule runs the callbacks")
+            print("measured: nothing yet; run the callbacks with execute_schedule")
         else:
             for what in ("forward", "backward", "optimizer"):
                 seconds = getattr(measured, what)
@@ -121,16 +121,16 @@ class MicrobatchScheduler:
         measured = self._measured
         forward, backward = (sum(measured.forward), sum(measured.backward)) if measured else (0.0, 0.0)
         if forward > 0 and backward > 0:
-            return simulate(self.schedule, forward=forward, backward=backward), "stages as fast as measured"
-        return simulate(self.schedule), "a backward of two forwards"
+            return simulate(self.schedule, forward=forward, backward=backward), "stages at the measured speed"
+        return simulate(self.schedule), "a backward takes two forwards"
 
 
 def _schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
     kind = schedule_type(name)
     if kind.parts_per_microbatch > 1:
         raise PlanError(
-            f"schedule_type={name} cuts every microbatch in {kind.parts_per_microbatch}, which callbacks cannot; use "
-            "chimera with smaller microbatches"
+            f"schedule_type={name} splits every microbatch into {kind.parts_per_microbatch}, which callbacks cannot; "
+            "use chimera with smaller microbatches"
         )
     chunks = num_chunks if num_chunks is not None else 2 if kind.takes_chunks else 1
     return build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=chunks)

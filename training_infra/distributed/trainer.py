@@ -17,17 +17,17 @@ def create_distributed_trainer(
     distributed_config: DistributedConfig | None = None,
     trainer_type: TrainerType = "adaptive",
 ) -> Trainer:
-    """Return a trainer of ``model``.
+    """Return a trainer for ``model``.
 
     Args:
-        model: what a function of ``training_infra.models.llama`` returned.
+        model: a model of ``training_infra.models.llama``.
         config: how it is trained.
-        distributed_config: how the work is divided; by default as the model was made to be.
-        trainer_type: adaptive searches the fastest plan that fits for what the configuration leaves open; standard
-            takes it as given: tensor, pipeline and context parallelism that it does not name are not used.
+        distributed_config: how the work is divided; by default by the sizes of the model.
+        trainer_type: adaptive searches for the fastest plan that fits wherever the configuration leaves settings open;
+            standard uses no tensor, pipeline or context parallelism that the configuration does not name.
 
     Raises:
-        ConfigError: naming every setting that is wrong, or that the model and the configurations disagree in.
+        ConfigError: if settings are wrong, or disagree with the model; the message names all of them.
     """
     known = get_args(TrainerType)
     if trainer_type not in known:

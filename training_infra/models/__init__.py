@@ -1,1 +1,1 @@
-"""Models as objects: Llama, and what makes a mixture of experts of one."""
+"""Models as objects: Llama, and its parameters as a mixture of experts."""

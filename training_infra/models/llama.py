@@ -1,4 +1,4 @@
-"""Llama models that have no weights until they are trained."""
+"""Llama models without weights until they are trained."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class ParallelLlama:
-    """A model and how it is to be divided. It takes no memory for weights, and needs no device.
+    """A model and the way to divide it. It holds no weights and needs no device.
 
     Args:
-        variant: a model that ``training-infra models`` lists, or the path of a Hugging Face folder.
+        variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
         tensor_parallel_size: devices that divide every matrix; None leaves it open.
         pipeline_parallel_size: devices that divide the layers; None leaves it open.
         use_flash_attention: whether torch chooses among its attention kernels; False selects the math kernel.
-        use_checkpointing: compute activations again in the backward (True), keep them (False), or keep as many as fit.
+        use_checkpointing: recompute activations in the backward (True), keep them (False), or keep what fits (None).
 
     Raises:
         ConfigError: if there is no such model, or a size is out of range.
@@ -45,7 +45,7 @@ class ParallelLlama:
         if not use_flash_attention:
             self.asked["attention"] = "math"
         self.run_dir: Path | None = None
-        """The run that trained it; None before that."""
+        """The run that trained it; None before training."""
         self.divided(None)
 
     @property
@@ -55,14 +55,14 @@ class ParallelLlama:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters; a tied head counts once."""
+        """Number of all parameters; a tied head counts once."""
         return self.spec.num_parameters
 
     def divided(self, config: DistributedConfig | None) -> DistributedConfig:
-        """Return ``config`` with what the model was made for; without one, a request for as many devices as that needs.
+        """Return ``config`` with the sizes of this model; without one, a request for the devices that those need.
 
         Raises:
-            ConfigError: where the two disagree.
+            ConfigError: if the two disagree.
         """
         asked = {key: value for key, value in self.asked.items() if value is not None}
         if config is None:
@@ -72,7 +72,7 @@ class ParallelLlama:
             given = config.model_dump()
             names = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
             problems = [
-                f"{names[key]}={value} of the model, but {given[key]} of distributed_config; give both the same"
+                f"{names[key]}={value} of the model, but {given[key]} in distributed_config; give both the same value"
                 for key, value in asked.items()
                 if key in names and given[key] not in {"auto", value}
             ]
@@ -82,7 +82,7 @@ class ParallelLlama:
         return RunConfig.from_mapping({"model": self.variant, "parallel": parallel}).parallel
 
     def module(self) -> "Llama":
-        """Return the whole model as a torch module: on the meta device, or on the CPU with the weights of its run."""
+        """Return the whole model as a torch module: on the meta device, or on the CPU with its trained weights."""
         from llama_core.training.weights import whole_model
 
         return whole_model(self.spec, self.run_dir)

@@ -1,6 +1,6 @@
-"""What makes a mixture of experts of a Llama: ``TrainingStrategy("moe", parameters)`` takes the fields of ``MoE``.
+"""The parameters of a mixture of experts: ``TrainingStrategy("moe", parameters)`` takes the fields of ``MoE``.
 
-The memory of mixtures is estimated; training them is refused.
+Memory estimates work; training is refused.
 """
 
 from llama_core.config.strategy import MoE

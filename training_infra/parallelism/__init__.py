@@ -1,6 +1,6 @@
-"""What parallelism is made of: the plan of a run, the schedules of a pipeline, and a rank's part of a model.
+"""The parts of parallelism: the plan of a run, pipeline schedules, and a rank's part of a model.
 
-Names are imported when they are first used; of these, ``ParallelModel`` alone imports torch.
+Names are imported on first use; only ``ParallelModel`` imports torch.
 """
 
 from importlib import import_module
