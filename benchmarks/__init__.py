@@ -1,1 +1,1 @@
-"""Measurements side by side with peers, and ledgers of predictions against figures."""
+"""Measurements of the engine beside its peers, and ledgers that compare predictions with published figures."""

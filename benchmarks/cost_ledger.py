@@ -1,7 +1,7 @@
-"""Published training throughputs against the estimated time of a step, row by row.
+"""Compare published training throughputs with the estimated time of a step, row by row.
 
-``python -m benchmarks.cost_ledger`` reads ``benchmarks/data/published_memory.csv``, whose rows print tokens per second,
-or a share of the peak from which they follow. Each becomes a model, a plan and a device; one that no plan expresses is
+``python -m benchmarks.cost_ledger`` reads ``benchmarks/data/published_memory.csv``. Its rows give tokens per second, or
+an MFU from which they follow. Each row is mapped to a model, a plan and a device; a row that no plan expresses is
 listed with the reason. The tables go into ``docs/cost.md``.
 """
 
@@ -49,7 +49,7 @@ class UnmappedError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A published throughput and what it was reached with."""
+    """A published throughput, and the model, plan and device that reached it."""
 
     row: Row
     spec: ModelSpec
@@ -61,22 +61,22 @@ class Case:
 
     @property
     def framework(self) -> str:
-        """What measured it, without the version."""
+        """The framework that was measured, without its version."""
         return self.row["framework"].split()[0]
 
     @cached_property
     def estimated(self) -> float:
-        """Tokens per second and device, as the model of this project has it."""
+        """Tokens per second and device, estimated by this project."""
         return step_time(self.spec, self.plan, self.device, seq_len=self.seq_len).tokens_per_second_per_device
 
     @property
     def error(self) -> float:
-        """Estimated over published throughput, less one."""
+        """Relative error: estimated over published throughput, minus 1."""
         return self.estimated / self.published - 1
 
 
 def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[tuple[Row, str]]]:
-    """Return what can be estimated, and the rest with the reason; rows without a throughput are neither."""
+    """Return the rows that can be estimated, and the others with the reason; rows without a throughput are dropped."""
     mapped, unmapped = [], []
     for row in rows:
         if row["tokens_s_gpu"] or row["mfu_pct"]:
@@ -91,7 +91,7 @@ def read_case(row: Row) -> Case:
     """Return one row as a case.
 
     Raises:
-        UnmappedError: with the reason why no plan says what was run.
+        UnmappedError: if no plan expresses the row, with the reason.
     """
     if row["method"] in {"LoRA", "QLoRA"}:
         raise UnmappedError("LoRA: its cost is not modelled")
@@ -128,9 +128,9 @@ def _plan(row: Row, spec: ModelSpec) -> ParallelPlan:
     recompute, recomputed_layers = _recompute(row, spec)
     tp, pp, cp = (int(row[axis] or 1) for axis in ("tp", "pp", "cp"))
     copies = int(row["dp_replicate"] or 1)
-    shards = int(row["dp_shard"] or 0) or int(row["gpus"]) // (tp * pp * cp * copies)  # torchtitan: all that are left
+    shards = int(row["dp_shard"] or 0) or int(row["gpus"]) // (tp * pp * cp * copies)  # torchtitan's default: the rest
     zero_stage = int(row["zero_stage"] or 0)
-    if zero_stage < 3:  # nanotron shards the optimizer over what others call copies
+    if zero_stage < 3:  # nanotron shards the optimizer over its replicas
         shards, copies = (shards * copies, 1) if zero_stage else (1, shards * copies)
     microbatch_size, num_microbatches = int(row["micro_batch"] or row["local_batch"]), int(row["grad_accum"] or 1)
     return ParallelPlan(
@@ -149,7 +149,7 @@ def _plan(row: Row, spec: ModelSpec) -> ParallelPlan:
 
 
 def _recompute(row: Row, spec: ModelSpec) -> tuple[RecomputeMode, tuple[int, ...] | None]:
-    """Return what was recomputed, and of how many layers if not of all."""
+    """Return the mode of recomputation, and the number of recomputed layers if not all were."""
     if row["ac_mode"] == "selective layer(2)":
         return "full", (spec.num_layers // 2,)
     word = re.split(r"[ (]", row["ac_mode"])[0]
@@ -159,7 +159,7 @@ def _recompute(row: Row, spec: ModelSpec) -> tuple[RecomputeMode, tuple[int, ...
 
 
 def _is_fused(row: Row) -> bool:
-    """Return whether norms, rotation and activation ran in fused kernels: compiled, or nanotron's own."""
+    """Return whether norms, rotary embedding and activation ran in fused kernels: compiled, or nanotron's own."""
     return row["compile"] in {"yes", "aot_fx_trace"} or row["framework"].startswith("nanotron")
 
 
@@ -192,7 +192,7 @@ def _summary(mapped: Sequence[Case]) -> Iterator[str]:
 
 
 def _fitted_error(group: Sequence[Case], others: Sequence[Case]) -> float:
-    """Return the mean absolute error of ``group`` if every estimate is scaled by what ``others`` are off on average."""
+    """Return the mean absolute error of ``group`` with estimates scaled by one factor, fitted on ``others``."""
     factor = geometric_mean([case.published / case.estimated for case in others])
     return fmean(abs(case.estimated * factor / case.published - 1) for case in group)
 

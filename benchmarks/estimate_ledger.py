@@ -1,7 +1,7 @@
-"""Draw plans at random, hold the estimate of each against its dry run, and rewrite the table in ``docs/memory.md``.
+"""Draw random plans, compare the estimate of each with its dry run, and rewrite the table in ``docs/memory.md``.
 
-``python -m benchmarks.estimate_ledger [--plans N]`` takes some minutes; the seed is fixed, so the same plans are drawn
-again. It is run after a change of ``llama_core.planning`` or of the engine.
+``python -m benchmarks.estimate_ledger [--plans N]`` takes some minutes. The seed is fixed, so every run draws the same
+plans. Run it after a change of ``llama_core.planning`` or the engine.
 """
 
 import argparse
@@ -26,12 +26,12 @@ BEGIN, END = "<!-- estimate ledger -->", "<!-- end of estimate ledger -->"
 MODELS = ("tiny_llama3_150m", "llama1_7b", "llama2_13b", "code_llama_7b", "llama3_8b", "llama3_70b", "llama3_405b")
 SEQ_LENS = (1024, 2048, 4096, 8192)
 FEWEST_BYTES = 64 * 2**20
-"""Peaks below this are left out: nobody plans for them, and rounding of single tensors is seen there."""
+"""Smaller peaks are left out: nobody plans for them, and the rounding of single tensors would show."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan on a pipeline rank."""
+    """A plan, and the pipeline rank to compare."""
 
     config: RunConfig
     plan: ParallelPlan

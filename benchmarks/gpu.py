@@ -1,11 +1,11 @@
 """Measure the engine on one GPU in about ten minutes: ``python -m benchmarks.gpu --out DIR``.
 
-Needs torch 2.11 or newer and what ``llama_core`` imports (pydantic, pyyaml, psutil); ``--wheels DIR`` has the wheels of
-what a machine without a network lacks. Every stage runs in a process of its own with a time limit and writes its rows
-as it goes, so that a stage that fails or hangs costs only itself. ``DIR`` then holds ``STAGE.json``, ``STAGE.log``, all
-of them in ``gpu.json``, and the tables as ``gpu.md``.
+Needs torch 2.11 or newer and the packages that ``llama_core`` imports (pydantic, pyyaml, psutil); on a machine without
+a network, ``--wheels FOLDER`` installs them from wheels. Every stage runs in its own process with a time limit and
+writes its rows as they come, so a stage that fails or hangs costs only itself. ``DIR`` then holds ``STAGE.json`` and
+``STAGE.log`` of each stage, all rows in ``gpu.json``, and the tables in ``gpu.md``.
 
-``--device cpu`` runs the same code on tiny sizes: a test of every stage, and no measurement of anything.
+``--device cpu`` runs the same code on tiny sizes: it tests every stage but measures nothing.
 """
 
 import argparse
@@ -32,9 +32,9 @@ STAGES = {
     "large": 90,
     "precision": 60,
 }
-"""The stages of ``benchmarks.gpu_stages`` in their order, and the seconds that each may take."""
+"""The stages of ``benchmarks.gpu_stages`` in order, with the time limit of each in seconds."""
 GRACE_SECONDS = 10
-"""What a stage may take beyond that; by itself it begins nothing more after four fifths of its time."""
+"""Extra time before a stage is killed; by itself, it starts no row after four fifths of its limit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _installed(wheels: Path | None, out: Path) -> list[str]:
-    """Install wheels beside the results and return where they are."""
+    """Install the wheels beside the results, and return the folders for the path."""
     if wheels is None:
         return []
     target = out / "packages"
@@ -76,7 +76,7 @@ def _installed(wheels: Path | None, out: Path) -> list[str]:
 def run_stage(
     stage: str, device: str, out: Path, limit: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run one stage in a process of its own and return what it has measured, and how it ended."""
+    """Run one stage in its own process, and return its rows and how it ended."""
     rows, log = out / f"{stage}.json", out / f"{stage}.log"
     rows.unlink(missing_ok=True)
     started = time.monotonic()
@@ -90,7 +90,7 @@ def run_stage(
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that the processes that compile for it can be ended with it
+            start_new_session=True,  # so that its compiler processes can be killed with it
         )
         try:
             ended = "done" if process.wait(limit + GRACE_SECONDS) == 0 else f"failed: {_last_line(log)}"
@@ -108,7 +108,7 @@ def _last_line(log: Path) -> str:
 
 
 def as_markdown(results: Iterable[Mapping[str, Any]]) -> str:
-    """Return every stage's rows as a table; rows with other columns begin another one."""
+    """Return every stage's rows as a table; rows with other columns start a new table."""
     lines = []
     for result in results:
         ended = "" if result["ended"] == "done" else f": {result['ended']}"

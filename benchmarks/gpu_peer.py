@@ -1,7 +1,7 @@
-"""torchtitan 0.2.2 on one device, as its own trainer sets it up: the peer of ``benchmarks.gpu``.
+"""torchtitan 0.2.2 on one device, set up like its own trainer: the peer of ``benchmarks.gpu``.
 
-Wheels that its model needs: torchtitan 0.2.2, tyro, docstring-parser, typeguard. What its package imports for data
-sets alone is replaced by empty modules.
+Its model needs these wheels: torchtitan 0.2.2, tyro, docstring-parser, typeguard. Empty modules replace the packages
+that it imports only for data sets.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from llama_core.models.batch import Batch
 
 
 class _WithoutData(MetaPathFinder, Loader):
-    """Stands in for packages that torchtitan reads data with, where they are not installed."""
+    """Stands in for torchtitan's data packages if they are not installed."""
 
     NAMES = ("datasets", "fsspec", "tokenizers", "tomli", "torchdata")
 
@@ -53,7 +53,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs  # type: ig
 from torchtitan.models.llama3.model.model import Transformer  # type: ignore[import-not-found]  # noqa: E402
 
 FFN_MULTIPLE = 32
-"""What torchtitan rounds the feed-forward's width up to a multiple of; all of our shapes are one."""
+"""torchtitan rounds the feed-forward's width up to a multiple of this; all our widths already are multiples."""
 
 
 class TitanSteps:
@@ -61,9 +61,9 @@ class TitanSteps:
 
     Args:
         device: where it runs.
-        spec: the shape; its embedding and head must not be tied.
+        spec: the shape; its head must not be tied to the embedding.
         seq_len: tokens per row.
-        batches: the batches of our own steps; rows are one document each.
+        batches: the batches of our own steps; each row is one document.
     """
 
     def __init__(self, device: torch.device, spec: ModelSpec, seq_len: int, batches: Sequence[Batch]) -> None:
@@ -98,7 +98,7 @@ class TitanSteps:
         self.number = 0
 
     def take(self) -> None:
-        """Take the next step."""
+        """Run the next step."""
         batch = self.batches[self.number % len(self.batches)]
         self.number += 1
         with self.mixed_precision():

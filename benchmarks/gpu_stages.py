@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu`` measures, a stage each: a generator of rows, which are written as they come."""
+"""The stages of ``benchmarks.gpu``: each is a generator of rows, which are written as they come."""
 
 # Shape suffixes: B batch, S sequence, T tokens, N query heads, K key/value heads, H head dim, D model dim, V vocabulary
 
@@ -43,24 +43,24 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the stages run, and how large."""
+    """The device and the time limit of a stage."""
 
     device: torch.device
     deadline: float
-    """When no further row shall be begun, by ``time.monotonic``."""
+    """No row starts after this ``time.monotonic`` time."""
 
     @property
     def is_tiny(self) -> bool:
-        """Whether sizes are for a test on a CPU."""
+        """Whether to use the tiny sizes, for a test on a CPU."""
         return self.device.type == "cpu"
 
     def size(self, full: Any, tiny: Any) -> Any:
-        """Return the one or the other."""
+        """Return the size for this device."""
         return tiny if self.is_tiny else full
 
     @property
     def is_late(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     def synchronize(self) -> None:
@@ -69,7 +69,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def milliseconds(self, run: Callable[[], object], repeats: int = 10) -> float:
-        """Return the median time of ``run`` after two runs that do not count."""
+        """Return the median time of ``run`` in ms, after two warm-up runs."""
         repeats = self.size(repeats, 2)
         times = []
         for number in range(repeats + 2):
@@ -81,11 +81,11 @@ class Bench:
         return statistics.median(times[2:])
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return normal numbers on the device."""
+        """Return normally distributed numbers on the device."""
         return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def memory(self) -> tuple[float, float]:
-        """Return the most GiB allocated and reserved since the last call, and begin anew."""
+        """Return the peak GiB allocated and reserved since the last call, and reset the peaks."""
         if self.is_tiny:
             return 0.0, 0.0
         peaks = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
@@ -96,7 +96,7 @@ class Bench:
 
 
 def attempted(row: Row, measure: Callable[..., Row], *arguments: Any, **settings: Any) -> Row:
-    """Return ``row`` with what ``measure`` adds, or with the error it ends in."""
+    """Return ``row`` with the columns that ``measure`` returns, or with the error it raises."""
     try:
         return row | measure(*arguments, **settings)
     except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
@@ -109,7 +109,7 @@ def attempted(row: Row, measure: Callable[..., Row], *arguments: Any, **settings
 
 
 def machine(bench: Bench) -> Iterator[Row]:
-    """Yield what runs here and the ceilings of it: copies and matrix products."""
+    """Yield the versions and device, and the device's peak rates of copies and matrix products."""
     yield {"what": "torch", "value": torch.__version__}
     yield {"what": "python", "value": platform.python_version()}
     if not bench.is_tiny:
@@ -148,7 +148,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def parity(bench: Bench) -> Iterator[Row]:
-    """Yield how far each kernel is from the same computation in fp64: relative to the largest number of each result."""
+    """Yield each kernel's largest deviation from fp64, relative to the largest number of the result."""
     row_length = bench.size(2048, 64)
     positions_BS = _packed_positions(2, row_length, row_length // 5)
     heads = {"q": (2, 8, row_length, 64), "k": (2, 2, row_length, 64), "v": (2, 2, row_length, 64)}
@@ -182,7 +182,7 @@ def parity(bench: Bench) -> Iterator[Row]:
 
 
 def _packed_positions(num_rows: int, row_length: int, mean_length: int, seed: int = 0) -> Tensor:
-    """Return positions of rows of packed documents whose lengths are drawn, on the CPU."""
+    """Return positions, on the CPU, of rows packed with documents of random lengths."""
     generator = torch.Generator().manual_seed(seed)
     starts_BS = (torch.rand((num_rows, row_length), generator=generator) < 1 / mean_length).long()
     index_S = torch.arange(row_length)
@@ -190,7 +190,7 @@ def _packed_positions(num_rows: int, row_length: int, mean_length: int, seed: in
 
 
 def _with_gradients(attention: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the attention of q, k and v, and its gradients; the upstream gradient depends on the shape alone."""
+    """Return the attention of q, k and v, and its gradients for a fixed upstream gradient."""
     leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
     out = attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, _upstream(out))]
@@ -211,7 +211,7 @@ def _distances(
 
 
 def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None, size: int = 4) -> list[Tensor]:
-    """Return attention and gradients as the ranks of a ring compute them, one rank after the other."""
+    """Return attention and gradients as the ranks of a ring compute them, simulated one rank after the other."""
     whole = tensors[0].shape[2]
     out, *grads = (torch.zeros_like(x, dtype=torch.float64) for x in (tensors[0], *tensors))
     upstream = _upstream(out).to(tensors[0].dtype)
@@ -320,7 +320,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
-"""Sizes of Llama 3.2 1B and 3B, with a head of its own, and of Llama 3 8B."""
+"""Sizes of Llama 3.2 1B and 3B, but with an untied head, of Llama 3 8B, and a tiny model."""
 
 
 class Steps:
@@ -328,11 +328,12 @@ class Steps:
 
     Args:
         bench: the device.
-        shape: a key of ``SHAPES``; on a CPU the tiny one.
-        documents: what keeps attention inside packed documents.
+        shape: a key of ``SHAPES``; always the tiny one on a CPU.
+        documents: how attention stays within packed documents: ``varlen``, ``mask`` or ``none``.
         precision: the dtype of activations.
-        deterministic: whether kernels are chosen that return the same bits every time.
-        plan: what is recomputed and compiled.
+        deterministic: whether to use only deterministic kernels.
+        num_rows: sequences per step.
+        plan: arguments of the plan: recomputation and compilation.
     """
 
     def __init__(
@@ -377,21 +378,21 @@ class Steps:
         return (batch.with_documents() if self.documents == "varlen" else batch).to(self.bench.device)
 
     def take(self) -> None:
-        """Take the next step; no two of them have the same documents."""
+        """Run the next step; consecutive steps have different documents."""
         batch = self.batches[self.number % len(self.batches)]
         self.number += 1
         train_step(self.engine, [batch], learning_rate=1e-4, max_grad_norm=1.0)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.config.batch_size * self.config.seq_len
 
     def measured(self, repeats: int = 5) -> Row:
-        """Return the time, the model FLOPs utilisation and the memory of a step, beside what was predicted of it."""
+        """Return the time, the model FLOPs utilisation and the memory of a step, beside the predicted memory."""
         for _ in range(2):
             self.take()
-        self.bench.memory()  # so that the peak is that of steps in which all states and graphs are there
+        self.bench.memory()  # reset the peaks, now that all states and graphs exist
         ms = self.bench.milliseconds(self.take, repeats)
         allocated, reserved = self.bench.memory()
         return self.speed(ms) | {
@@ -403,7 +404,7 @@ class Steps:
         }
 
     def speed(self, ms: float) -> Row:
-        """Return what a time per step means."""
+        """Return the rates that follow from the time of a step."""
         gpu = None if self.bench.is_tiny else recognise_gpu(torch.cuda.get_device_name())
         flops = self.tokens * flops_per_token(self.config.spec, self.config.seq_len)
         return {
@@ -415,7 +416,7 @@ class Steps:
 
     def _rehearsed(self) -> float | str:
         if self.bench.size(self.documents, "mask") == "mask" and not self.bench.is_tiny:
-            return "-"  # on CUDA a rehearsal is of the kernel for documents
+            return "-"  # on CUDA, the dry run assumes the varlen kernel
         return rehearse(self.config, self.plan).profile.peak_bytes / GIB
 
     def _estimated(self) -> float:
@@ -431,7 +432,7 @@ class Steps:
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """Yield whole steps of 1B and 3B at 8k tokens, the most telling ones first."""
+    """Yield whole steps of 1B and 3B at 8k tokens, the most informative first."""
     combinations = [
         (True, "varlen", "none"),
         (True, "varlen", "selective"),
@@ -442,7 +443,7 @@ def training(bench: Bench) -> Iterator[Row]:
         (True, "mask", "selective"),
         (False, "mask", "selective"),
     ]
-    if bench.is_tiny:  # a CPU has no kernel for documents
+    if bench.is_tiny:  # a CPU has no varlen kernel
         combinations = [one for one in combinations if one[1] == "mask"]
     for compiled, documents, recompute in combinations:
         for shape in ("1B", "3B"):
@@ -457,7 +458,7 @@ def _measured(bench: Bench, shape: str, *, repeats: int = 5, **settings: Any) ->
 
 
 def peer(bench: Bench) -> Iterator[Row]:
-    """Yield steps of this engine and of torchtitan's model of the same shape, taking turns in one process."""
+    """Yield steps of this engine and of torchtitan's model of the same shape, alternating in one process."""
     for shape in ("1B", "3B"):
         if bench.is_late:
             return
@@ -482,7 +483,7 @@ def _turns(bench: Bench, shape: str) -> Iterator[Row]:
 
 
 def profile(bench: Bench) -> Iterator[Row]:
-    """Yield where the time of one compiled 1B step goes: by kernel, and the time in which none runs."""
+    """Yield the time of one compiled 1B step by kernel, and the time in which no kernel runs."""
     steps = Steps(bench, "1B", documents=bench.size("varlen", "mask"), compile=True, recompute="selective")
     for _ in range(5):
         steps.take()
@@ -504,7 +505,7 @@ def profile(bench: Bench) -> Iterator[Row]:
 
 
 def memory(bench: Bench) -> Iterator[Row]:
-    """Yield what is taken beside tensors: by the context, the first product and attention, and a communicator."""
+    """Yield the memory taken besides tensors: by the context, the first product and attention, and a communicator."""
     x = torch.zeros(1, device=bench.device)
     outside, inside = _memory_held(bench)
     yield {"what": "context", "GiB outside the allocator": outside, "GiB inside it": inside}
@@ -524,7 +525,7 @@ def memory(bench: Bench) -> Iterator[Row]:
 
 
 def _memory_held(bench: Bench) -> tuple[float, float]:
-    """Return the GiB of the device that are in use beside what torch's allocator has reserved, and those allocated."""
+    """Return the GiB in use outside torch's allocator, and the GiB allocated by it."""
     if bench.is_tiny:
         return 0.0, 0.0
     free, total = torch.cuda.mem_get_info()
@@ -540,7 +541,7 @@ def _one_rank(bench: Bench) -> None:
 
 
 def large(bench: Bench) -> Iterator[Row]:
-    """Yield a step of 8B, whose states nearly fill a device of 141 GB, and the copy of a checkpoint to the host."""
+    """Yield a step of 8B, whose states nearly fill 141 GB, and the speed of copying a checkpoint to the host."""
     documents = bench.size("varlen", "mask")
     for compiled in (True, False):
         settings = {"documents": documents, "compile": compiled, "recompute": "full"}
@@ -571,7 +572,7 @@ def _stagings(bench: Bench, state: dict[str, Tensor]) -> Iterator[tuple[str, Cal
 
 
 def precision(bench: Bench) -> Iterator[Row]:
-    """Yield 1B steps in other precisions, and with kernels that return the same bits every time."""
+    """Yield 1B steps in other precisions, and with deterministic kernels."""
     for name, settings in (
         ("bf16", {}),
         ("bf16, deterministic", {"deterministic": True}),
@@ -598,7 +599,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-        torch.compiler.set_default_backend("aot_eager")  # graphs, but no code
+        torch.compiler.set_default_backend("aot_eager")  # builds graphs but generates no code
     else:
         torch.cuda.set_device(0)
     bench = Bench(torch.device(options.device), time.monotonic() + 0.8 * options.seconds)

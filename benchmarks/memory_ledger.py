@@ -1,7 +1,7 @@
 """Predict published memory measurements, row by row: ``python -m benchmarks.memory_ledger --csv IN [--out OUT]``.
 
-``OUT`` has a row for each of ``IN``, with ``id``, ``predicted_gib`` and ``reason`` (empty where it was predicted).
-``--page docs/memory.md`` also rewrites the tables of that page; it is run after a change of ``benchmarks.published``.
+``OUT`` has a row for each row of ``IN``, with ``id``, ``predicted_gib`` and ``reason`` (empty if it was predicted).
+``--page docs/memory.md`` also rewrites the tables of that page; run it after a change of ``benchmarks.published``.
 """
 
 import argparse

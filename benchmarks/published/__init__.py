@@ -1,4 +1,4 @@
-"""What others' training runs hold on a GPU, checked against the figures they have published."""
+"""Predict the GPU memory of other frameworks' training runs, and compare it with their published figures."""
 
 from benchmarks.published.comparison import Ledger, ledger, write_predictions
 from benchmarks.published.prediction import Prediction, predict, read_rows

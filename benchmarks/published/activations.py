@@ -1,8 +1,8 @@
-"""What the forward of one microbatch leaves for its backward on a rank of a published run, tensor by tensor.
+"""The activations that the forward of one microbatch keeps on a rank of a published run, tensor by tensor.
 
-Tensor-parallel ranks divide heads, feed-forward columns and the vocabulary; with sequence parallelism norms and the
-residual stream too, while what goes into a matrix is whole. A matrix keeps its input only if its weight, or an adapter
-beside it, is trained.
+Tensor-parallel ranks divide heads, feed-forward columns and the vocabulary. With sequence parallelism, they also divide
+norms and the residual stream; the input of a matrix is gathered. A matrix keeps its input only if its weight, or an
+adapter beside it, is trained.
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by saved tensor.
 """
@@ -31,7 +31,7 @@ class Activations:
 
     @cached_property
     def kept(self) -> float:
-        """What a layer keeps on average."""
+        """Bytes that a layer keeps, on average."""
         job = self.job
         if job.offloads_activations:
             return 0
@@ -40,13 +40,13 @@ class Activations:
 
     @cached_property
     def recomputed(self) -> float:
-        """What the backward of one layer brings into being again."""
+        """Bytes that the backward of one layer recomputes."""
         if self.job.recompute == "none":
             return 0
         return max(0, self.kept_under("none") - self.kept_under(self.job.recompute))
 
     def kept_under(self, recompute: Recompute) -> float:
-        """Return what one layer keeps under a mode of recomputing."""
+        """Return the bytes that one layer keeps under a mode of recomputation."""
         stream = _BF16 * self.stream_tokens * self.model.hidden_size
         if recompute == "full":
             return stream
@@ -57,10 +57,10 @@ class Activations:
 
     @cached_property
     def _products(self) -> float:
-        """What selective recompute keeps beside a layer's input: attention, and products of matrices."""
+        """Bytes that selective recompute keeps besides a layer's input: attention and matrix products."""
         model, tokens, tp = self.model, self.tokens, self.job.tp
         width = self._ffn_width
-        partial = tokens * model.hidden_size  # the output of a row-wise divided matrix, before it is summed
+        partial = tokens * model.hidden_size  # output of a row-parallel matrix before the reduction
         reduced = 2 * self.stream_tokens * model.hidden_size if tp > 1 else 0
         attention = _BF16 * (tokens * model.output_size / tp + reduced) + self._log_sum_exp
         half = tokens * (model.query_size + model.value_size + width) / tp + partial
@@ -70,7 +70,7 @@ class Activations:
 
     @cached_property
     def _ffn_width(self) -> float:
-        """Width of the feed-forward a token passes through, averaged over layers."""
+        """Feed-forward width that a token passes through, averaged over layers."""
         model, experts = self.model, self.model.experts
         if experts is None:
             return model.ffn_size
@@ -87,9 +87,9 @@ class Activations:
 
     @cached_property
     def attention(self) -> float:
-        """What the first half of a layer keeps."""
+        """Bytes that the attention half of a layer keeps."""
         model, job, tokens = self.model, self.job, self.tokens
-        inputs = self.input_tokens * model.hidden_size  # adapters or not: queries have a trained weight
+        inputs = self.input_tokens * model.hidden_size  # always kept: queries have a trained weight or adapter
         keys, values = model.key_size, model.value_size
         if self.traits.repeats_kv:
             keys, values = model.query_size, model.output_size
@@ -105,7 +105,7 @@ class Activations:
 
     @cached_property
     def feed_forward(self) -> float:
-        """What the second half of a layer keeps."""
+        """Bytes that the feed-forward half of a layer keeps."""
         model, job, traits = self.model, self.job, self.traits
         trained = not job.frozen or traits.adapters.on_ffn
         num_tensors = traits.ffn_tensors if model.gated else min(2, traits.ffn_tensors)
@@ -116,20 +116,20 @@ class Activations:
         norms = self._norm(self.stream_tokens * model.hidden_size) * (model.num_norms - 1)
         total = norms + _BF16 * num_tensors * wide + (_BF16 * inputs if trained and model.num_norms > 1 else 0)
         if job.float8 and job.compiles:
-            total += (_BF16 + 1) * wide + inputs  # the last matrix's input, which a scale is taken of; and eight bits
-        if model.experts:  # tokens in the order of experts: as sent, as received, and as returned
+            total += (_BF16 + 1) * wide + inputs  # the last matrix's input, kept for its scale, and float8 copies
+        if model.experts:  # tokens sorted by expert: as sent, as received, and as returned
             total += 3 * _BF16 * self.stream_tokens * model.experts.top_k * model.hidden_size
         return total
 
     @cached_property
     def backward(self) -> float:
-        """Gradients at the last matrix of a feed-forward: of its input, of the stream, and of what it adds to that."""
+        """Gradients at the last matrix of a feed-forward: of its input, its output and the residual stream."""
         wide = self.tokens * self._ffn_width / self.job.tp
         return _BF16 * (wide + 2 * self.tokens * self.model.hidden_size)
 
     @cached_property
     def final_norm(self) -> float:
-        """What the last norm and the head keep."""
+        """Bytes that the last norm and the head keep."""
         hidden = self.model.hidden_size
         return self._norm(self.stream_tokens * hidden) + _BF16 * self.input_tokens * hidden
 
@@ -140,5 +140,5 @@ class Activations:
         logits = self.tokens * self.model.vocab_size / self.job.tp / loss.num_pieces
         gradient = _BF16 * self.tokens * self.model.hidden_size if loss.num_pieces > 1 else 0
         if self.job.quantised and self.traits.quantises_head:
-            gradient += _BF16 * self.model.table_parameters / self.job.tp  # the head, in the dtype it is multiplied in
+            gradient += _BF16 * self.model.table_parameters / self.job.tp  # the head, dequantised
         return logits * (loss.sharded if self.job.tp > 1 else loss.eager) + gradient

@@ -1,7 +1,7 @@
-"""The shapes of models that published memory measurements are about: LLaMA variants and others.
+"""The shapes of the models in published memory measurements: LLaMA variants and others.
 
-Only what decides about bytes is here. LLaMA variants come from this project's registry; the others are transcribed
-from the configuration their authors published, and reproduce the published parameter count.
+Only sizes that affect memory are here. LLaMA variants come from this project's registry. The others are transcribed
+from their authors' published configurations and reproduce the published parameter counts.
 """
 
 import re
@@ -14,7 +14,7 @@ from llama_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward of most layers."""
+    """A mixture of experts that replaces the feed-forward of most layers."""
 
     count: int
     top_k: int
@@ -23,21 +23,21 @@ class Experts:
     shared_ffn_size: int = 0
     """Width of the expert that every token passes through."""
     num_dense_layers: int = 0
-    """Layers, before those with experts, that have a plain feed-forward."""
+    """First layers, which have a plain feed-forward."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention: queries, keys and values go through narrow matrices.
+    """Multi-head latent attention: low-rank projections of queries, keys and values.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 
     query_rank: int
-    """Width queries are compressed to; 0 if they are not."""
+    """Width of compressed queries; 0 if they are not compressed."""
     kv_rank: int
     rope_dim: int
-    """Part of each head that is rotated, beside its ``head_dim``."""
+    """Rotated part of each head, in addition to ``head_dim``."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Architecture:
     ffn_size: int
     vocab_size: int
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether the head is tied to the embedding."""
     gated: bool = True
-    """Whether the feed-forward has three matrices and a product of two of them, or two matrices."""
+    """Whether the feed-forward is gated and has three matrices; otherwise it has two."""
     num_norms: int = 2
-    """Norms of a layer, each with an input of ``hidden_size``."""
+    """Norms per layer, each with an input of ``hidden_size``."""
     norms_queries: bool = False
     """Whether queries and keys are normalised."""
     experts: Experts | None = None
@@ -69,7 +69,7 @@ class Architecture:
 
     @property
     def key_size(self) -> int:
-        """Width of the keys of one layer, as attention reads them."""
+        """Width of the keys of one layer, as used by attention."""
         return self.query_size if self.latent else self.num_kv_heads * self.head_dim
 
     @property
@@ -79,7 +79,7 @@ class Architecture:
 
     @property
     def output_size(self) -> int:
-        """Width of what attention returns."""
+        """Width of attention's output."""
         return self.num_heads * self.head_dim
 
     @property
@@ -93,7 +93,7 @@ class Architecture:
         return queries + h * (kv_rank + rope) + kv_rank * 2 * self.value_size + self.output_size * h
 
     def ffn_parameters(self, width: int) -> int:
-        """Return the parameters of a feed-forward of a width."""
+        """Return the parameters of a feed-forward of ``width``."""
         return (3 if self.gated else 2) * self.hidden_size * width
 
     @property
@@ -108,7 +108,7 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters of the model, less a bias here and there."""
+        """All parameters of the model, except for a few biases."""
         h, experts = self.hidden_size, self.experts
         total = (1 if self.tied else 2) * self.table_parameters + h
         total += self.num_layers * (self.attention_parameters + self.num_norms * h)
@@ -203,7 +203,7 @@ def _normalised(name: str) -> str:
 
 
 def _longest_match(spelling: str) -> str | None:
-    """Return the longest known name that a spelling begins with."""
+    """Return the longest known name that ``spelling`` starts with."""
     return max((known for known in _KNOWN if spelling.startswith(_normalised(known))), key=len, default=None)
 
 
@@ -215,15 +215,15 @@ def _without_alias(spelling: str) -> str:
 
 
 def published_architecture(name: str, num_parameters: float | None, described: str) -> tuple[Architecture, str]:
-    """Return the shape of a model, and what had to be assumed about it (an empty string if nothing).
+    """Return the shape of a model, and the assumption made about it (an empty string if none).
 
     Args:
-        name: the model as its source spells it, such as ``llama-3.1-8b``.
-        num_parameters: how many parameters the source says it has, if it says so.
-        described: a remark that may spell the shape out, such as ``L16 h2048 H32 ffn8192 tied; vocab 131072``.
+        name: the model's name in the source, such as ``llama-3.1-8b``.
+        num_parameters: the number of parameters in the source, if given.
+        described: a remark that may give the shape, such as ``L16 h2048 H32 ffn8192 tied; vocab 131072``.
 
     Raises:
-        ConfigError: if neither the name, the remark nor the count tells the shape.
+        ConfigError: if the shape follows from neither name, remark nor number of parameters.
     """
     spelled_out = _parse_shape(described)
     if spelled_out is not None:
@@ -237,7 +237,7 @@ def published_architecture(name: str, num_parameters: float | None, described: s
 
 
 def _parse_shape(described: str) -> Architecture | None:
-    """Return the shape that a remark spells out, if it does."""
+    """Return the shape given in a remark, or None."""
     sizes = re.search(r"L(\d+) h(\d+) H(\d+) ffn(\d+)", described)
     vocab = re.search(r"vocab (\d+)", described)
     if not sizes or not vocab:
@@ -254,7 +254,7 @@ def _dense() -> Iterator[Architecture]:
 
 
 def _llama_of_size(num_parameters: float) -> Architecture:
-    """Return the LLaMA variant nearest to a size, with as many layers as the size needs."""
+    """Return the LLaMA variant nearest to a size, with its number of layers adjusted to that size."""
     nearest = min(_dense(), key=lambda model: abs(model.num_parameters - num_parameters))
     one_layer = (nearest.num_parameters - 2 * nearest.table_parameters) / nearest.num_layers
     num_layers = max(1, round((num_parameters - 2 * nearest.table_parameters) / one_layer))

@@ -1,4 +1,4 @@
-"""Predictions for many rows at once, and how far they are from what was measured."""
+"""Predictions for many rows, and their errors against the measurements."""
 
 import csv
 from collections import defaultdict
@@ -12,7 +12,7 @@ from benchmarks.published.rows import Row
 from llama_core.errors import RequestError
 
 OFF_BY = 0.15
-"""Relative error from which a prediction counts as off."""
+"""Relative error above which a prediction counts as off."""
 _SAME = (
     *("framework", "model", "gpus", "gpu_mem_gib", "method", "ac_mode", "optimizer", "compile", "float8", "extra"),
     *("tp", "pp", "vpp", "dp_shard", "dp_replicate", "cp", "ep", "seq_len", "local_batch", "micro_batch"),
@@ -23,7 +23,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One row with its prediction, or with the reason why there is none."""
+    """One row with its prediction, or the reason why it has none."""
 
     row: Row
     prediction: Prediction | None
@@ -44,7 +44,7 @@ class Entry:
 
     @cached_property
     def capacity(self) -> float | None:
-        """The GPU's memory in GiB, if the row tells it."""
+        """The GPU's memory in GiB, if the row gives it."""
         try:
             return float(self.row.get("gpu_mem_gib") or "")
         except ValueError:
@@ -52,7 +52,7 @@ class Entry:
 
     @cached_property
     def error(self) -> float | None:
-        """Relative error of the prediction: 0.1 is 10 % too much."""
+        """Relative error of the prediction: 0.1 is 10 % too high."""
         if self.prediction is None or self.measured is None:
             return None
         return self.prediction.gib / self.measured - 1
@@ -60,24 +60,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Summary:
-    """The errors of some rows, as shares of what was measured."""
+    """The relative errors of a group of rows."""
 
     count: int
     mean_absolute: float
     bias: float
     share_off: float
-    """Rows off by more than ``OFF_BY``."""
+    """Share of rows off by more than ``OFF_BY``."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a plan's owner would have been told about rows whose GPU is known."""
+    """Verdicts on whether rows fit their GPU, if that is known."""
 
     count: int
     false_hopes: int
-    """Called fitting, although the figure is more than the GPU has."""
+    """Rows said to fit although their figure exceeds the GPU's memory."""
     false_alarms: int
-    """Called too large, although it ran."""
+    """Rows said to be too large although they ran."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Ledger:
         return {name: summary for name, summary in summaries.items() if summary}
 
     def fit(self) -> Fit:
-        """Return how often the verdict on fitting would have been wrong."""
+        """Return how often the verdict on fitting is wrong."""
         judged = [(e.prediction.gib, e.measured, e.capacity) for e in self.compared if e.prediction]
         known = [(said, was, limit) for said, was, limit in judged if was is not None and limit is not None]
         return Fit(
@@ -126,7 +126,7 @@ class Ledger:
         )
 
     def spreads(self) -> Iterator[list[Entry]]:
-        """Yield groups of rows whose columns say the same, while their figures differ."""
+        """Yield groups of rows with the same configuration but different figures."""
         groups = defaultdict(list)
         for entry in self.entries:
             groups[tuple(entry.row.get(column) or "" for column in _SAME)].append(entry)
@@ -136,7 +136,7 @@ class Ledger:
 
 
 def ledger(rows: Iterable[Row]) -> Ledger:
-    """Return the rows' predictions; a row that cannot be predicted has a reason instead."""
+    """Return the rows with their predictions; a row that cannot be predicted has a reason instead."""
     return Ledger(tuple(_entry(row) for row in rows))
 
 
@@ -160,7 +160,7 @@ def _summary(entries: list[Entry]) -> Summary | None:
 
 
 def write_predictions(ledger: Ledger, path: Path) -> None:
-    """Write one line per row: its id, the prediction in GiB, and why there is none if there is none.
+    """Write one line per row: its id, the prediction in GiB, and the reason if there is none.
 
     Raises:
         OSError: if the file cannot be written.

@@ -1,8 +1,8 @@
-"""The bytes one GPU of a published run holds: one model of sharded training, told apart by frameworks' traits.
+"""The memory of one GPU in a published run: one model of sharded training, parametrised by a framework's traits.
 
-The peak is that of a few moments, each of which is the peak under some configuration: the load of a checkpoint, the
-first gather of a forward, the loss, the backwards of the last layer and of the first, the last reduction, and the step
-of the optimizer. Sizes are those of tensors.
+The peak is the maximum over a few moments, each of which is the peak of some configuration: the load of a checkpoint,
+the first gather of a forward, the loss, the backward of the last and of the first layer, the last reduction, and the
+optimizer step. All sizes are those of tensors.
 
 Sources: Rajbhandari et al. 2020, arXiv:1910.02054, for states; Korthikanti et al. 2022, arXiv:2205.05198, for
 activations; Narayanan et al. 2021, arXiv:2104.04473, and Qi et al. 2023, arXiv:2401.10241, for microbatches in flight.
@@ -18,11 +18,11 @@ Moment = dict[str, float]
 """Bytes by category."""
 
 _POOLS = {"gradients": "reduce", "gather buffers": "gather"}
-"""Categories that ``fully_shard`` allocates on streams of its own."""
+"""Categories that ``fully_shard`` allocates on its own streams."""
 
 
 def moments(job: Job, pp_rank: int) -> Iterator[Moment]:
-    """Yield the moments of a step at which one rank of a job may hold most."""
+    """Yield the moments of a step at which a rank's memory may peak."""
     shares, acts = Shares(job, pp_rank), Activations(job)
     states: Moment = {"weights": shares.weights, "moments": shares.moments}
     waiting, complete = shares.gradients_between_microbatches, shares.gradients
@@ -44,7 +44,7 @@ def moments(job: Job, pp_rank: int) -> Iterator[Moment]:
             "loss": acts.loss,
             "gradients": waiting,
             "gathered": root + layer,
-            "gather buffers": buffers / 2,  # of the last layer alone
+            "gather buffers": buffers / 2,  # only the last layer's
         }
     work = {
         "recomputed": acts.recomputed,
@@ -67,7 +67,7 @@ def moments(job: Job, pp_rank: int) -> Iterator[Moment]:
 
 
 def peak_bytes(moments: list[Moment], *, sum_of_pools: bool) -> float:
-    """Return the most that is held at once or, if streams have pools of their own, the sum of the pools' peaks."""
+    """Return the peak over all moments or, if streams have their own pools, the sum of the pools' peaks."""
     if not sum_of_pools:
         return max(sum(moment.values()) for moment in moments)
     peaks: dict[str, float] = {}
@@ -81,10 +81,10 @@ def peak_bytes(moments: list[Moment], *, sum_of_pools: bool) -> float:
 
 
 def microbatches_in_flight(job: Job, pp_rank: int) -> float:
-    """Return the most microbatches whose activations a rank holds, in units of all its layers.
+    """Return the peak number of microbatches whose activations a rank holds, in units of all its layers.
 
-    ``N`` under GPipe, ``min(N, D - r)`` under 1F1B, ``min(vN, (v - 1)D + 2(D - 1 - r) + 1) / v`` when it is
-    interleaved, and ``min(N, D)`` under the schedules that place stages in a V.
+    ``N`` under GPipe, ``min(N, D - r)`` under 1F1B, ``min(vN, (v - 1)D + 2(D - 1 - r) + 1) / v`` under interleaved
+    1F1B, and ``min(N, D)`` under schedules that place stages in a V.
     """
     depth, num, chunks = job.pp, job.num_microbatches, job.num_chunks
     if job.schedule == "gpipe" or depth == 1:

@@ -1,4 +1,4 @@
-"""Training frameworks, and what each does by default: facts from their source code, none of them fitted.
+"""The defaults of training frameworks: facts from their source code, none of them fitted.
 
 Frameworks change: an entry holds until the next one of the same name.
 """
@@ -20,7 +20,7 @@ _TITAN = replace(
     name="torchtitan",
     source="torchtitan: train.py, parallelisms/parallelize_llama.py, models/llama/model.py as of March 2024",
     tables_in_root=2,  # one fully_shard(model) around embedding, last norm and head
-    loss=Loss(eager=16, sharded=20, compiled=16),  # the fp32 logits stay referenced; the loss is not compiled
+    loss=Loss(eager=16, sharded=20, compiled=16),  # a reference keeps the fp32 logits; the loss is not compiled
     foreach_bytes=4,
 )
 _TITAN_DROPS_LOGITS = replace(
@@ -56,7 +56,7 @@ _TITAN_GQA = replace(
     repeats_kv=False,
 )
 
-# torchtitan's experiments that trace one graph: its collectives are functional, and allocate as any operator does
+# torchtitan's experiments that trace one graph: its functional collectives allocate like any operator
 _SIMPLE_FSDP = replace(
     _TITAN_FUSED_NORM, name="torchtitan simple_fsdp", source="torchtitan: experiments/simple_fsdp", own_pools=False
 )
@@ -85,7 +85,7 @@ _MEGATRON = Framework(
     keeps_gathered=False,
     selective="attention",
     loss=Loss(eager=6, sharded=6, compiled=6),
-    num_gpus=64,  # eight nodes, as its release tests take
+    num_gpus=64,  # eight nodes, as in its release tests
     accumulates=True,
 )
 
@@ -139,7 +139,7 @@ _TORCHTUNE = replace(
     loss=Loss(eager=8, sharded=8, compiled=4),
     adapters=Adapters(on_output=True, on_ffn=True),
     pages_on_one_gpu=True,
-    quantised_bytes=0.52,  # scales are quantised themselves
+    quantised_bytes=0.52,  # the scales are quantised too
 )
 _TORCHTUNE_LINEAR_LOSS = replace(
     _TORCHTUNE,
@@ -177,21 +177,21 @@ FRAMEWORKS = (
     _TORCHTUNE_LINEAR_LOSS,
     _DEEPSPEED,
 )
-"""All entries; those of one framework in the order of time."""
+"""All entries; those of one framework in chronological order."""
 
 _EXPERIMENTS = {"simplefsdp": "simple_fsdp", "compiler_toolkit": "compiler_toolkit", "graph_trainer": "graph_trainer"}
 
 
 def framework(name: str, *, month: str, remarks: str) -> Framework:
-    """Return what a framework did by default in some month.
+    """Return a framework's defaults in a given month.
 
     Args:
-        name: as a source spells it, such as ``nanotron v0.5``.
+        name: its name in a source, such as ``nanotron v0.5``.
         month: such as ``2024-07``; an empty string means the newest.
         remarks: may name one of torchtitan's experiments.
 
     Raises:
-        ConfigError: if nothing is known about the framework.
+        ConfigError: if the framework is unknown.
     """
     spelled = name.lower()
     names = sorted({entry.name for entry in FRAMEWORKS if " " not in entry.name})
@@ -207,10 +207,10 @@ def framework(name: str, *, month: str, remarks: str) -> Framework:
 
 
 def compiled(traits: Framework) -> Framework:
-    """Return what a framework keeps once ``torch.compile`` has fused what lies between products of matrices.
+    """Return a framework's traits once ``torch.compile`` has fused the operators between matrix products.
 
-    Its partitioner keeps the inputs of fused regions rather than their intermediate results: of a norm its input, of a
-    gated feed-forward gate and up, of keys and values one copy.
+    Its partitioner keeps the inputs of fused regions instead of their intermediate results: a norm's input, the gate
+    and up of a gated feed-forward, one copy of keys and values.
 
     Source: torch/_functorch/partitioners.py, ``min_cut_rematerialization_partition``.
     """

@@ -1,4 +1,4 @@
-"""A published training job, as far as its memory is concerned."""
+"""A published training job: all that affects its memory."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ Schedule = Literal["gpipe", "1f1b", "v"]
 
 @dataclass(frozen=True)
 class Job:
-    """One training job as far as its memory is concerned."""
+    """One training job: all that affects its memory."""
 
     architecture: Architecture
     framework: Framework
@@ -23,29 +23,29 @@ class Job:
     sequence_parallel: bool = False
     pp: int = 1
     schedule: Schedule = "1f1b"
-    """Whether all forwards come first, backwards as early as they can, or stages are placed in a V."""
+    """gpipe runs all forwards first, 1f1b each backward as early as possible; v places the stages in a V."""
     num_chunks: int = 1
-    """Stages on one rank of a pipeline."""
+    """Stages per rank of a pipeline."""
     dp_shard: int = 1
     dp_replicate: int = 1
     cp: int = 1
     ep: int = 1
     zero_stage: int = 3
     weight_bytes: float = 4
-    """Per parameter, of what is kept between steps."""
+    """Bytes per parameter of the weights kept between steps."""
     frozen: bool = False
     """Whether only adapters are trained."""
     quantised: bool = False
-    """Whether frozen matrices are; the embedding is not."""
+    """Whether frozen matrices are quantised; the embedding is not."""
     adapter_parameters: int = 0
     moment_bytes: float = 8
     recompute: Recompute = "none"
     recompute_every: int = 1
-    """Recompute one layer of so many."""
+    """n: one layer in n is recomputed."""
     offloads_activations: bool = False
     steps_in_backward: bool = False
     """Whether a gradient is used and freed as soon as it is complete."""
     reshards: bool = True
-    """Whether gathered weights are dropped after a layer's forward."""
+    """Whether gathered weights are freed after a layer's forward."""
     compiles: bool = False
     float8: bool = False

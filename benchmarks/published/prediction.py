@@ -1,4 +1,4 @@
-"""Predict the memory figures that others have published, from the configurations printed beside them."""
+"""Predict published memory figures from the configurations printed beside them."""
 
 import csv
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from llama_core.rehearsal.device_overhead import RESERVED_OVER_HELD
 from llama_core.units import GIB
 
 SLACK = {"allocated": 1.0, "active": 1.0, "reserved": RESERVED_OVER_HELD}
-"""What each statistic counts beside the bytes of tensors. Allocated and active are those bytes; what is reserved beyond
-them and beyond streams' pools is the allocator's slack, fitted on the project's own copy of the rows."""
+"""Ratio of each statistic to the predicted bytes. Allocated and active are the bytes of tensors. Reserved memory also
+has the allocator's slack, beyond the streams' pools; it is fitted on the project's own copy of the rows."""
 
 _NEEDED = ("model", "framework", "seq_len", "method", "mem_stat")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the GPU of a row should have held at its peak."""
+    """The predicted peak memory of a row's GPU."""
 
     gib: float
     statistic: str
     """``allocated``, ``active`` or ``reserved``."""
     breakdown: Mapping[str, float]
-    """GiB of tensors by category at the fullest moment; pools and slack come on top of their sum."""
+    """GiB of tensors by category at the fullest moment; pools and slack come on top."""
     assumptions: tuple[str, ...]
-    """What was taken for cells that are empty or unclear."""
+    """The values assumed for empty or unclear cells."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -52,10 +52,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def predict(row: Row) -> Prediction:
-    """Return the figure that a row's configuration should have printed.
+    """Return the predicted figure of a row's configuration.
 
     Raises:
-        ConfigError: if the row does not say enough, or names a framework or a model nothing is known about.
+        ConfigError: if the row does not say enough, or names an unknown framework or model.
         PlanError: if its degrees of parallelism contradict each other.
     """
     reader = Reader(row)
@@ -75,7 +75,7 @@ def predict(row: Row) -> Prediction:
 
 
 def _peak(job: Job, statistic: str, which_rank: str) -> tuple[float, Moment]:
-    """Return the peak, in bytes, of the rank a figure is of, and the moment at which it holds most."""
+    """Return the peak in bytes of the rank that a figure is about, and its fullest moment."""
     ranks = list(range(job.pp))
     if "last" in which_rank.lower():
         ranks = ranks[-1:]

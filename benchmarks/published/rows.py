@@ -1,6 +1,7 @@
-"""From a row of text to the job it describes, with a framework's defaults for what it leaves out.
+"""Turn a row of text into the job it describes; a framework's defaults fill the gaps.
 
-Several jobs come out where a row leaves the recipe open; the first that fits the row's GPU is meant, for it ran there.
+If a row leaves the recipe open, several jobs are possible; the first that fits the row's GPU is taken, since the row
+did run on it.
 """
 
 import re
@@ -17,12 +18,12 @@ Row = Mapping[str, str]
 
 _UNSAID = {"", "n/a", "na", "unknown", "unspecified", "default"}
 _LEVERS = ("packed", "compile", "chunked", "activation checkpointing", "optimizer in bwd", "activation offload", "8bit")
-"""The steps of a table whose every row adds one to those before it, in the order of torchtune's README."""
+"""Memory levers in the order of torchtune's README, in a table whose rows each add one to the row before."""
 _EIGHT_BIT_MOMENTS, _BF16_MOMENTS, _FP32_MOMENTS = 2.0, 4.0, 8.0
 
 
 class Reader:
-    """A row on its way to a job.
+    """Reads one row as a job.
 
     Args:
         row: text by column.
@@ -44,10 +45,10 @@ class Reader:
         return (self._row.get(column) or "").strip()
 
     def count(self, column: str) -> int | None:
-        """Return the whole number a cell begins with, or None where it has none.
+        """Return the whole number at the start of a cell, or None if the cell gives none.
 
         Raises:
-            ConfigError: if it has something else.
+            ConfigError: if it holds something else.
         """
         text = self.text(column).replace(",", "")
         if text.lower() in _UNSAID:
@@ -58,7 +59,7 @@ class Reader:
         return int(number.group(1))
 
     def number(self, column: str) -> float | None:
-        """Return a cell's number, or None where it has none."""
+        """Return a cell's number, or None if it has none."""
         try:
             return float(self.text(column))
         except ValueError:
@@ -68,13 +69,13 @@ class Reader:
         self.assumptions.append(what)
 
     def _month(self) -> str:
-        """Return the row's month; a bare year is taken for its first, as figures are older than what prints them."""
+        """Return the row's month; a bare year counts as January, because figures are older than their publication."""
         dates = re.findall(r"20\d\d-\d\d", f"{self.text('date')} {self.text('location')}")
         year = re.match(r"20\d\d", self.text("date"))
         return dates[0] if dates else f"{year.group()}-01" if year else ""
 
     def _levers(self) -> set[str]:
-        """Return which memory levers a row pulls beside those that have columns."""
+        """Return the memory levers of a row that have no column of their own."""
         own = {lever for lever in _LEVERS if lever in self.extra}
         if "stacks on previous" not in self.text("notes"):
             return own
@@ -86,7 +87,7 @@ class Reader:
         return set(_LEVERS[: last + 1])
 
     def statistic(self) -> str:
-        """Return which statistic the row's source printed."""
+        """Return the statistic that the row's source printed."""
         printed = self.text("mem_stat").lower()
         named = [statistic for statistic in ("allocated", "active", "reserved") if statistic in printed]
         if len(named) == 1:
@@ -95,7 +96,7 @@ class Reader:
         return self.traits.prints
 
     def jobs(self) -> Iterator[Job]:
-        """Yield the jobs a row may mean, the one that needs most memory first.
+        """Yield the jobs that a row may mean, the one with the most memory first.
 
         Raises:
             ConfigError: if the row does not say enough.
@@ -171,7 +172,7 @@ class Reader:
         return model
 
     def _recompute(self) -> tuple[Recompute, int]:
-        """Return what is recomputed, and in one layer of how many."""
+        """Return the mode of recomputation, and n if one layer in n is recomputed."""
         text = self.text("ac_mode").lower()
         every = re.search(r"layer\s*\(?(\d+)", text)
         if every:
@@ -186,7 +187,7 @@ class Reader:
         return default, 1
 
     def _degrees(self) -> dict[str, int]:
-        """Return the degrees of parallelism, dp_shard worked out of the number of GPUs if it is not given."""
+        """Return the degrees of parallelism; a missing dp_shard follows from the number of GPUs."""
         degrees = {name: self.count(name) or 1 for name in ("tp", "pp", "cp", "ep", "dp_replicate")}
         others = degrees["tp"] * degrees["pp"] * degrees["cp"] * degrees["dp_replicate"]
         shard, gpus = self.count("dp_shard"), self.count("gpus")
@@ -201,26 +202,26 @@ class Reader:
             shard = gpus // others
         elif gpus is not None and shard * others != gpus:
             raise PlanError(f"gpus is {gpus}, but the degrees of parallelism make {shard * others}")
-        if self.traits.sharding == "optimizer" and self._zero_stage() >= 1:  # whatever replicas are called
+        if self.traits.sharding == "optimizer" and self._zero_stage() >= 1:  # replicas shard the optimizer too
             return degrees | {"dp_shard": shard * degrees["dp_replicate"], "dp_replicate": 1}
         return degrees | {"dp_shard": shard}
 
     def _zero_stage(self) -> int:
-        """Return what is divided; ``fully_shard`` keeps shards of weights even where it never drops the whole ones."""
+        """Return the ZeRO stage; ``fully_shard`` stores weights sharded even if it never frees the gathered ones."""
         stage = re.match(r"[0-3]", self.text("zero_stage"))
         if self.traits.sharding == "fully_shard":
             return 0 if stage and stage.group() == "0" else 3
         return int(stage.group()) if stage else 1
 
     def _reshards(self, pp: int) -> bool:
-        """Return whether gathered weights are dropped after a forward, which a pipeline does not do by default."""
+        """Return whether gathered weights are freed after a forward; in a pipeline, by default they are not."""
         said = self.text("reshard_after_fwd").lower()
         if said.startswith(("false", "no", "never")) or self.text("zero_stage").startswith("2"):
             return False
         return pp == 1 or said.startswith(("true", "yes", "always"))
 
     def _batches(self, degrees: Mapping[str, int]) -> tuple[int, int]:
-        """Return the sequences of a microbatch, and the microbatches of a step."""
+        """Return the sequences per microbatch, and the microbatches per step."""
         local, micro, steps = self.count("local_batch"), self.count("micro_batch"), self.count("grad_accum")
         whole, pp = self.count("global_batch"), degrees["pp"]
         if micro is None and local is None:

@@ -1,14 +1,14 @@
-"""What one rank has of a model's weights, gradients and optimizer states, and what it gathers of the others'."""
+"""One rank's share of a model's weights, gradients and optimizer states, and its buffers for gathered weights."""
 
 from functools import cached_property
 
 from benchmarks.published.job import Job
 
-_COMPUTE_BYTES = 2  # weights and gradients at work are in a 16-bit dtype
+_COMPUTE_BYTES = 2  # computation uses 16-bit weights and gradients
 
 
 class Shares:
-    """The weights of one pipeline rank, in bytes unless said otherwise.
+    """The states and buffers of one pipeline rank, in bytes unless noted otherwise.
 
     Args:
         job: the job.
@@ -22,11 +22,11 @@ class Shares:
         self.num_shards = job.dp_shard * job.cp
         self.num_expert_shards = max(1, self.num_shards * job.tp // (job.ep if job.ep > 1 else job.tp))
         self.gathers = job.zero_stage >= 3 and (self.num_shards > 1 or job.weight_bytes > _COMPUTE_BYTES)
-        """Whether weights at work are copies of those kept, gathered from the shards or at least cast."""
+        """Whether computation uses copies of the stored weights: gathered from shards, or at least cast."""
 
     @cached_property
     def layer(self) -> float:
-        """Parameters of one layer outside its experts."""
+        """Parameters of one layer without its experts."""
         model = self.model
         ffn = model.ffn_parameters(model.ffn_size) * (model.num_layers - model.num_expert_layers)
         if model.experts:
@@ -44,17 +44,17 @@ class Shares:
 
     @cached_property
     def table(self) -> float:
-        """Parameters of the embedding or of the head."""
+        """Parameters of the embedding, or of the head."""
         return self.model.table_parameters / self.job.tp
 
     @cached_property
     def num_tables(self) -> int:
-        """Embedding and head, as far as this rank has them."""
+        """Number of tables, embedding and head, on this rank."""
         shared = self.model.tied and not self.traits.unties_head and self.is_first and self.is_last
         return 1 if shared else int(self.is_first) + int(self.is_last)
 
     def state(self, bytes_per_parameter: float, *, is_sharded: bool) -> float:
-        """Return the bytes of something that every trained parameter has."""
+        """Return the bytes of a state that every trained parameter has."""
         if self.job.frozen:
             return self.job.adapter_parameters * bytes_per_parameter / (self.num_shards if is_sharded else 1)
         dense = self.num_layers * self.layer + self.num_tables * self.table
@@ -78,19 +78,19 @@ class Shares:
 
     @cached_property
     def dequantised(self) -> float:
-        """The widest matrix of a layer in the dtype it is multiplied in."""
+        """The widest matrix of a layer, dequantised for its product."""
         widest = self.model.hidden_size * self.model.ffn_size / self.job.tp
         return _COMPUTE_BYTES * widest if self.job.quantised else 0
 
     @cached_property
     def moments(self) -> float:
-        """Moments of the optimizer and its own copy of the weights."""
+        """Moments of the optimizer, and its own copy of the weights."""
         each = self.job.moment_bytes + self.traits.master_bytes
         return self.state(each, is_sharded=self.job.zero_stage >= 1)
 
     @cached_property
     def gradients(self) -> float:
-        """All gradients, once the last backward is over."""
+        """All gradients after the last backward."""
         job, traits = self.job, self.traits
         if job.steps_in_backward:
             return 0
@@ -102,12 +102,12 @@ class Shares:
 
     @cached_property
     def gradients_between_microbatches(self) -> float:
-        """Gradients that exist while a forward runs."""
+        """Gradients that exist during a forward."""
         return self.gradients if self.traits.persistent_gradients or self.job.num_microbatches > 1 else 0
 
     @cached_property
     def head_gradient(self) -> float:
-        """The gradient of the head, which is there before any layer's."""
+        """The gradient of the head, the first of the backward."""
         if self.job.frozen or not self.is_last or self.traits.persistent_gradients:
             return 0
         is_reduced = self.gathers and self.traits.tables_in_root == 1
@@ -115,18 +115,18 @@ class Shares:
 
     @cached_property
     def gathered_layer(self) -> float:
-        """The weights of the layer at work, which travel as they are kept if they are quantised."""
+        """The gathered weights of the current layer; quantised weights are gathered quantised."""
         each = self.traits.quantised_bytes if self.job.quantised else _COMPUTE_BYTES
         return each * (self.layer + self.experts) if self.gathers and self.job.reshards else 0
 
     @cached_property
     def gather_buffers(self) -> float:
-        """The buffers in which this layer and the next were gathered."""
+        """The buffers that gather this layer and the next."""
         return 2 * self.gathered_layer if self.num_shards > 1 else 0
 
     @cached_property
     def layer_gradients(self) -> float:
-        """The gradients of one layer, on their way to where they are kept."""
+        """The gradients of one layer before they are reduced or accumulated."""
         if self.job.frozen:
             return 0
         layer = self.layer + self.experts
@@ -136,7 +136,7 @@ class Shares:
 
     @cached_property
     def gathered_root(self) -> float:
-        """The gathered tables and, where weights stay gathered, all layers."""
+        """The gathered tables and, if weights stay gathered, all layers."""
         if not self.gathers:
             return 0
         if not self.job.reshards:
@@ -145,35 +145,35 @@ class Shares:
 
     @cached_property
     def root_buffer(self) -> float:
-        """The buffer in which the tables were gathered."""
+        """The buffer that gathers the tables."""
         return _COMPUTE_BYTES * self._root if self.gathers and self.num_shards > 1 else 0
 
     @cached_property
     def _root(self) -> float:
-        """Parameters of the tables that are gathered together with the root."""
+        """Parameters of the tables that are gathered with the root module."""
         return self.table * min(self.num_tables, self.traits.tables_in_root)
 
     @cached_property
     def root_reduction(self) -> float:
-        """The embedding's gradient, with all that is reduced together with it."""
+        """The embedding's gradient, and all that is reduced with it."""
         if self.job.frozen or not self.is_first:
             return 0
         if not self.gathers:
-            copies = 2 if self.is_last and self.num_tables == 1 else 1  # of a tied table, as embedding and as head
+            copies = 2 if self.is_last and self.num_tables == 1 else 1  # a tied table has one as embedding, one as head
             return _COMPUTE_BYTES * self.table * copies
         embedding = _COMPUTE_BYTES * self.table if self.traits.tables_in_root == 1 else 0
         return self._root * (_COMPUTE_BYTES + self.traits.reduce_bytes) + embedding
 
 
 def layers_per_rank(job: Job) -> list[int]:
-    """Return how many layers every rank of a pipeline has."""
+    """Return the number of layers on each rank of a pipeline."""
     model, pp = job.architecture, job.pp
     if not job.framework.balances_cost:
         return [model.num_layers // pp + (rank < model.num_layers % pp) for rank in range(pp)]
     layer = (model.num_parameters - (1 if model.tied else 2) * model.table_parameters) / model.num_layers
     share = (model.num_layers * layer + model.table_parameters) / pp
     counts, rank, dealt = [0] * pp, 0, 0.0
-    for _ in range(model.num_layers):  # a stage ends with the layer that takes it past its share
+    for _ in range(model.num_layers):  # a stage ends with the layer that exceeds its share
         counts[rank] += 1
         dealt += layer
         rank += dealt > share * (rank + 1)

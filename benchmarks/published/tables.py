@@ -46,7 +46,7 @@ def summary_table(ledger: Ledger) -> str:
 
 
 def remarks(ledger: Ledger) -> Iterator[str]:
-    """Yield what else there is to say: rows refused, verdicts on fitting, the worst rows, equal rows that differ."""
+    """Yield further remarks: refused rows, wrong verdicts on fitting, the worst rows, equal rows with other figures."""
     mapped = len(ledger.entries) - len(ledger.refused)
     yield f"{mapped} of {len(ledger.entries)} rows are mapped."
     for entry in ledger.refused:
@@ -66,7 +66,7 @@ def remarks(ledger: Ledger) -> Iterator[str]:
 
 
 def without_slack_of(ledger: Ledger, framework: str) -> tuple[float, float]:
-    """Return the slack of reserved memory fitted without one framework's rows, and that framework's error under it."""
+    """Return the slack of reserved memory, fitted without one framework's rows, and that framework's error with it."""
     reserved = [e for e in ledger.compared if e.prediction and e.prediction.statistic == "reserved"]
     others = [e for e in reserved if not (e.row.get("framework") or "").startswith(framework)]
     held_out = [e for e in reserved if (e.row.get("framework") or "").startswith(framework)]
@@ -76,7 +76,7 @@ def without_slack_of(ledger: Ledger, framework: str) -> tuple[float, float]:
 
 
 def section(ledger: Ledger) -> str:
-    """Return what ``docs/memory.md`` says of a ledger."""
+    """Return a ledger's section of ``docs/memory.md``."""
     bullets = [*remarks(ledger), *_held_out(ledger)]
     parts = [
         summary_table(ledger),
@@ -89,7 +89,7 @@ def section(ledger: Ledger) -> str:
 
 
 def _held_out(ledger: Ledger) -> Iterator[str]:
-    """Yield the error of each framework that prints reserved memory under a slack fitted without it."""
+    """Yield the error of torchtitan and nanotron, each with a slack fitted without its rows."""
     for name in ("torchtitan", "nanotron"):
         factor, error = without_slack_of(ledger, name)
         yield f"Slack fitted without {name} is {factor - 1:.1%}; under it, {name}'s mean absolute error is {error:.1%}."
@@ -100,7 +100,7 @@ def _framework(entry: Entry) -> str:
 
 
 def frameworks_table() -> str:
-    """Return what is assumed of every framework, an entry a line."""
+    """Return the assumptions about every framework, one entry per line."""
     header = ("framework", "from", "weights", "gradients", "norm keeps", "loss per logit", "source")
     return _table(
         header,

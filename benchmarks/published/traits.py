@@ -1,6 +1,6 @@
-"""What decides about the bytes of a training framework's run, as data.
+"""The traits of a training framework that determine the memory of its runs, as data.
 
-Defaults of the fields are those of PyTorch's own parts: ``fully_shard``, ``nn`` modules written out, AdamW.
+The fields default to PyTorch's own behaviour: ``fully_shard``, unfused ``nn`` modules, AdamW.
 """
 
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Loss:
-    """Bytes per logit on a rank while the loss's backward is under way."""
+    """Bytes per logit on a rank during the loss's backward."""
 
     eager: float
     sharded: float
     """With the vocabulary divided over tensor-parallel ranks."""
     compiled: float
     num_pieces: int = 1
-    """Pieces in which tokens go through head and loss together, so that only one piece's logits exist at a time."""
+    """Pieces in which tokens pass through head and loss; only one piece's logits exist at a time."""
 
 
 CROSS_ENTROPY = Loss(eager=12, sharded=16, compiled=4)
 """``cross_entropy(logits.float())``, logits dropped before the backward. Eager: the saved log-softmax, the gradient of
-``nll_loss`` and that of ``log_softmax``, all fp32. Sharded: ``loss_parallel`` makes its gradient out of four fp32
+``nll_loss`` and that of ``log_softmax``, all fp32. Sharded: ``loss_parallel`` computes its gradient from four fp32
 tensors (torch/distributed/tensor/parallel/loss.py, ``_nll_loss_and_log_softmax_backward``). Compiled: low-precision
-logits and their gradient, for fp32 stays in registers."""
+logits and their gradient, because fp32 stays in registers."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Adapters:
 
     rank: int = 8
     on_output: bool = False
-    """Whether the matrix after attention has one."""
+    """Whether attention's output matrix has one."""
     on_ffn: bool = False
-    """Whether the matrices of the feed-forward have."""
+    """Whether the matrices of the feed-forward have one."""
     drops_out: bool = False
-    """Whether dropout comes before an adapter, which keeps its output and its mask."""
+    """Whether dropout precedes each adapter; it keeps its output and its mask."""
 
 
 @dataclass(frozen=True)
@@ -45,69 +45,69 @@ class Framework:
 
     name: str
     source: str
-    """Where these can be read."""
+    """Where the defaults are documented."""
     since: str = "2023-01"
     prints: Literal["allocated", "active", "reserved"] = "reserved"
-    """The statistic its own log shows, taken where a row leaves it open."""
+    """The statistic that its own log shows, assumed if a row names none."""
     sharding: Literal["fully_shard", "optimizer"] = "fully_shard"
-    """Whether ranks divide weights too, and gather them when they need them, or hold whole weights and gradients and
-    divide the optimizer's states alone (ZeRO-1)."""
+    """``fully_shard``: ranks shard weights too, and gather them when needed. ``optimizer``: ranks hold whole weights
+    and gradients, and shard only the optimizer's states (ZeRO-1)."""
 
     # states, in bytes per parameter
     master_bytes: float = 0
-    """fp32 weights that the optimizer holds beside those of the forward."""
+    """fp32 master weights of the optimizer, beside the weights of the forward."""
     moment_bytes: float = 8
-    """Moments, where a row does not say how they are kept."""
+    """Moments, unless a row gives their dtype."""
     gradient_bytes: float = 4
     """Complete gradients."""
     persistent_gradients: bool = False
     """Whether gradients live in a buffer that is never freed."""
     reduce_bytes: float = 4
-    """Gradients on their way through a reduction."""
+    """Gradients during a reduction."""
     bucket_bytes: float = 0
-    """Buckets through which gradients pass where there is more than one replica."""
+    """Gradient buckets, with more than one replica."""
     foreach_bytes: float = 0
-    """Temporaries of an optimizer step that is not fused, per parameter of the shard."""
+    """Temporaries of an unfused optimizer step, per parameter of the shard."""
     accumulates: bool = False
-    """Whether a row that does not say so has several microbatches per step, so that gradients outlive a backward."""
+    """Whether a row without a number has several microbatches per step, so that gradients outlive a backward."""
     pages_on_one_gpu: bool = False
-    """Whether its recipe for one GPU pages moments to the host and steps within the backward."""
+    """Whether its recipe for one GPU pages moments to the host and runs the optimizer in the backward."""
 
     # activations
     norm_saved: float = 6
-    """Bytes per element of a norm's input that its backward keeps: 6 for a norm written out (the input in fp32, and the
-    normalised values), 8 where both are fp32, 2 for a fused kernel."""
+    """Bytes that a norm keeps for its backward, per input element: 6 for an unfused norm (the input in fp32 and the
+    normalised values), 8 if both are fp32, 2 for a fused kernel."""
     norm_frozen: float = 4
-    """The same where the norm's weight is frozen."""
+    """The same if the norm's weight is frozen."""
     ffn_tensors: int = 4
-    """Tensors as wide as a gated feed-forward that are kept: gate, its activation, up, and their product; 3 where
-    activation and product are one kernel."""
+    """Kept tensors as wide as a gated feed-forward: gate, its activation, up, and their product; 3 if one kernel
+    computes activation and product."""
     repeats_kv: bool = False
-    """Whether keys and values are copied until there are as many heads as of queries."""
+    """Whether keys and values are repeated to the number of query heads."""
     keeps_gathered: bool = True
-    """Whether, of a divided sequence, the gathered input of a matrix is kept, or gathered again in the backward."""
+    """With sequence parallelism: whether a matrix's gathered input is kept (True) or gathered again in the backward."""
     selective: Literal["alternate", "products", "attention"] = "alternate"
-    """What selective recompute keeps: attention and every second product of matrices; all products; or all but the
-    inside of attention, which flash attention does not keep anyway."""
+    """What selective recompute keeps: ``alternate``, attention and every second matrix product; ``products``, attention
+    and all products; ``attention``, all but the inside of attention, which flash attention does not keep anyway."""
     loss: Loss = CROSS_ENTROPY
 
     # how ranks share the work
     own_pools: bool = False
-    """Whether gathers and reductions allocate on streams of their own. The caching allocator hands no block from one
-    stream to another, so what is reserved is the sum of the streams' peaks, not the peak of their sum."""
+    """Whether gathers and reductions allocate on their own streams. The caching allocator never moves a block between
+    streams, so the reserved memory is the sum of the streams' peaks, not the peak of their sum."""
     tables_in_root: int = 1
-    """How many of embedding and head stay gathered, and are reduced last, with the root of the model."""
+    """How many of embedding and head belong to the root module, which stays gathered and is reduced last."""
     balances_cost: bool = False
-    """Whether layers are dealt to pipeline stages by cost, the head counting as layers of its size."""
+    """Whether layers are assigned to pipeline stages by cost; the head costs as much as layers of its size."""
     unties_head: bool = False
-    """Whether a head that the model ties to the embedding is a matrix of its own."""
+    """Whether a tied head becomes a separate matrix."""
     loads_whole: bool = False
     """Whether loading a checkpoint gathers all weights on every rank."""
     num_gpus: int | None = None
-    """GPUs that a row means which does not say."""
+    """GPUs assumed if a row gives no number."""
 
     # finetuning
     adapters: Adapters = Adapters()
     quantised_bytes: float = 0.5625
-    """Per parameter of a matrix in NF4: half a byte, and a scale for each block of 64."""
+    """Bytes per parameter of a matrix in NF4: half a byte, plus a scale for each block of 64."""
     quantises_head: bool = False
