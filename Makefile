@@ -1,7 +1,7 @@
-# make demo   the whole pipeline on real text, on the CPU, from a machine with nothing but Python 3.11
+# make demo   the whole pipeline on real text, on the CPU; needs nothing but Python 3.11 or newer
 # make serve  a Prefect server, every deployment and a worker, until Ctrl-C
 # make test   the test suite
-# make check  format, lint, types and layers: what CI and pre-commit run
+# make check  format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test check clean
 
@@ -45,6 +45,6 @@ $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
-	@echo "installing into $(VENV) with what development needs: some minutes the first time"
+	@echo "installing into $(VENV) with the development tools: some minutes the first time"
 	@$(PIP) install -qq --editable '.[dev]'
 	@touch $@ $(VENV)/installed
