@@ -109,7 +109,7 @@ def attempted(row: Row, measure: Callable[..., Row], *arguments: Any, **settings
 
 
 def machine(bench: Bench) -> Iterator[Row]:
-    """Yield the versions and device, and the device's peak rates of copies and matrix products."""
+    """Yield the versions and the device, and its measured rates of copies and matrix products."""
     yield {"what": "torch", "value": torch.__version__}
     yield {"what": "python", "value": platform.python_version()}
     if not bench.is_tiny:

@@ -106,7 +106,7 @@ def _parser() -> _Parser:
     train.add_argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing")
     train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
 
-    estimate = command("estimate-memory", _estimate_memory, "plan, and estimate bytes per rank and category; no GPU")
+    estimate = command("estimate-memory", _estimate_memory, "estimate bytes per rank and category; needs no GPU")
     _add_config_flags(estimate, MODEL_FLAGS + RUN_FLAGS)
 
     dry_run = command("dry-run", _dry_run, "run real steps on fake tensors and count every byte; needs no GPU")
