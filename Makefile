@@ -1,13 +1,18 @@
-# make demo   the whole pipeline on real text, on the CPU; needs nothing but Python 3.11 or newer
-# make serve  a Prefect server, every deployment and a worker, until Ctrl-C
-# make test   the test suite
-# make check  format, lint, types and layers, as in CI and pre-commit
+# make demo       the whole pipeline on real text, on the CPU; needs nothing but Python 3.11 or newer
+# make serve      a Prefect server, every deployment and a worker, until Ctrl-C
+# make test       every law in its cheapest form: under ten minutes on two cores
+# make test-wide  the other tests: wide matrices, kills, real Slurm, PostgreSQL, a browser (all of it needs Debian and root)
+# make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check clean
+.PHONY: help demo serve test test-wide check clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
+# Test processes share the cores: each, and what it starts, keeps to one thread.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=10
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
@@ -20,7 +25,10 @@ serve: $(VENV)/installed
 	@$(BIN)/python -m flows.serve
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not wide" $(PYTEST_ARGS)
+
+test-wide: $(VENV)/installed-dev
+	$(PYTEST) -m wide $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -8,6 +8,14 @@ from hypothesis import settings
 settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time, not even Hypothesis' own
 settings.load_profile("untimed")
 
+WIDE_FOLDERS = {"slurm"}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if WIDE_FOLDERS & set(item.path.parts) or item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.wide)
+
 
 @pytest.fixture
 def disk_of(tmp_path):
