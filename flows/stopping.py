@@ -30,12 +30,12 @@ def _stop(process: psutil.Process, flow_run_id: UUID) -> None:
     run = _run(flow_run_id)
     job = steps.attach(run) if run else None
     again = f"continue it with `prefect flow-run retry {flow_run_id}` once a worker is up again"
-    if job is not None and job.record.launcher == "local":
+    if job is not None and job.is_here:
         say("stopping", f"{job.run.path} after this step, with a checkpoint; {again}")
         job.cancel()
         psutil.wait_procs([process], timeout=STOP_SECONDS)  # it still writes the report
     else:
-        what = f"job {job.record.job_id} keeps running in Slurm" if job else f"flow run {flow_run_id}"
+        what = f"{job.kind} {job.record.job_id} keeps running" if job else f"flow run {flow_run_id}"
         say("stopping", f"{what}; {again}")
     with suppress(psutil.NoSuchProcess):
         process.terminate()

@@ -7,7 +7,7 @@ from llama_core.chain.runs import RUNS
 from llama_core.config.run import RunConfig
 from llama_core.data.check import check_data
 from llama_core.errors import RequestError
-from llama_core.launch.jobs.slurm_check import check_slurm
+from llama_core.launch.jobs.submission import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
 from llama_core.records.directory import RunDirectory
 
@@ -31,5 +31,6 @@ def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) 
             found.warnings += check_initial_weights(config, RunDirectory(run_dir))
         except RequestError as error:
             found.errors.append(str(error))
-    check_slurm(found, config if config is not None and config.launch.launcher == "slurm" else None)
+    for name, launcher in LAUNCHERS.items():
+        launcher.check(found, config if config is not None and config.launch.launcher == name else None)
     return found.report()

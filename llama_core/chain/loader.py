@@ -57,7 +57,7 @@ def run_loader_chain(
         if num_ranks != gpus:
             raise ConfigError(f"gpus={gpus}, but {num_ranks} processes were started; use --gpus {num_ranks}")
         return _with_group(config, loaders, steps, run_dir, resume=resume)
-    if config.launch.launcher == "slurm":
+    if not config.launch.is_here:
         raise ConfigError(
             "launcher=slurm: a job cannot read the dataloader of this process; start the script on every rank: "
             f"srun --ntasks={gpus} {_script()}"

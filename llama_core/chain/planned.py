@@ -113,8 +113,8 @@ def planned_as(
 def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:
     """Return a name for the host memory that the ranks share, and each rank's share in bytes."""
     launch = config.launch
-    asked = launch.slurm.memory_gb_per_node
-    if launch.launcher == "slurm" and asked is not None:
+    asked = launch.memory_gb_per_node
+    if asked is not None:
         return f"{asked} GB of each node", asked * GIB * launch.nodes // config.parallel.gpus  # Slurm's G are GiB
     return "this machine's memory", machine.memory_bytes * launch.nodes // config.parallel.gpus
 

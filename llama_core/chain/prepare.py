@@ -118,7 +118,7 @@ def _check_data(config: RunConfig) -> DataStatistics | None:
     data = config.data
     if data.source == DATALOADER:
         return None
-    if config.launch.launcher == "local":
+    if config.launch.is_here:
         datasets = load_datasets(data, config.spec, seq_len=config.seq_len, seed=config.training.seed)
         return datasets.statistics
     check_data(data, config.spec)

@@ -251,6 +251,16 @@ class LaunchConfig(Section):
     slurm: SlurmConfig = SlurmConfig()
     """Settings of the Slurm job."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks run on this machine."""
+        return self.launcher == "local"
+
+    @property
+    def memory_gb_per_node(self) -> int | None:
+        """Memory requested on each node, in GiB; None for ranks on this machine, or if the job leaves it open."""
+        return None if self.is_here else self.slurm.memory_gb_per_node
+
 
 class TrackingConfig(Section):
     """Where metrics go besides the console and the run directory's Parquet files."""

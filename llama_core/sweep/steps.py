@@ -193,7 +193,7 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     jobs = attach(sweep, ask)
     at_work = {job.run.name for job in jobs}
     # attach has recorded the outcome of jobs that ended while nobody waited.
-    waiting = [run for run in unfinished(sweep) if run.name not in at_work and _launcher(run) == "slurm"]
+    waiting = [run for run in unfinished(sweep) if run.name not in at_work and not _is_here(run)]
     for runs in _groups(waiting):
         with_configs = [(run, load_config(run)) for run in runs]
         num_ranks = load_plan(runs[0]).world_size
@@ -223,7 +223,7 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
     """
     try:
         _wait(jobs)
-        for run in [run for run in unfinished(sweep) if _launcher(run) == "local"]:
+        for run in [run for run in unfinished(sweep) if _is_here(run)]:
             job = steps.submit(run, only="benchmark")
             _wait([job] if job else [])
             if read_outcome(run).status == "cancelled":
@@ -281,8 +281,8 @@ def _stopped(sweep: SweepDirectory) -> StoppedError:
     )
 
 
-def _launcher(run: RunDirectory) -> str:
-    return load_config(run).launch.launcher
+def _is_here(run: RunDirectory) -> bool:
+    return load_config(run).launch.is_here
 
 
 def _groups(runs: Sequence[RunDirectory]) -> list[list[RunDirectory]]:

@@ -41,6 +41,12 @@ class Submission:
 class JobHandle(ABC):
     """A submitted job: watch it, wait for it, stop it. Any process may hold a handle."""
 
+    is_here = False
+    """Whether its processes run on this machine."""
+    kind: str
+    """What people call its id: a process, or a job of a scheduler."""
+    listed_by: str
+    """The command that shows whether it still runs."""
     poll_seconds = 0.2
     """Seconds between checks of its records."""
     log_seconds = 0.2
@@ -56,8 +62,7 @@ class JobHandle(ABC):
 
     def describe(self) -> str:
         """Return the job's id, and the command that shows its output."""
-        where = "Slurm job" if self.record.launcher == "slurm" else "process"
-        return f"{where} {self.record.job_id}; training-infra logs {self.run.path} --follow"
+        return f"{self.kind} {self.record.job_id}; training-infra logs {self.run.path} --follow"
 
     @abstractmethod
     def is_running(self) -> bool:
@@ -145,6 +150,6 @@ def cancel_all(jobs: Sequence[JobHandle], grace_seconds: float | None = None) ->
         if not job._ends_within(job.kill_seconds):
             raise TrainingFailedError(
                 f"job {job.record.job_id} of {job.run.path} was killed but has not ended; look for it with "
-                f"{'squeue' if job.record.launcher == 'slurm' else 'ps'}, and cancel again"
+                f"{job.listed_by}, and cancel again"
             )
     return [job._conclude() for job in jobs]

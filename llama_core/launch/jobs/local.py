@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 from llama_core.config.run import Device
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.jobs.handle import JobHandle, Submission
+from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
@@ -29,6 +31,10 @@ _NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs must have a lim
 
 class LocalJobHandle(JobHandle):
     """A job on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
+
+    is_here = True
+    kind = "process"
+    listed_by = "ps"
 
     def is_running(self) -> bool:
         """Return whether the controller is alive; its ranks die with it."""
@@ -80,17 +86,19 @@ class LocalJobHandle(JobHandle):
         psutil.wait_procs(left, timeout=self.kill_seconds)
 
 
-def start_local(folder: Path, submission: Submission, lock: IO[str]) -> None:
+def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[str]) -> None:
     """Start a job on this machine and record it.
 
     Args:
         folder: where submitit keeps the job's files.
-        submission: the run.
+        submissions: the run; this machine has no job arrays.
+        name: unused, since there is no queue to show it.
         lock: the lock on submitting the run; the child holds it until the job is recorded, even if we are killed.
 
     Raises:
         EnvironmentMismatchError: if it cannot be started.
     """
+    (submission,) = submissions
     config = submission.config.launch
     request = _Request(
         str(folder),
@@ -161,6 +169,15 @@ def _free_port() -> int:
             return port
     raise EnvironmentMismatchError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks to meet at")
 
+
+LOCAL = Launcher(
+    "local",
+    _start,
+    handle=lambda run, record, ask: LocalJobHandle(run, record),
+    can_see=lambda record: record.host == socket.gethostname(),
+    find_unrecorded=lambda folder, name, config: None,  # _start holds the lock until the job is recorded
+    check=lambda found, config: None,
+)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with it ignored

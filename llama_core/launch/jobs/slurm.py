@@ -1,16 +1,20 @@
 """Jobs of a Slurm cluster: one task is one rank."""
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.attempts import current_attempt, read_rank_exits
 from llama_core.launch.jobs.handle import JobHandle, Submission
+from llama_core.launch.jobs.launcher import Launcher
+from llama_core.launch.jobs.slurm_check import check_slurm
 from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
 from llama_core.launch.outcome import conclude, concluded
 from llama_core.launch.rank.supervisor import Supervisor
@@ -36,6 +40,8 @@ _ENDED = frozenset(
 class SlurmJobHandle(JobHandle):
     """A job that Slurm runs or keeps in its queue."""
 
+    kind = "Slurm job"
+    listed_by = "squeue"
     poll_seconds = 1.0
     log_seconds = 5.0
     kill_seconds = 120.0
@@ -93,13 +99,14 @@ class SlurmJobHandle(JobHandle):
         return bool(read_rank_exits(self.run, self.record, attempt.restart if attempt else 0))
 
 
-def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> None:
+def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[str]) -> None:
     """Submit a job, or an array of jobs with the same resources, and record each in its run.
 
     Args:
         folder: where submitit keeps the jobs' files.
         submissions: the runs, one for each element of the array.
         name: name shown in the queue.
+        lock: unused: the queue shows a job that nobody has recorded.
 
     Raises:
         EnvironmentMismatchError: if there is no Slurm here, or it refuses the job.
@@ -138,7 +145,13 @@ def start_slurm(folder: Path, submissions: Sequence[Submission], name: str) -> N
         write_json(submission.run.job, replace(unnamed, job_id=job.job_id))
 
 
-def find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | None:
+def _can_see(record: JobRecord) -> bool:
+    """Return whether this machine can tell if the job is running."""
+    here = shutil.which("scontrol") is not None
+    return here and (not record.cluster or cluster_name() in {record.cluster, ""})
+
+
+def _find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | None:
     """Return the queued job that was submitted from ``folder`` by a process that died before recording it, if any.
 
     Args:
@@ -146,6 +159,8 @@ def find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | N
         name: name shown in the queue.
         config: the configuration of the run.
     """
+    if shutil.which("squeue") is None:
+        return None
     job_id = queued_job(os.getuid(), job_name(name), comment_of(folder))
     if job_id is None:
         return None
@@ -155,3 +170,6 @@ def find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | N
 def _record(job_id: str, submitted_at: str, folder: Path, name: str, config: RunConfig) -> JobRecord:
     host, grace_seconds = socket.gethostname(), config.launch.save_timeout_s
     return JobRecord("slurm", job_id, host, submitted_at, job_name(name), cluster_name(), grace_seconds, str(folder))
+
+
+SLURM = Launcher("slurm", _start, SlurmJobHandle, _can_see, _find_unrecorded, check_slurm)

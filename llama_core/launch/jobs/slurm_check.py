@@ -18,34 +18,36 @@ def check_slurm(found: Findings, config: RunConfig | None = None) -> None:
         found: collects the facts and errors.
         config: the run that Slurm is to start; None if Slurm is not used, and then nothing is an error.
     """
-    missing = [command for command in _SLURM_COMMANDS if shutil.which(command) is None]
+    found.facts["slurm"], problem = _look(config)
+    if problem and config is not None:
+        found.fail("slurm", problem)
+
+
+def _look(config: RunConfig | None) -> tuple[str, str | None]:
+    """Return a description of Slurm on this machine, and the reason why it would not take the job, if any."""
+    missing = ", ".join(command for command in _SLURM_COMMANDS if shutil.which(command) is None)
     if missing:
-        found.facts["slurm"] = f"no {', '.join(missing)}: this is not a node of a cluster"
-        if config is not None:
-            found.errors.append(
-                f"launch.launcher=slurm: this machine has no {', '.join(missing)}; "
-                "log in to a node of the cluster, or use --launcher local"
-            )
-        return
+        return f"no {missing}: this is not a node of a cluster", (
+            f"launch.launcher=slurm: this machine has no {missing}; "
+            "log in to a node of the cluster, or use --launcher local"
+        )
     try:
         answer = subprocess.run(
             ["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        found.facts["slurm"] = "the controller does not answer"
-        if config is not None:
-            detail = getattr(error, "stderr", None) or error
-            found.errors.append(f"Slurm's controller does not answer ({str(detail).strip()}); ask its administrators")
-        return
+        detail = (getattr(error, "stderr", None) or str(error)).strip().rpartition("\n")[2]
+        return "the controller does not answer", (
+            f"Slurm's controller does not answer ({detail}); ask its administrators"
+        )
     partitions = sorted(set(answer.stdout.split()))
-    found.facts["slurm"] = f"partitions {', '.join(partitions)}"
-    if config is None:
-        return
+    return f"partitions {', '.join(partitions)}", None if config is None else _problem(config, partitions)
+
+
+def _problem(config: RunConfig, partitions: list[str]) -> str | None:
     wanted = config.launch.slurm.partition
     if wanted is not None and wanted not in partitions:
         nearest = did_you_mean(wanted, partitions) or f"; choose one of {', '.join(partitions)}"
-        found.errors.append(f"launch.slurm.partition={wanted!r} is not a partition here{nearest}")
-        return
+        return f"launch.slurm.partition={wanted!r} is not a partition here{nearest}"
     refused = refusal(config)
-    if refused is not None:
-        found.errors.append(f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes")
+    return refused and f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes"

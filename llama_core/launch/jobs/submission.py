@@ -8,8 +8,6 @@ import grp
 import hashlib
 import os
 import pwd
-import shutil
-import socket
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +17,16 @@ from typing import IO
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.jobs.handle import WORKER, JobHandle, Submission
-from llama_core.launch.jobs.local import LocalJobHandle, start_local
-from llama_core.launch.jobs.slurm import SlurmJobHandle, find_unrecorded, start_slurm
+from llama_core.launch.jobs.local import LOCAL
+from llama_core.launch.jobs.slurm import SLURM
 from llama_core.launch.outcome import concluded
-from llama_core.launch.scheduler import Ask, cluster_name, job_status
+from llama_core.launch.scheduler import Ask, job_status
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Part
+
+LAUNCHERS = {launcher.name: launcher for launcher in (LOCAL, SLURM)}
+"""Every launcher by its value of ``launch.launcher``."""
 
 _PRIVATE = 0o700  # submitit starts a job from a pickle, so nobody else may write there
 
@@ -57,11 +58,7 @@ def submit(
         at_work = attach(run)
         if at_work is not None:
             return at_work
-        folder = _fresh_folder(run.logs)
-        if config.launch.launcher == "slurm":
-            start_slurm(folder, [submission], run.name)
-        else:
-            start_local(folder, submission, lock)
+        LAUNCHERS[config.launch.launcher].start(_fresh_folder(run.logs), [submission], run.name, lock)
     return _handle(run, JobRecord(**read_json(run.job)))
 
 
@@ -90,10 +87,11 @@ def submit_array(
     """
     submissions = [_submission(run, config, num_ranks, only, worker) for run, config in runs]
     logs = folder.resolve() / "logs"
-    with _only_one_submission(logs):
+    launcher = LAUNCHERS[runs[0][1].launch.launcher]
+    with _only_one_submission(logs) as lock:
         for submission in submissions:
             _refuse_second_job(submission.run, ask)
-        start_slurm(_fresh_folder(logs), submissions, folder.name)
+        launcher.start(_fresh_folder(logs), submissions, folder.name, lock)
     return [_handle(s.run, JobRecord(**read_json(s.run.job)), ask) for s in submissions]
 
 
@@ -112,7 +110,7 @@ def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
     if not run.job.exists():
         return None
     record = JobRecord(**read_json(run.job))
-    if not _is_visible(record):
+    if not LAUNCHERS[record.launcher].can_see(record):
         if concluded(run, record) is not None:
             return None
         raise RunDirectoryError(
@@ -135,15 +133,7 @@ def _submission(
 
 
 def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobHandle:
-    return SlurmJobHandle(run, record, ask) if record.launcher == "slurm" else LocalJobHandle(run, record)
-
-
-def _is_visible(record: JobRecord) -> bool:
-    """Return whether this machine can tell if the job is running."""
-    if record.launcher == "slurm":
-        here = shutil.which("scontrol") is not None
-        return here and (not record.cluster or cluster_name() in {record.cluster, ""})
-    return record.host == socket.gethostname()
+    return LAUNCHERS[record.launcher].handle(run, record, ask)
 
 
 def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
@@ -156,12 +146,11 @@ def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
 
 
 def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
-    """Record the job of a submitter that was killed between Slurm's answer and writing ``job.json``."""
+    """Record the job of a submitter that was killed between the scheduler's answer and writing ``job.json``."""
     folders = submission_folders(run.logs)
-    if config.launch.launcher != "slurm" or not folders or shutil.which("squeue") is None:
+    if not folders or (run.job.exists() and JobRecord(**read_json(run.job)).folder == str(folders[-1])):
         return
-    recorded = run.job.exists() and JobRecord(**read_json(run.job)).folder == str(folders[-1])
-    found = None if recorded else find_unrecorded(folders[-1], run.name, config)
+    found = LAUNCHERS[config.launch.launcher].find_unrecorded(folders[-1], run.name, config)
     if found is not None:
         write_json(run.job, found)
 
