@@ -29,7 +29,14 @@ from llama_core.errors import (
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
 from training_infra.flags import MODEL_FLAGS, RUN_FLAGS, Flag
-from training_infra.tables import print_choice, print_plan, print_profile, print_ranks, print_variants
+from training_infra.tables import (
+    print_choice,
+    print_environment,
+    print_plan,
+    print_profile,
+    print_ranks,
+    print_variants,
+)
 
 FOLLOW_SECONDS = 0.5
 """Time between two looks of ``logs --follow``."""
@@ -277,7 +284,8 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     code = 0 if planned.estimate.fits else DoesNotFitError.exit_code
     if options.json:
         choice = planned.choice.as_dict() if planned.choice else {}
-        _print_json(choice | planned.estimate.as_dict() | {"plan": planned.plan.as_dict()})
+        resolved = {"config": planned.config.model_dump(mode="json"), "plan": planned.plan.as_dict()}
+        _print_json(choice | planned.estimate.as_dict() | resolved)
         return code
     print_plan(planned)
     print_profile(planned.estimate.profile)
@@ -369,12 +377,11 @@ def _validate_environment(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(report.as_dict())
     else:
-        for name, fact in report.facts.items():
-            print(f"{'ok':<9} {name:<18} {fact}")
-        for level, problems in (("warning:", report.warnings), ("error:", report.errors)):
-            for problem in problems:
-                print(f"{level:<9} {problem}")
-        print("environment ready for training" if not report.errors else f"{len(report.errors)} errors")
+        print_environment(report)
+        num_errors = len(report.errors)
+        print(
+            f"not ready: {num_errors} error{'s' * (num_errors > 1)}" if num_errors else "environment ready for training"
+        )
     return 2 if report.errors else 0
 
 

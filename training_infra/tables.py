@@ -9,6 +9,7 @@ from llama_core.units import GB, format_bytes, format_count, format_duration
 if TYPE_CHECKING:
     from llama_core.chain.planned import PlannedRun
     from llama_core.chain.variants import Variant
+    from llama_core.machine.validate import EnvironmentReport
     from llama_core.planning.search.leanest import Least
     from llama_core.sweep.comparison import Comparison
 
@@ -34,6 +35,20 @@ def print_profile(profile: MemoryProfile) -> None:
     print(f"{'total':<16}" + "".join(f"{total:>14}" for total in totals) + "\n")
 
 
+def print_environment(report: "EnvironmentReport") -> None:
+    """Print a row for each fact, with its problem and the remedy below it, then the problems of the request."""
+    for name, fact in report.facts.items():
+        problem = report.problems.get(name)
+        level = "error" if problem in report.errors else "warning" if problem else "ok"
+        print(f"{level:<9} {name:<18} {fact}")
+        if problem:
+            print(f"{'':<9} {'':<18} {problem}")
+    for level, problems in (("warning", report.warnings), ("error", report.errors)):
+        for problem in problems:
+            if problem not in report.problems.values():
+                print(f"{level:<9} {problem}")
+
+
 def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
     """Print a row for each rank of a pipeline, with its layers and its peak bytes; nothing without a pipeline."""
     plan = planned.plan
@@ -42,14 +57,16 @@ def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
     schedule, stages = plan.build_schedule(), plan.stage_layers(planned.config.spec)
     peaks = [profile.peak_bytes for profile in ranks]
     marks = {min(peaks): "least", max(peaks): "most"}
-    print(f"{'pipeline rank':<16}{'layers':<20}{'states':>14}{'activations':>14}{'rest':>14}{'peak':>14}")
+    ranges = [f"{stage.start}-{stage.stop - 1}" for stage in stages]
+    layers = [" ".join(ranges[stage] for stage in schedule.stages_of(rank)) for rank in range(plan.pp)]
+    width = max(18, *map(len, layers)) + 2
+    print(f"{'pipeline rank':<16}{'layers':<{width}}{'states':>14}{'activations':>14}{'rest':>14}{'peak':>14}")
     for rank, profile in enumerate(ranks):
-        layers = " ".join(f"{stages[s].start}-{stages[s].stop - 1}" for s in schedule.stages_of(rank))
         states = sum(profile.peak.get(category, 0) for category in STATES)
         activations = profile.peak.get("activations", 0)
         columns = (states, activations, profile.peak_bytes - states - activations, profile.peak_bytes)
         sizes = "".join(f"{format_bytes(size):>14}" for size in columns)
-        print(f"{rank:<16}{layers:<20}{sizes}  {marks.get(profile.peak_bytes, '')}".rstrip())
+        print(f"{rank:<16}{layers[rank]:<{width}}{sizes}  {marks.get(profile.peak_bytes, '')}".rstrip())
     print()
 
 

@@ -51,6 +51,7 @@ class Preview:
         return {
             "estimate": self.planned.estimate.as_dict(),
             "dry_run": self.rehearsed and self.rehearsed.as_dict(),
+            "config": self.planned.config.model_dump(mode="json"),
             "plan": self.planned.plan.as_dict(),
             "fits": self.verdict.fits,
             "notes": list(self.notes),

@@ -45,6 +45,8 @@ class EnvironmentReport:
     """Problems that make the run slower or worse."""
     facts: dict[str, str]
     """Versions, devices, memory."""
+    problems: dict[str, str]
+    """The warning or error about a fact, by the fact's name; the others are about the request."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a record for JSON."""
@@ -66,15 +68,23 @@ class Findings:
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
         """Add a finding's fact, and its warning if it has one."""
         self.facts[finding.name] = finding.fact
-        self.warnings += [finding.warning] if finding.warning else []
+        if finding.warning:
+            self.warnings.append(finding.warning)
+            self.problems[finding.name] = finding.warning
+
+    def fail(self, name: str, error: str) -> None:
+        """Add an error about a fact."""
+        self.errors.append(error)
+        self.problems[name] = error
 
     def report(self) -> EnvironmentReport:
         """Return everything found so far."""
-        return EnvironmentReport(tuple(self.errors), tuple(self.warnings), self.facts)
+        return EnvironmentReport(tuple(self.errors), tuple(self.warnings), self.facts, self.problems)
 
 
 def check_machine(found: Findings, config: RunConfig | None, run_dir: Path) -> None:
@@ -175,7 +185,7 @@ def _check_request(found: Findings, config: RunConfig, machine: Machine) -> None
     on_cpu = resolved.launch.device == "cpu"
     if on_cpu and resolved.training.precision == "bf16" and not machine.cpu_native_bf16:
         found.warnings.append("training.precision=bf16 is emulated on this CPU and slow; use fp32")
-    if on_cpu and resolved.launch.launcher == "local" and resolved.parallel.gpus > machine.cores:
+    if on_cpu and resolved.launch.is_here and resolved.parallel.gpus > machine.cores:
         found.warnings.append(
             f"gpus={resolved.parallel.gpus} CPU processes share {machine.cores} cores; use --gpus {machine.cores}"
         )
