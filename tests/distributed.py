@@ -9,9 +9,9 @@ from pathlib import Path
 
 TIMEOUT_SECONDS = 300
 
-# A fork of a process that has imported torch starts in milliseconds, where a fresh one takes seconds.
+# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"])
+_CONTEXT.set_forkserver_preload(["llama_core.training.trainer"])
 
 
 def run_ranks(world_size, function, *args, timeout=TIMEOUT_SECONDS):

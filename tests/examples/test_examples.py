@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--model", "tiny_llama3_50m"]
 QUICKLY = ["--device", "cpu", "--steps", "1", "--seq-len", "16"]

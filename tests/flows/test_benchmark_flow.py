@@ -20,6 +20,8 @@ from llama_core.sweep.directory import SweepDirectory, is_timed
 from llama_core.sweep.grid import SweepConfig
 from tasks.sweep import cancel_sweep
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).parents[2]
 FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "launch" / "fake_worker.py"), "serve")
 NAMES = ["microbatch_size=1", "microbatch_size=2"]

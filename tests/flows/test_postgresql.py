@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 CONFIG = """
 architecture: {hidden_size: 64, num_layers: 2, ffn_size: 128, head_dim: 16, vocab_size: 512}

@@ -6,6 +6,8 @@ from serving import SECRET, Serving, until
 from llama_core.chain import steps
 from llama_core.launch.outcome import read_outcome
 
+pytestmark = pytest.mark.wide
+
 TINY = {
     "architecture": {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512},
     "training": {"seq_len": 32, "batch_size": 2, "steps": 6, "eval_sequences": 2},

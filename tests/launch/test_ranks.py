@@ -13,6 +13,8 @@ from llama_core.launch.jobs import submission
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 
+pytestmark = pytest.mark.wide
+
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
 TRAINING = {"batch_size": 8, "seq_len": 64, "steps": 6, "precision": "fp32", "checkpoint_every": 2, "eval_sequences": 3}
 

@@ -13,6 +13,8 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.rank_processes import run_ranks
 from llama_core.rehearsal.twin import _tiny_config, shrunk, twin
 
+pytestmark = pytest.mark.wide
+
 LARGE = ParallelPlan(tp=8, pp=16, dp_shard=64, zero_stage=3, num_microbatches=64, recompute="full")
 
 

@@ -21,6 +21,8 @@ from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 from llama_core.training.weights import Pretrained
 
+pytestmark = pytest.mark.wide
+
 STEPS = 12
 TRAIN = [
     "--strategy=lora",

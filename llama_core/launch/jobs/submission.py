@@ -17,6 +17,7 @@ from typing import IO
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.jobs.handle import WORKER, JobHandle, Submission
+from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.jobs.local import LOCAL
 from llama_core.launch.jobs.slurm import SLURM
 from llama_core.launch.outcome import concluded
@@ -25,7 +26,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Part
 
-LAUNCHERS = {launcher.name: launcher for launcher in (LOCAL, SLURM)}
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (LOCAL, SLURM)}
 """Every launcher by its value of ``launch.launcher``."""
 
 _PRIVATE = 0o700  # submitit starts a job from a pickle, so nobody else may write there

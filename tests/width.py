@@ -1,0 +1,12 @@
+"""Which cases of a law run in ``make test``, and which are left to ``make test-wide``."""
+
+import pytest
+
+
+def cases(table, *, narrow):
+    """Return a test parameter for every entry of a table, named by its key; all but the ``narrow`` ones are wide."""
+    assert set(narrow) <= set(table)
+    return [
+        pytest.param(value, id=name, marks=[] if name in narrow else [pytest.mark.wide])
+        for name, value in table.items()
+    ]
