@@ -1,7 +1,7 @@
 """``RunConfig``: everything that defines one run, whether from YAML, the command line, Python or a Prefect form.
 
-Parsing is strict: unknown keys, wrong types, keys given twice and contradictory settings are errors, and all problems
-are reported at once.
+Parsing is strict: unknown keys, wrong types and contradictory settings are errors, all reported at once. A key given
+twice is an error too.
 """
 
 import hashlib

@@ -323,7 +323,7 @@ def test_what_the_data_are_is_said_before_anything_runs(tmp_path):
         f"3 assistant turns), template: Llama 3's format; loss on {numbers['num_targets']} of "
         f"{numbers['num_tokens']} tokens"
     )
-    assert note.startswith("tokenizer 'bytes' takes <|begin_of_text|>")
+    assert note.startswith("tokenizer 'bytes' reads <|begin_of_text|>")
 
 
 def test_of_data_that_are_tokenised_in_the_job_the_first_records_are_said(tmp_path):

@@ -38,7 +38,7 @@ def test_a_driver_that_is_older_than_cuda_needs_is_named(cuda, driver, problem):
 
 def test_few_open_files_are_a_warning(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 8192))
-    assert found()["open files"].warning.endswith("exceed; ulimit -n 8192")
+    assert found()["open files"].warning.endswith("exceed; run ulimit -n 8192")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert found()["open files"] == ("open files", "ulimit -n unlimited", "")
 

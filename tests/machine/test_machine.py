@@ -91,7 +91,11 @@ def test_every_choice_is_announced_with_its_reason():
             "device=cuda: this machine has no CUDA device that torch can use",
         ),
         (GPU_MACHINE, {"parallel": {"gpus": 4}}, "gpus=4: this machine has 2; use --gpus 2, or --launcher slurm"),
-        (GPU_MACHINE, {"launch": {"nodes": 2}, "parallel": {"gpus": 2}}, "launch.nodes=2: the local launcher has this"),
+        (
+            GPU_MACHINE,
+            {"launch": {"nodes": 2}, "parallel": {"gpus": 2}},
+            "launch.nodes=2: the local launcher uses only this",
+        ),
     ],
 )
 def test_a_request_beyond_the_machine_is_refused_with_both_numbers_and_the_remedy(machine, sections, message):

@@ -103,7 +103,7 @@ def test_an_estimate_gives_the_reasons_of_the_plan(shell):
     ended = shell("estimate-memory", "--model", "llama3_8b", "--gpus", "8")
     assert ended.returncode == 0
     assert "  recompute selective on " in ended.stdout
-    assert "  cp 2: fewer than 8192 of a sequence's 8192 tokens per rank" in ended.stdout
+    assert "  cp 2: fewer than 8192 tokens per rank (sequence length 8192)" in ended.stdout
 
 
 def test_what_does_not_fit_is_not_trained_and_nothing_is_written(shell):

@@ -102,7 +102,7 @@ class MemoryEstimate:
             )
         if not self.fits:
             return (
-                f"the peak exceeds the memory of {self.device} by {format_bytes(-self.headroom_bytes)}; most of it "
+                f"the peak exceeds {self.device} by {format_bytes(-self.headroom_bytes)}; most of the peak "
                 f"is {self._most_of_it}; try {_REMEDIES[self._most_of_it]}",
             )
         if self.profile.peak_bytes > FILL_LIMIT * self.usable_bytes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llama_core.errors import PlanError
+from llama_core.planning.memory.peaks import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Shape, Variant
 from llama_core.planning.search.leanest import leanest_plan
@@ -61,7 +62,9 @@ class Choice:
 
     def lines(self) -> list[str]:
         """Return the choice as lines of text."""
-        limit = f", within the limit of {format_bytes(self.limit_bytes)}" if self.limit_bytes is not None else ""
+        limit = ""
+        if self.limit_bytes is not None:
+            limit = f", within the limit of {format_bytes(self.limit_bytes)} ({FILL_LIMIT:.0%} of the usable memory)"
         return [
             f"plan: {self.plan.summary()}",
             f"step: {self.step.summary()}",
@@ -196,7 +199,7 @@ class _Reasons:
         return f"no other value fits; the leanest plan ({leanest.summary()}) {self._misses(leanest)}"
 
     def _misses(self, plan: ParallelPlan) -> str:
-        over = self.fitting.glance(plan) - (self.fitting.limit or 0)
+        over = self.fitting.peak_bytes(plan) - (self.fitting.limit or 0)
         return f"exceeds the limit by {format_bytes(over)}"
 
     def _recompute(self) -> str:
