@@ -197,5 +197,5 @@ def test_every_deployment_can_be_made(prefect):
 def test_the_parameters_of_the_flow_make_a_form():
     program = "import json; from flows.train import train; print(json.dumps(train.parameters.model_dump()))"
     told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for text in ("Sequences per optimizer step", "Peak learning rate", "continue the run in ``run_dir``"):
+    for text in ("sequences per optimizer step", "Peak learning rate", "continue the run in ``run_dir``"):
         assert text in told
