@@ -175,7 +175,7 @@ def test_a_job_that_ended_unwatched_is_concluded_when_looked_for(submit, run):
 
 def test_a_job_of_another_machine_is_left_alone(run, job):
     write_json(run.job, replace(job, host="elsewhere"))
-    with pytest.raises(RunDirectoryError, match=r"submitted on elsewhere .* delete .*job\.json if it has ended"):
+    with pytest.raises(RunDirectoryError, match=r"submitted on elsewhere .* delete .*job\.json if the job has ended"):
         attach(run)
 
 

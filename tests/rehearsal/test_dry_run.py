@@ -383,8 +383,8 @@ def refusal_among_others():
 
 def test_a_rehearsal_among_connected_ranks_is_refused():
     assert [refusal.split(",")[0] for refusal in run_ranks(2, refusal_among_others)] == [
-        "this process is rank 0 of 2 already",
-        "this process is rank 1 of 2 already",
+        "this process is already rank 0 of 2",
+        "this process is already rank 1 of 2",
     ]
 
 

@@ -85,7 +85,7 @@ def test_a_directory_is_taken_only_to_resume_the_sweep_that_it_holds(tmp_path):
         sweeps.prepare(config(), tmp_path / "sweep")
     with pytest.raises(RunDirectoryError, match="another base"):
         sweeps.prepare(config(seq_len=32), tmp_path / "sweep", resume=True)
-    with pytest.raises(RunDirectoryError, match="other keys"):
+    with pytest.raises(RunDirectoryError, match="other grid keys"):
         sweeps.prepare(config({"training.seq_len": [8]}), tmp_path / "sweep", resume=True)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "note.txt").write_text("")
