@@ -118,7 +118,7 @@ CHIMERA_DOUBLING = ScheduleType(
 CHIMERA_HALVING = ScheduleType(
     "chimera_halving",
     lambda ranks, microbatches, _: chimera_halving(ranks, microbatches),
-    idle=lambda ranks, *_, backward: ranks - 2,
+    idle=lambda ranks, units, _, *, backward: (0.75 if units <= 1 else 1) * (ranks - 2),
     in_flight=lambda ranks, microbatches, _: min(microbatches, ranks),
     replicas=2,
     min_units=1,

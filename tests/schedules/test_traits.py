@@ -1,5 +1,7 @@
 """What a schedule says of itself, against the lists that run."""
 
+from itertools import product
+
 import pytest
 from any_schedule import any_schedule
 from hypothesis import given
@@ -17,24 +19,31 @@ def test_the_traits_are_those_of_the_lists(schedule):
     assert schedule.num_replicas == kind.replicas
     assert schedule.parts_per_microbatch == kind.parts_per_microbatch
     assert kind.splits_backward == (Kind.WEIGHT_GRADIENT in kinds)
+    assert kind.takes_chunks or schedule.num_stages == kind.stages_per_rank * schedule.num_ranks
 
 
-def over_whole_units(name, ranks, units):
+def said_and_clocked(name, ranks, microbatches, backward=2):
     """Return a schedule's closed forms, and what the clock says of its lists."""
     kind = schedule_type(name)
     chunks = 2 if kind.takes_chunks else 1
-    timeline = simulate(kind.build(ranks, units * ranks, chunks), forward=1, backward=2)
+    timeline = simulate(kind.build(ranks, microbatches, chunks), forward=1, backward=backward)
     idle = [timeline.idle(rank) for rank in range(ranks)]
     held = max(timeline.peak_in_flight(rank) for rank in range(ranks))
-    said = kind.idle(ranks, units, chunks, backward=2), kind.in_flight(ranks, units * ranks, chunks)
+    said = (
+        kind.idle(ranks, microbatches / ranks, chunks, backward=backward),
+        kind.in_flight(ranks, microbatches, chunks),
+    )
     return said, idle, held
 
 
-@given(st.sampled_from(schedule_names()), st.sampled_from([4, 6, 8]), st.integers(2, 6))
-def test_no_schedule_idles_less_or_holds_less_than_it_says(name, ranks, units):
-    said, idle, held = over_whole_units(name, ranks, units)
-    assert said[0] <= min(idle) + 1e-9
-    assert said[1] <= held + 1e-9
+@pytest.mark.parametrize("name", schedule_names())
+def test_no_schedule_idles_less_or_holds_less_than_it_says(name):
+    for ranks, backward in product((2, 4, 6, 8), (2, 3)):
+        step = ranks if schedule_type(name).takes_chunks else 1
+        for microbatches in range(step, 3 * ranks + 1, step):
+            said, idle, held = said_and_clocked(name, ranks, microbatches, backward)
+            assert said[0] <= min(idle) + 1e-9, (ranks, microbatches, backward)
+            assert said[1] <= held + 1e-9, (ranks, microbatches)
 
 
 @given(
@@ -43,5 +52,11 @@ def test_no_schedule_idles_less_or_holds_less_than_it_says(name, ranks, units):
     st.integers(2, 6),
 )
 def test_all_but_the_forms_of_chimera_idle_and_hold_just_what_they_say(name, ranks, units):
-    said, idle, held = over_whole_units(name, ranks, units)
+    said, idle, held = said_and_clocked(name, ranks, units * ranks)
     assert (said[0], said[1]) == (pytest.approx(max(idle)), pytest.approx(held))
+
+
+@given(st.sampled_from(schedule_names()), st.sampled_from([4, 6, 8]), st.integers(3, 6))
+def test_only_a_schedule_that_says_so_holds_all_microbatches_of_a_long_step(name, ranks, units):
+    _, _, held = said_and_clocked(name, ranks, units * ranks)
+    assert schedule_type(name).holds_all == (held == units * ranks)
