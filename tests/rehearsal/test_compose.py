@@ -9,10 +9,10 @@ from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.compose import Hosting, compose, one_pass, renamed_layers, situations, telling_actions
 from llama_core.rehearsal.trace import trace_rank
+from llama_core.schedules.registry import schedule_names
 
 SPEC = ModelSpec("composed", "llama3", 64, 4, 4, 2, 16, 128, 512, 1e4, 1e-5, 4096, 64)
 TIED = replace(SPEC, name="composed_tied", tied_embeddings=True)
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "chimera", "chimera_doubling", "chimera_halving", "zb_h1", "zbv")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ PLANS = [
     plan_of(pp=1, dp_replicate=2, num_microbatches=4),
     plan_of(pp=1, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=4),
     plan_of(pp=1, tp=2, cp=2, zero_stage=3, num_microbatches=4),
-    *(plan_of(schedule) for schedule in SCHEDULES),
+    *(plan_of(schedule) for schedule in schedule_names()),
     plan_of("1f1b", pp=4, dp_shard=2, zero_stage=3),
     plan_of("chimera", dp_shard=2, zero_stage=3),
     plan_of("chimera", dp_shard=2, zero_stage=1),
@@ -93,7 +93,7 @@ def test_what_is_traced_of_1f1b_does_not_grow_with_the_number_of_microbatches():
     assert max(kept[1]) < 40  # of 256 computations and transfers
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_one_pass_runs_every_stage_that_a_rank_hosts(schedule):
     for actions, hosting in actions_of(plan_of(schedule)):
         assert {action.stage for action in one_pass(actions)} == set(hosting.stages)
