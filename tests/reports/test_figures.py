@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, step_record, step_records
 
-from training_reports import figures
+from training_reports import figures, page
+from training_reports.contents import RunContents
 
 PAGE_COLORS = ("#ffffff", "#1b1f25")
 sizes = st.integers(min_value=0, max_value=2**42)
@@ -155,17 +156,12 @@ def test_categories_keep_their_colour_and_order_whatever_the_profiles_hold():
     assert [bar.marker.color for bar in bars] == [figures.CATEGORY_COLORS[category] for category in expected]
 
 
-def test_every_figure_names_its_axes(steps):
-    drawn = [
-        figures.loss(steps),
-        figures.learning_rate_and_gradient_norm(steps),
-        figures.throughput(steps),
-        figures.step_time(steps),
-        figures.memory_by_step(steps),
-    ]
-    for figure in drawn:
-        assert all(axis.title.text for axis in figure.select_yaxes())
-        assert list(figure.select_xaxes())[-1].title.text == "optimizer step"
+def test_every_figure_of_a_page_names_its_axes(run):
+    contents = RunContents.read(run)
+    for panel in page._panels(contents):
+        assert list(panel.figure.select_xaxes())[-1].title.text, panel.title
+    for panel in page._panels_by_step(contents):
+        assert all(axis.title.text for axis in panel.figure.select_yaxes()), panel.title
     assert figures.memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory of one rank (GiB)"
 
 

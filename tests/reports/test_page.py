@@ -63,14 +63,15 @@ def test_the_page_loads_nothing_from_anywhere(run):
 def test_plotly_is_embedded_once_however_many_figures_there_are(run):
     html = write_report(run).read_text()
     assert html.count("plotly.js v") == 1
-    assert Page(run.report).tags["figure"] == 6
+    assert Page(run.report).tags["figure"] > 1
 
 
 def test_the_page_is_titled_after_the_run_and_every_figure_is_described(run):
     page = report(run)
     assert f"{run.name} · training report" in page.text
     labels = [attributes["aria-label"] for _, attributes in page.elements if attributes.get("role") == "img"]
-    assert len(labels) == 6
+    assert len(labels) == page.tags["figure"]
+    assert all(label.partition(". ")[2] for label in labels)
     first, *_, last = step_records()
     assert labels[0] == f"Loss. Steps 1 to 40: training loss from {first.loss:.4f} to {last.loss:.4f} nats per token."
 
