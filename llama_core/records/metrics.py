@@ -39,7 +39,7 @@ def read_metrics(run: RunDirectory) -> "pa.Table":
 
 def read_heartbeat(run: RunDirectory) -> StepRecord | None:
     """Return the record of the last completed step, or None if none can be read."""
-    with suppress(RunDirectoryError):
+    with suppress(RunDirectoryError, TypeError):  # TypeError: a version whose steps have other fields wrote it
         return StepRecord(**read_json(run.heartbeat))
     return None
 

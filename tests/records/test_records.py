@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 from step_record import record
@@ -6,7 +7,7 @@ from step_record import record
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, read_json, write_json
-from llama_core.records.metrics import drop_metrics_after, read_metrics, write_metrics_part
+from llama_core.records.metrics import drop_metrics_after, read_heartbeat, read_metrics, write_metrics_part
 
 
 @pytest.fixture
@@ -81,3 +82,9 @@ def test_resuming_forgets_the_heartbeat_of_a_step_that_will_be_taken_again(run):
     assert run.heartbeat.exists()
     drop_metrics_after(run, 4)
     assert not run.heartbeat.exists()
+
+
+def test_a_run_of_another_version_goes_on_though_its_steps_have_other_fields(run):
+    write_json(run.heartbeat, asdict(record(2)) | {"unknown": 1.0})
+    drop_metrics_after(run, 1)
+    assert read_heartbeat(run) is None
