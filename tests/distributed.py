@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks of this machine and returns what each rank returned."""
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -18,28 +19,30 @@ def run_ranks(world_size, function, *args, timeout=TIMEOUT_SECONDS):
     """Return ``[function(*args) on rank 0, ... on rank 1, ...]``; the function and its values must be picklable.
 
     Inside, ``torch.distributed`` is initialised with gloo and every rank computes with one thread. The first rank
-    that raises ends the others, and its traceback becomes an ``AssertionError``.
+    that raises ends the others, and its traceback becomes an ``AssertionError``; of a rank that dies, its exit code and
+    what it printed on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_run, args=(rank, world_size, str(Path(folder) / "store"), sender, function, args), daemon=True
+                target=_run, args=(rank, world_size, Path(folder), sender, function, args), daemon=True
             )
+            _stderr(Path(folder), rank).touch()
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, timeout)
+            return _collect(pipes, processes, Path(folder), timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes, timeout):
+def _collect(pipes, processes, folder, timeout):
     results = {}
     waiting = dict(enumerate(pipes))
     while waiting:
@@ -49,22 +52,32 @@ def _collect(pipes, timeout):
             try:
                 succeeded, value = waiting.pop(rank).recv()
             except EOFError:
-                succeeded, value = False, "it died without an answer"
+                processes[rank].join()
+                printed = _stderr(folder, rank).read_text()
+                succeeded, value = False, f"died with exit code {processes[rank].exitcode}\n{printed}"
             assert succeeded, f"rank {rank}: {value}"
             results[rank] = value
     return [results[rank] for rank in sorted(results)]
 
 
-def _run(rank, world_size, store, sender, function, args):
+def _stderr(folder, rank):
+    return folder / f"rank-{rank}.stderr"
+
+
+def _run(rank, world_size, folder, sender, function, args):
     import torch
     import torch.distributed as dist
+
+    with _stderr(folder, rank).open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    faulthandler.enable(2)
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=dist.FileStore(str(folder / "store"), world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=TIMEOUT_SECONDS),
