@@ -3,6 +3,11 @@
 import pytest
 
 
+def wide(*values):
+    """Return a test parameter that is left to ``make test-wide``."""
+    return pytest.param(*values, marks=pytest.mark.wide)
+
+
 def cases(table, *, narrow):
     """Return a test parameter for every entry of a table, named by its key; all but the ``narrow`` ones are wide."""
     assert set(narrow) <= set(table)

@@ -8,6 +8,7 @@ from distributed import run_ranks
 from operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from width import wide
 
 from llama_core.models.loss import IGNORE_INDEX, linear_cross_entropy
 
@@ -69,7 +70,7 @@ PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3, t
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, wide(4)])
 def test_ranks_that_divide_the_vocabulary_compute_what_one_computes_alone(world_size, dtype):
     alone = loss_and_gradients(*problem(dtype), chunk_tokens=17)
     assert_same(run_ranks(world_size, of_a_problem, dtype), alone, PRECISIONS[dtype])

@@ -1,6 +1,7 @@
 """Compiled blocks: how many graphs they make under each way to divide the work, and that they compute the same."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from parity import largest_differences
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from width import cases, wide
 
 from llama_core.config.models import model_spec
 from llama_core.models.batch import Batch, Documents
@@ -28,6 +30,7 @@ DIVISIONS = {
     "PP": {"pp": 2},
     "TP x FSDP": {"tp": 2, "dp_shard": 2, "zero_stage": 2},
 }
+CASES = {f"{division}-{recompute}": (division, recompute) for division, recompute in product(DIVISIONS, RECOMPUTE)}
 
 
 @pytest.fixture
@@ -49,9 +52,9 @@ def take_step(plan):
     model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_all_blocks_are_one_graph_whatever_they_recompute(graphs, division, recompute):
+@pytest.mark.parametrize("case", cases(CASES, narrow={"alone-none", "FSDP-full", "PP-none", "TP x FSDP-selective"}))
+def test_all_blocks_are_one_graph_whatever_they_recompute(graphs, case):
+    division, recompute = case
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
     if plan.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
@@ -63,7 +66,7 @@ def test_all_blocks_are_one_graph_whatever_they_recompute(graphs, division, reco
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", ["none", wide("selective"), wide("full")])
 def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute):
     """One for the first microbatch, and one for all others, whose number of documents is no longer taken as fixed."""
     with torch.device("meta"):
@@ -83,7 +86,7 @@ def make_graphs_without_code():
 
 
 @pytest.mark.parametrize(
-    ("division", "recompute"), [("FSDP", "full"), ("TP", "full"), ("TP", "selective"), ("CP", "selective")]
+    ("division", "recompute"), [("FSDP", "full"), wide("TP", "full"), wide("TP", "selective"), wide("CP", "selective")]
 )
 def test_compiled_blocks_train_as_one_process_does_without_them(division, recompute):
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)

@@ -7,6 +7,7 @@ import torch
 from distributed import run_ranks
 from parity import ADAPTED, SEQ_LEN, TIED, UNTIED
 from torch.utils._python_dispatch import TorchDispatchMode
+from width import wide
 
 from llama_core.models.batch import Batch
 from llama_core.parallel.apply import ParallelModel
@@ -24,16 +25,16 @@ TRANSFERS = {
     "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: args[0]),
 }
 PLANS = [
-    ParallelPlan(dp_replicate=2, num_microbatches=2),
-    ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=3),
     ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=3),
-    ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
     ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2),
-    ParallelPlan(tp=2, recompute="full", dp_shard=2, zero_stage=3, num_microbatches=2),
-    ParallelPlan(tp=2, recompute="full", sequence_parallel=False),
     ParallelPlan(cp=2, zero_stage=3, recompute="full"),
-    ParallelPlan(pp=2, schedule="chimera", num_microbatches=4),
-    ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4, dp_shard=2, zero_stage=3),
+    wide(ParallelPlan(dp_replicate=2, num_microbatches=2)),
+    wide(ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=3)),
+    wide(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2)),
+    wide(ParallelPlan(tp=2, recompute="full", dp_shard=2, zero_stage=3, num_microbatches=2)),
+    wide(ParallelPlan(tp=2, recompute="full", sequence_parallel=False)),
+    wide(ParallelPlan(pp=2, schedule="chimera", num_microbatches=4)),
+    wide(ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4, dp_shard=2, zero_stage=3)),
 ]
 
 
@@ -80,10 +81,10 @@ def test_every_rank_sends_what_is_counted(plan):
 @pytest.mark.parametrize(
     "plan",
     [
-        ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2),
-        ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2),
-        ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=1, num_microbatches=4),
         ParallelPlan(dp_replicate=2, num_microbatches=2),
+        wide(ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2)),
+        wide(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2)),
+        wide(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=1, num_microbatches=4)),
     ],
     ids=lambda plan: plan.summary(),
 )

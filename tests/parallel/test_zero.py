@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from parity import ADAPTED, NUM_STEPS, TIED, TRAINING, UNTIED, make_batch, train, undefined
+from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.errors import EnvironmentMismatchError, PlanError
@@ -98,13 +99,13 @@ def assert_equal_but_for_rounding(ranks, expected):
 @pytest.mark.parametrize(
     ("spec", "choices"),
     [
-        (UNTIED, {"zero_stage": 1, "compile": True}),
-        (UNTIED, {"zero_stage": 2, "recompute": "selective"}),
         (TIED, {"zero_stage": 2, "offload": "optimizer"}),
-        (UNTIED, {"zero_stage": 3, "recompute": "selective"}),
-        (TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (5,)}),
         (ADAPTED, {"zero_stage": 1}),
-        (ADAPTED, {"zero_stage": 3, "offload": "optimizer", "recompute": "selective"}),
+        wide(UNTIED, {"zero_stage": 1, "compile": True}),
+        wide(UNTIED, {"zero_stage": 2, "recompute": "selective"}),
+        wide(UNTIED, {"zero_stage": 3, "recompute": "selective"}),
+        wide(TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (5,)}),
+        wide(ADAPTED, {"zero_stage": 3, "offload": "optimizer", "recompute": "selective"}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -112,7 +113,7 @@ def test_training_is_that_of_one_process_without_deepspeed(spec, choices):
     assert_equal_but_for_rounding(two_ranks(DeepSpeedPlan(**choices), spec), alone(spec))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
 def test_bf16_begins_with_the_same_fp32_weights_and_stays_near_fp32(stage):
     drawn = {name: p.detach().numpy() for name, p in build_llama(UNTIED, device="cpu", seed=1).named_parameters()}
     for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
@@ -123,7 +124,7 @@ def test_bf16_begins_with_the_same_fp32_weights_and_stays_near_fp32(stage):
         np.testing.assert_allclose(ours["norms"], alone(UNTIED)["norms"][""], rtol=2**-9)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
 def test_nothing_is_printed(stage):
     for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
         assert ours["output"] == ""
@@ -217,9 +218,9 @@ def resumed(plan, dtype, folder):
 @pytest.mark.parametrize(
     ("choices", "dtype"),
     [
-        ({"zero_stage": 1}, torch.bfloat16),
+        wide({"zero_stage": 1}, torch.bfloat16),
         ({"zero_stage": 2, "offload": "optimizer"}, torch.float32),
-        ({"zero_stage": 3, "offload": "parameters"}, torch.bfloat16),
+        wide({"zero_stage": 3, "offload": "parameters"}, torch.bfloat16),
     ],
 )
 def test_a_run_goes_on_from_its_renamed_checkpoint_as_if_nothing_had_happened(tmp_path, choices, dtype):
@@ -246,7 +247,7 @@ def with_and_without_a_spoiled_step(stage, dtype):
     return outcome, *(weights_of(model) for model in models)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32)])
+@pytest.mark.parametrize(("stage", "dtype"), [wide(1, torch.bfloat16), (2, torch.float32), wide(3, torch.float32)])
 def test_a_step_with_an_infinite_loss_on_one_rank_leaves_no_trace(stage, dtype):
     for (loss, grad_norm, updated), weights, expected in run_ranks(2, with_and_without_a_spoiled_step, stage, dtype):
         assert not updated
@@ -279,10 +280,10 @@ def bytes_per_parameter(stage, dtype):
 @pytest.mark.parametrize(
     ("stage", "dtype", "expected"),
     [
-        (1, torch.bfloat16, 2 + 12 / 2 + 4),
-        (2, torch.float32, 4 + 12 / 2),
+        wide(1, torch.bfloat16, 2 + 12 / 2 + 4),
+        wide(2, torch.float32, 4 + 12 / 2),
         (2, torch.bfloat16, 2 + 12 / 2),
-        (3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4 are the buffer, of a model smaller than it may be
+        wide(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4 are the buffer, of a model smaller than it may be
     ],
 )
 def test_between_steps_a_rank_holds_the_bytes_of_its_stage(stage, dtype, expected):

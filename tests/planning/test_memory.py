@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from width import wide
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_names, model_spec
@@ -112,12 +113,12 @@ def pipeline(schedule, zero_stage, pp=2, **choices):
 @pytest.mark.parametrize(
     ("plan", "pp_rank", "precision"),
     [
-        (pipeline("interleaved", 2, num_chunks=2, dp_replicate=2), 0, "bf16"),
-        (pipeline("chimera_doubling", 3, recompute="full"), 0, "bf16"),
-        (pipeline("chimera", 3, pp=4), 1, "fp32"),
-        (pipeline("interleaved", 3, num_chunks=2), 0, "bf16"),
-        (pipeline("1f1b", 3, pp=4), 1, "bf16"),
         (pipeline("chimera", 1), 0, "fp32"),
+        wide(pipeline("interleaved", 2, num_chunks=2, dp_replicate=2), 0, "bf16"),
+        wide(pipeline("chimera_doubling", 3, recompute="full"), 0, "bf16"),
+        wide(pipeline("chimera", 3, pp=4), 1, "fp32"),
+        wide(pipeline("interleaved", 3, num_chunks=2), 0, "bf16"),
+        wide(pipeline("1f1b", 3, pp=4), 1, "bf16"),
     ],
     ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else value,
 )

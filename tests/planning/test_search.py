@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from width import wide
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
@@ -50,8 +51,8 @@ def peaks(config, plan):
     [
         ("tiny_llama3_150m", 4, "rtx4090", 64),
         ("llama3_8b", 8, "h100", 8),
-        ("llama2_13b", 8, "h100", 16),
-        ("llama2_7b", 8, "a100_40gb", 16),
+        wide("llama2_13b", 8, "h100", 16),
+        wide("llama2_7b", 8, "a100_40gb", 16),
     ],
 )
 def test_nothing_that_fits_is_faster_by_a_percent(model, gpus, gpu_type, batch_size):

@@ -2,6 +2,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from width import wide
 
 from llama_core.config import models
 from llama_core.config.models import ModelSpec
@@ -48,22 +49,26 @@ def actions_of(plan, spec=SPEC):
         yield actions, Hosting.of(plan, spec, pp_rank)
 
 
+NARROW_PLANS = [
+    plan_of("chimera", dp_shard=2, zero_stage=3),
+    plan_of("1f1b", recompute="full", recomputed_layers=(2, 1)),
+]
 PLANS = [
+    *NARROW_PLANS,
     plan_of(pp=1, dp_replicate=2, num_microbatches=4),
     plan_of(pp=1, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=4),
     plan_of(pp=1, tp=2, cp=2, zero_stage=3, num_microbatches=4),
     *(plan_of(schedule) for schedule in schedule_names()),
     plan_of("1f1b", pp=4, dp_shard=2, zero_stage=3),
-    plan_of("chimera", dp_shard=2, zero_stage=3),
     plan_of("chimera", dp_shard=2, zero_stage=1),
     plan_of("interleaved", dp_shard=2, dp_replicate=2, zero_stage=3),
     plan_of("1f1b", tp=2),
-    plan_of("1f1b", recompute="full", recomputed_layers=(2, 1)),
 ]
 CASES = [
-    *((SPEC.name, plan) for plan in PLANS),
-    (TIED.name, plan_of("interleaved", dp_shard=2, zero_stage=3)),
     (TIED.name, plan_of("zbv")),
+    *((SPEC.name, plan) for plan in NARROW_PLANS),
+    *(wide(SPEC.name, plan) for plan in PLANS[len(NARROW_PLANS) :]),
+    wide(TIED.name, plan_of("interleaved", dp_shard=2, zero_stage=3)),
 ]
 
 

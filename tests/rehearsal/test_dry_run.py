@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from width import wide
 
 from llama_core.config import models
 from llama_core.config.models import ModelSpec
@@ -173,11 +174,14 @@ PLANS = {
 PHASES = ("forward", "backward", "optimizer")
 PRECISE = ("training.precision=fp32", "data.document_mask=true")
 HALF = ("training.precision=bf16", "data.document_mask=false")
+NARROW = ("cp2", "zero2", "interleaved", "1f1b partly full", "tp2 1f1b zero3")
 CASES = [
-    *(("medium", HALF, name) for name in PLANS),
-    *(("medium", PRECISE, name) for name in ("tp2", "cp2")),
-    *(("medium_tied", HALF, name) for name in ("zero3", "chimera")),
-    ("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
+    *(("medium", HALF, name) for name in NARROW),
+    *(wide("medium", HALF, name) for name in PLANS if name not in NARROW),
+    ("medium", PRECISE, "tp2"),
+    wide("medium", PRECISE, "cp2"),
+    *(wide("medium_tied", HALF, name) for name in ("zero3", "chimera")),
+    wide("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
 ]
 
 

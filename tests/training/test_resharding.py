@@ -5,6 +5,7 @@ import torch
 from distributed import run_ranks
 from parity import TIED, UNTIED, native_engine, own_microbatches, undefined
 from torch.distributed.tensor import DTensor
+from width import wide
 
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
@@ -78,14 +79,14 @@ def path(tmp_path):
 
 
 WAYS = [
-    ("tp2 pp2", "dp4"),
     ("tp2 pp2", "alone"),
-    ("tp2 pp2", "zero3 dp4"),
-    ("alone", "tp2 pp2"),
-    ("zero3 dp4", "pp4 chimera"),
-    ("pp4 chimera", "tp2 zero1 dp2"),
     ("hsdp", "pp2 interleaved"),
-    ("dp4", "cp2"),
+    wide("tp2 pp2", "dp4"),
+    wide("tp2 pp2", "zero3 dp4"),
+    wide("alone", "tp2 pp2"),
+    wide("zero3 dp4", "pp4 chimera"),
+    wide("pp4 chimera", "tp2 zero1 dp2"),
+    wide("dp4", "cp2"),
 ]
 
 
