@@ -1,4 +1,4 @@
-"""Documents as a kernel takes them, against the mask that says the same."""
+"""Document boundaries for the kernel agree with the document mask."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head
 
 @st.composite
 def packed_positions(draw):
-    """Positions of rows of equal length, cut into documents anywhere; a row may begin inside of one."""
+    """Draw positions of rows of equal length, cut into documents anywhere; a row may begin inside one."""
     num_rows, row_length = draw(st.integers(1, 3)), draw(st.integers(1, 12))
     rows = []
     for _ in range(num_rows):
@@ -37,7 +37,7 @@ def packed_positions(draw):
 
 
 @given(packed_positions())
-def test_documents_begin_where_the_mask_begins_to_see(positions_BS):
+def test_document_boundaries_agree_with_the_mask(positions_BS):
     documents = Documents.of_positions(positions_BS)
     lengths = documents.starts.diff().tolist()
     assert documents.starts.dtype == torch.int32
@@ -54,8 +54,8 @@ def _blocks(visible_TT, size):
     return (visible_TT[at : at + size, at : at + size] for at in range(0, len(visible_TT), size))
 
 
-def attention_of_each(q_TNH, k_TKH, v_TKH, starts, key_starts, longest, longest_key, *, window_size, **options):
-    """Compute what the kernel for documents does, one document after the other."""
+def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, longest, longest_key, *, window_size, **options):
+    """Compute the document kernel's result, one document at a time."""
     assert (window_size, longest) == ((-1, 0), longest_key)
     assert torch.equal(starts, key_starts)
     assert options == layers._GROUPED_HEADS
@@ -69,12 +69,12 @@ def attention_of_each(q_TNH, k_TKH, v_TKH, starts, key_starts, longest, longest_
 
 
 @given(packed_positions())
-def test_attention_to_documents_is_attention_under_the_mask(positions_BS):
-    """With the kernel's place taken by what its documentation says it computes."""
+def test_attention_to_documents_matches_attention_under_the_mask(positions_BS):
+    """A stand-in follows the kernel's documentation."""
     num_rows, row_length = positions_BS.shape
     q, k, v = (torch.randn(num_rows, row_length, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "varlen_attn", attention_of_each)
+        patch.setattr(layers, "varlen_attn", attention_per_document)
         out = attend(q, k, v, Documents.of_positions(positions_BS))
     torch.testing.assert_close(out, attend(q, k, v, document_mask(positions_BS, torch.float64)))
 
@@ -100,7 +100,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_selective_recomputation_keeps_what_the_kernel_returns(recompute, times):
+def test_selective_recomputation_keeps_the_kernels_output(recompute, times):
     with torch.device("meta"):
         model = Llama(SPEC, compute_dtype=torch.bfloat16)
     apply_recompute(model, recompute)
@@ -123,8 +123,8 @@ def flops_counted(documents):
 
 
 @pytest.mark.parametrize("number", [2, 7])
-def test_flops_are_those_of_rows_that_are_one_document_however_many_there_are(number):
-    """Every token against the longest document, and not every document as long as the longest."""
+def test_flops_depend_on_the_longest_document_and_not_on_their_number(number):
+    """Count each token against the longest document, not each document at full length."""
     masked, kernel = flops_counted(None), flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 64))
     shorter = flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 32))
     assert kernel == masked

@@ -15,9 +15,9 @@ from llama_core.models.llama import Llama
 
 
 def shrunk(name):
-    """The variant with everything small that is not a trait of its family."""
+    """Return the variant with small sizes and the traits of its family."""
     spec = model_spec(name)
-    scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens feel it
+    scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens show it
     num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
     return replace(
         spec,
@@ -59,8 +59,8 @@ def hugging_face_model(spec, attention="sdpa"):
     return LlamaForCausalLM(hugging_face_config(spec, attn_implementation=attention)).eval()
 
 
-def model_with_lively_weights(spec):
-    """Weights far larger than initial ones, so that attention is sharp and every norm weight matters."""
+def model_with_large_weights(spec):
+    """Return a model with weights so large that attention is sharp and every norm weight matters."""
     model = Llama(spec)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def renamed(model):
 
 
 def load(theirs, ours):
-    """Give a model of transformers our weights."""
+    """Load our weights into a transformers model."""
     theirs.load_state_dict(renamed(ours), strict=not ours.spec.tied_embeddings)
 
 
@@ -84,9 +84,9 @@ def random_tokens(*shape):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", model_names())
-def test_logits_equal_those_of_transformers_for_the_same_weights(name, attention):
+def test_logits_match_transformers_for_the_same_weights(name, attention):
     spec = shrunk(name)
-    ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec, attention)
+    ours, theirs = model_with_large_weights(spec), hugging_face_model(spec, attention)
     load(theirs, ours)
     tokens = random_tokens(2, 48)
     with torch.no_grad():
@@ -113,7 +113,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("name", ["llama1_7b", "llama3_2_1b", "code_llama_34b"])
-def test_rotary_frequencies_equal_those_of_transformers(name, scaling):
+def test_rotary_frequencies_match_transformers(name, scaling):
     spec = replace(model_spec(name), rope_scaling=scaling)
     theirs = LlamaRotaryEmbedding(hugging_face_config(spec))
     torch.testing.assert_close(rope_frequencies(spec), theirs.inv_freq, rtol=1e-6, atol=0)
@@ -121,22 +121,22 @@ def test_rotary_frequencies_equal_those_of_transformers(name, scaling):
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b"])
-def test_the_model_of_a_folder_that_transformers_wrote_has_its_logits(name, scaling, tmp_path):
+def test_a_model_read_from_a_transformers_folder_gives_its_logits(name, scaling, tmp_path):
     spec = replace(shrunk(name), rope_scaling=scaling, rope_theta=2e4, norm_eps=3e-5, max_context=256)
     theirs = hugging_face_model(spec).double()
     theirs.config.save_pretrained(tmp_path)
     read = read_folder(str(tmp_path))
     assert read == replace(spec, name=tmp_path.name, family="llama", default_seq_len=256)
-    ours = model_with_lively_weights(read).double()
+    ours = model_with_large_weights(read).double()
     ours.compute_dtype = ours.tok_embeddings.out_dtype = torch.float64
     load(theirs, ours)
     tokens = random_tokens(2, 200)
     with torch.no_grad():
-        # angles are in fp32 on both sides, where a frequency of 1e-7 off turns by 2e-5 radians over 200 positions
+        # both sides compute angles in fp32; a frequency off by 1e-7 turns by 2e-5 radians over 200 positions
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-3)
 
 
-def test_a_folder_in_the_spelling_of_transformers_4_is_the_same_model(tmp_path):
+def test_a_folder_with_transformers_4_keys_is_the_same_model(tmp_path):
     spec = shrunk("llama3_2_1b")
     config = hugging_face_config(spec).to_dict()
     rope = config.pop("rope_parameters")
@@ -148,7 +148,7 @@ def test_a_folder_in_the_spelling_of_transformers_4_is_the_same_model(tmp_path):
     torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
 
 
-def test_what_a_folder_leaves_out_is_what_transformers_takes(tmp_path):
+def test_missing_keys_take_the_defaults_of_transformers(tmp_path):
     sizes = {
         "vocab_size": 96,
         "hidden_size": 48,
@@ -163,9 +163,9 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m"])
-def test_packed_documents_have_the_logits_transformers_gives_each_alone(name):
+def test_packed_documents_match_transformers_on_each_alone(name):
     spec = shrunk(name)
-    ours, theirs = model_with_lively_weights(spec), hugging_face_model(spec)
+    ours, theirs = model_with_large_weights(spec), hugging_face_model(spec)
     load(theirs, ours)
     tokens = random_tokens(1, 48)
     positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
@@ -186,7 +186,7 @@ def shapes_of_transformers(spec):
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_names_and_shapes_are_those_of_transformers(name):
+def test_names_and_shapes_match_transformers(name):
     spec = shrunk(name)
     shapes = shapes_of_transformers(spec)
     check_weights(spec, shapes, source="there")
@@ -195,7 +195,7 @@ def test_names_and_shapes_are_those_of_transformers(name):
     assert ("lm_head.weight" in ours) == (not spec.tied_embeddings)
 
 
-def test_rotary_frequencies_and_a_tied_head_may_be_there():
+def test_stored_rotary_frequencies_and_a_tied_head_are_accepted():
     spec = shrunk("tiny_llama3_50m")
     shapes = shapes_of_transformers(spec)
     check_weights(spec, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}, source="there")
@@ -204,7 +204,7 @@ def test_rotary_frequencies_and_a_tied_head_may_be_there():
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b"])
-def test_our_configuration_says_to_transformers_what_its_own_would(name, scaling):
+def test_transformers_reads_our_config_as_its_own(name, scaling):
     spec = replace(model_spec(name), rope_scaling=scaling)
     theirs = hugging_face_config(spec).to_dict()
     read = LlamaConfig(**config_json(spec, "bf16")).to_dict()
@@ -217,7 +217,7 @@ def test_our_configuration_says_to_transformers_what_its_own_would(name, scaling
 
 @pytest.mark.parametrize("left_out", [(), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_our_configuration_is_the_same_model_in_the_spelling_of_either_version(scaling, left_out, tmp_path):
+def test_our_config_gives_the_same_model_with_either_versions_keys(scaling, left_out, tmp_path):
     spec = replace(model_spec("llama2_7b"), rope_scaling=scaling)
     config = {key: value for key, value in config_json(spec, "bf16").items() if key not in left_out}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -252,7 +252,7 @@ def test_weights_of_another_model_are_refused_in_one_line(change, complaint):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_405b_checkpoint_with_16_key_value_heads_is_refused_by_their_number():
+def test_a_405b_checkpoint_with_16_key_value_heads_is_refused_for_its_head_count():
     spec = model_spec("llama3_405b")
     first_release = parameter_shapes(replace(spec, num_kv_heads=16))
     theirs = {hugging_face_name(name): shape for name, shape in first_release.items()}

@@ -30,14 +30,14 @@ def test_rms_norm_of_bf16_is_computed_in_fp32_and_returned_in_bf16():
     torch.testing.assert_close(normed.double(), exact, rtol=2**-8, atol=0)  # one rounding to bf16
 
 
-def test_linear_computes_in_the_dtype_of_its_input_and_keeps_the_gradient_in_that_of_its_weight():
+def test_linear_computes_in_the_input_dtype_and_keeps_the_gradient_in_the_weight_dtype():
     linear = Linear(8, 4)
     out = linear(torch.randn(3, 8, dtype=torch.bfloat16))
     out.sum().backward()
     assert (out.dtype, linear.weight.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_rotated_queries_and_keys_depend_on_the_distance_between_positions_alone():
+def test_rotated_scores_depend_only_on_the_distance_between_positions():
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, LLAMA_405B.head_dim)
 

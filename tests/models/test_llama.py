@@ -48,7 +48,7 @@ def test_every_parameter_receives_the_gradient_of_the_plain_loss(spec):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_documents_packed_in_one_row_have_the_logits_each_has_alone():
+def test_packed_documents_give_the_same_logits_as_each_alone():
     model = build(UNTIED)
     tokens = random_tokens(1, 30)
     positions = torch.cat((torch.arange(11), torch.arange(19)))[None]
@@ -74,7 +74,7 @@ def test_no_logit_depends_on_a_later_token():
     assert (before[:, 9:] != after[:, 9:]).any(-1).all()
 
 
-def test_compute_in_bf16_keeps_parameters_and_gradients_in_fp32_and_the_loss_near():
+def test_bf16_compute_keeps_fp32_parameters_and_gradients_and_nearly_the_same_loss():
     tokens, targets = random_tokens(2, 16), random_tokens(2, 16)
     exact, model = build(TIED), build(TIED, compute_dtype=torch.bfloat16)
     loss = model(tokens, targets)
@@ -97,7 +97,7 @@ def test_a_training_step_runs_on_fake_tensors_with_packed_documents():
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
 
 
-def test_the_residual_stream_is_shaped_on_the_meta_device():
+def test_the_residual_stream_has_its_shape_on_the_meta_device():
     with torch.device("meta"):
         model = Llama(TIED)
         stream = model(torch.zeros((2, 8), dtype=torch.long), layers=range(TIED.num_layers - 1))
@@ -105,7 +105,7 @@ def test_the_residual_stream_is_shaped_on_the_meta_device():
 
 
 @pytest.mark.parametrize("spec", [TIED, UNTIED])
-def test_the_parts_of_a_model_compute_in_turn_what_the_whole_does(spec):
+def test_the_parts_of_a_model_in_turn_match_the_whole(spec):
     whole, tokens = build(spec), random_tokens(2, 16)
     cut = spec.num_layers // 2
     first, last = (Llama(spec, layers=layers) for layers in (range(cut), range(cut, spec.num_layers)))
@@ -131,7 +131,7 @@ def test_initial_weights_have_the_stated_moments_and_cut():
         assert weight.abs().max().item() <= expected[2] * (1 + 1e-6), name
 
 
-def test_initial_weights_depend_on_seed_and_name_but_not_on_what_else_is_built():
+def test_initial_weights_depend_on_seed_and_name_but_not_on_other_layers():
     whole = dict(build(TIED).named_parameters())
     part = build(TIED)
     del part.layers["0"]

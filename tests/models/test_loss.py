@@ -47,8 +47,8 @@ def test_loss_and_gradients_equal_the_plain_ones_for_any_shape_and_chunk(shape, 
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
 
-# fp32 differs by the order of its sums. In bf16 both round the logits alike, then the gradient of the logits and the
-# results once more, with 8 bits each; in fp16 with 11.
+# fp32 differs in the order of its sums. In bf16 both round the logits alike, then round the gradient of the logits and
+# the results again, to 8 bits each; in fp16 to 11.
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype", "loss_rtol", "grad_tolerance"),
     [
@@ -118,7 +118,7 @@ def test_extreme_logits_give_a_finite_loss():
     assert torch.isfinite(weight.grad).all()
 
 
-def test_no_token_is_no_loss():
+def test_no_tokens_give_no_loss():
     hidden, weight, targets = problem((0, 4, 11))
     loss, _, weight_gradient = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)
     assert loss.item() == 0
@@ -138,18 +138,18 @@ def median_relative_error(values, exact):
     return ((values - exact).norm(dim=-1) / exact.norm(dim=-1)).median()
 
 
-# The logits are rounded to 11 bits, half a unit in 2**11 of up to 4 * spread, and change a probability by as much.
+# Logits of up to 4 * spread are rounded by half a unit in 2**11, which changes a probability by as much.
 @pytest.mark.parametrize(("spread", "tolerance"), [(0.02, 5e-4), (1.0, 1e-3), (8.0, 1e-2)])
-def test_in_fp16_no_answer_is_too_improbable_to_have_a_gradient(spread, tolerance):
+def test_in_fp16_no_target_is_too_improbable_to_have_a_gradient(spread, tolerance):
     hidden, weight, targets = peaked_problem(spread)
     gradients = loss_and_gradients(linear_cross_entropy, hidden, weight, targets)[1:]
     exact = loss_and_gradients(plain_loss, hidden.double(), weight.double(), targets)[1:]
     for gradient, expected in zip(gradients, exact, strict=True):
         assert median_relative_error(gradient.double(), expected) < tolerance
-        assert gradient.any(dim=-1).all()  # a softmax rounded to fp16 would lose a fifth of the answers
+        assert gradient.any(dim=-1).all()  # a softmax rounded to fp16 would lose a fifth of the targets
 
 
-def test_many_tokens_with_one_answer_stay_within_fp16():
+def test_many_tokens_with_one_target_stay_within_fp16():
     hidden = torch.full((512, 4), 200.0, dtype=torch.float16, requires_grad=True)
     weight = torch.zeros(8, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, torch.zeros(512, dtype=torch.long)), weight)

@@ -1,4 +1,4 @@
-"""Adapters that a run may begin with: refused before a job is made, in one line that names the remedy."""
+"""Bad adapters are refused before a job exists, in one line that names the remedy."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_hf import model_with_lively_weights, renamed
+from test_hf import model_with_large_weights, renamed
 from test_pretrained import CONFIG, SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ def refusal(source, spec=SPEC):
 @pytest.fixture
 def base(tmp_path):
     (tmp_path / "base").mkdir()
-    save_file(renamed(model_with_lively_weights(CONFIG.spec)), tmp_path / "base" / "model.safetensors")
+    save_file(renamed(model_with_large_weights(CONFIG.spec)), tmp_path / "base" / "model.safetensors")
     (tmp_path / "base" / "config.json").write_text(json.dumps(config_json(CONFIG.spec)))
     return tmp_path / "base"
 
@@ -52,19 +52,19 @@ def folder(base):
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), MATRICES, TARGETS])
-def test_peft_has_the_same_adapters_by_the_same_names(tmp_path, targets):
+def test_peft_has_the_same_adapters_under_the_same_names(tmp_path, targets):
     model = get_peft_model(
         LlamaForCausalLM(LlamaConfig(**config_json(CONFIG.spec))),
         LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), task_type="CAUSAL_LM"),
     )
     model.save_pretrained(tmp_path)
     theirs = {name: tuple(weight.shape) for name, weight in load_file(tmp_path / ADAPTERS).items() if "lora_" in name}
-    spec = replace(SPEC, lora=beside(targets))
+    spec = replace(SPEC, lora=lora_on(targets))
     assert {peft_name(name): shape for name, shape in adapter_shapes(spec).items()} == theirs
     assert adapter_weights(spec, tmp_path).keys() == adapter_shapes(spec).keys()
 
 
-def beside(targets):
+def lora_on(targets):
     return LoRA(lora_rank=4, lora_alpha=8, target_modules=targets)
 
 
@@ -75,12 +75,12 @@ def test_adapters_and_their_base_are_found(folder, base):
 
 
 @pytest.mark.parametrize("targets", ["q_proj|v_proj", r".*\.(q|v)_proj"])
-def test_a_pattern_stands_for_the_matrices_that_have_adapters(folder, targets):
+def test_a_target_pattern_matches_the_matrices_with_adapters(folder, targets):
     describe(folder, target_modules=targets)
     assert check_pretrained(SPEC, folder) == []
 
 
-def test_names_with_their_parent_and_keys_without_effect_are_taken(folder):
+def test_names_with_their_parent_and_keys_without_effect_are_accepted(folder):
     describe(
         folder,
         target_modules=["self_attn.q_proj", "self_attn.v_proj"],
@@ -166,18 +166,18 @@ KEY_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
         ),
     ],
 )
-def test_adapters_that_this_run_cannot_begin_with_are_refused(folder, change, complaint):
+def test_adapters_that_this_run_cannot_start_from_are_refused(folder, change, complaint):
     change(folder)
     assert complaint in refusal(folder)
 
 
-def test_a_run_that_trains_every_weight_cannot_begin_with_adapters(folder):
+def test_a_run_that_trains_every_weight_cannot_start_from_adapters(folder):
     assert "holds adapters, which only strategy=lora trains; use that, or merge" in refusal(folder, CONFIG.spec)
 
 
 @pytest.fixture
 def checkpoint(base):
-    """A checkpoint of a run that trains adapters, as far as can be seen without reading weights."""
+    """A checkpoint of an adapter run, complete except for real weights."""
     checkpoint = RunDirectory(base.with_name("run")).checkpoints / checkpoint_name(2)
     checkpoint.mkdir(parents=True)
     (checkpoint / "__0_0.distcp").write_bytes(b"weights")
@@ -193,7 +193,7 @@ def reconfigure(checkpoint, **changes):
     (checkpoint / "config.yaml").write_text(config.to_yaml())
 
 
-def test_a_checkpoint_of_adapters_has_the_base_that_its_run_began_with(checkpoint, base, folder):
+def test_an_adapter_checkpoint_has_the_base_its_run_started_from(checkpoint, base, folder):
     assert check_pretrained(SPEC, checkpoint) == []
     assert origin_of(checkpoint).base == base
     reconfigure(checkpoint, training={"init_from": str(folder)})
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_of_adapters_is_refused(checkpoint):
     assert "is damaged (__0_0.distcp has 0 of 7 bytes)" in refusal(checkpoint)
 
 
-def test_the_base_of_a_folder_cannot_be_a_run_that_may_go_on(checkpoint, folder):
+def test_the_base_of_a_folder_cannot_be_a_run_or_its_adapter_checkpoint(checkpoint, folder):
     run = checkpoint.parents[1]
     describe(folder, base_model_name_or_path=str(run))
     assert f"is the run {run}; name one of its checkpoints" in refusal(folder)
@@ -236,7 +236,7 @@ def test_the_base_of_a_folder_cannot_be_a_run_that_may_go_on(checkpoint, folder)
     assert "strategy=lora and holds no full model; name one that does" in refusal(folder)
 
 
-def test_a_base_that_was_drawn_is_known_by_its_seed(checkpoint):
+def test_a_randomly_drawn_base_is_identified_by_its_seed(checkpoint):
     reconfigure(checkpoint, training={"seed": 5})
     assert check_pretrained(SPEC, checkpoint) == []
     origin = origin_of(checkpoint)

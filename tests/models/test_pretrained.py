@@ -1,4 +1,4 @@
-"""What a run may begin with: refused before a job is made, in one line."""
+"""Bad weights are refused before a job exists, in one line."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from test_hf import model_with_lively_weights, renamed
+from test_hf import model_with_large_weights, renamed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_core.config.models import LinearScaling
@@ -38,7 +38,7 @@ def written_by_transformers(tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path):
     """A whole model in one file, as this project writes it."""
-    save_file(renamed(model_with_lively_weights(SPEC)), tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(renamed(model_with_large_weights(SPEC)), tmp_path / "model.safetensors", {"format": "pt"})
     describe(tmp_path, SPEC)
     return tmp_path
 
@@ -59,7 +59,7 @@ def refusal(folder, spec=SPEC):
 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
-def test_what_transformers_wrote_is_taken_and_found_where_safetensors_finds_it(written_by_transformers, layout):
+def test_weights_of_transformers_are_accepted_and_found_where_safetensors_finds_them(written_by_transformers, layout):
     folder = written_by_transformers / layout
     check_pretrained(SPEC, folder)
     found = read_tensors(folder)
@@ -82,7 +82,7 @@ def shards(folder):
     return sorted(folder.glob("*.safetensors"))
 
 
-def lead_nowhere(link):
+def break_link(link):
     link.unlink()
     link.symlink_to("nowhere")
 
@@ -93,7 +93,7 @@ def cut_short(file, num_bytes):
     file.write_bytes(content)
 
 
-def with_index(folder, change):
+def edit_index(folder, change):
     index = json.loads((folder / INDEX).read_text())
     (folder / INDEX).unlink()
     change(index)
@@ -105,25 +105,25 @@ def with_index(folder, change):
     [
         (lambda at: shards(at)[3].unlink(), "names model-00004-of-"),
         (lambda at: shards(at)[3].rename(at / "elsewhere"), "which is not there; download it"),
-        (lambda at: lead_nowhere(shards(at)[3]), "which is not there; download it"),
+        (lambda at: break_link(shards(at)[3]), "which is not there; download it"),
         (lambda at: cut_short(shards(at)[0], 4000), "has 4,000 of "),
         (lambda at: cut_short(shards(at)[0], 100), "has 100 bytes, fewer than its header; download it again"),
         (lambda at: cut_short(shards(at)[0], 0), "has 0 bytes, fewer than its header; download it again"),
         (lambda at: (at / "consolidated.safetensors").write_bytes(b""), "consolidated.safetensors, which model.safet"),
         (lambda at: (at / INDEX).unlink(), f"but no {INDEX}; download it"),
         (lambda at: cut_short(at / INDEX, 100), f"{INDEX}: JSONDecodeError"),
-        (lambda at: with_index(at, lambda index: index.pop("weight_map")), f"{INDEX}: KeyError('weight_map'); down"),
+        (lambda at: edit_index(at, lambda index: index.pop("weight_map")), f"{INDEX}: KeyError('weight_map'); down"),
         (
-            lambda at: with_index(at, lambda index: index["weight_map"].pop("model.norm.weight")),
+            lambda at: edit_index(at, lambda index: index["weight_map"].pop("model.norm.weight")),
             f"holds model.norm.weight, which {INDEX} does not place there",
         ),
         (
-            lambda at: with_index(at, lambda index: index["weight_map"].update(more=shards(at)[0].name)),
+            lambda at: edit_index(at, lambda index: index["weight_map"].update(more=shards(at)[0].name)),
             f"does not hold more, which {INDEX} places there",
         ),
     ],
 )
-def test_a_sharded_model_that_is_not_whole_is_refused(sharded, damage, complaint):
+def test_an_incomplete_sharded_model_is_refused(sharded, damage, complaint):
     damage(sharded)
     assert complaint in refusal(sharded)
 
@@ -138,7 +138,7 @@ def describe(folder, spec):
     (folder / "config.json").write_text(json.dumps(config_json(spec)))
 
 
-def pickle_instead(folder, name):
+def rename_weights(folder, name):
     (folder / "model.safetensors").rename(folder / name)
 
 
@@ -155,9 +155,9 @@ def pickle_instead(folder, name):
             lambda at: resave(at, lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
             "model.safetensors holds weights in I8; dequantise them to one of F64, F32, F16, BF16",
         ),
-        (lambda at: pickle_instead(at, "pytorch_model.bin"), "save_pretrained(safe_serialization=True)"),
-        (lambda at: pickle_instead(at, "consolidated.00.pth"), "save_pretrained(safe_serialization=True)"),
-        (lambda at: pickle_instead(at, "weights.safetensors"), f"weights.safetensors but no {INDEX}"),
+        (lambda at: rename_weights(at, "pytorch_model.bin"), "save_pretrained(safe_serialization=True)"),
+        (lambda at: rename_weights(at, "consolidated.00.pth"), "save_pretrained(safe_serialization=True)"),
+        (lambda at: rename_weights(at, "weights.safetensors"), f"weights.safetensors but no {INDEX}"),
         (lambda at: (at / "model.safetensors").unlink(), "holds no weights: neither model.safetensors, nor"),
         (lambda at: (at / "model.safetensors").write_text("x" * 99), "fewer than its header"),
         (
@@ -169,7 +169,7 @@ def pickle_instead(folder, name):
         (lambda at: describe(at, replace(SPEC, tied_embeddings=True)), "tied_embeddings=True instead of False"),
     ],
 )
-def test_a_folder_that_this_model_cannot_begin_with_is_refused(folder, change, complaint):
+def test_a_folder_that_this_model_cannot_start_from_is_refused(folder, change, complaint):
     change(folder)
     assert complaint in refusal(folder)
 
@@ -192,13 +192,13 @@ def test_a_folder_of_another_architecture_is_refused(folder):
         ({"norm_eps": 1e-6}, ["architecture.norm_eps is 1e-05, but {} was made for 1e-06"]),
     ],
 )
-def test_a_function_that_the_weights_were_not_made_for_may_be_meant_and_is_said(folder, changes, note):
+def test_weights_made_for_other_settings_are_accepted_with_a_note(folder, changes, note):
     describe(folder, replace(SPEC, **changes))
     expected = [f"{sentence.format(folder)}; ignore this if it is intended" for sentence in note]
     assert check_pretrained(SPEC, folder) == expected
 
 
-def test_a_path_that_is_no_folder_is_refused(tmp_path):
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path):
     assert "does not exist; name a folder on this disk" in refusal(tmp_path / "meta-llama" / "Meta-Llama-3-8B")
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "is a file; name its folder" in refusal(tmp_path / "model.safetensors")
@@ -206,7 +206,7 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with two checkpoints, as far as can be seen without reading weights."""
+    """A run with two checkpoints, complete except for real weights."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     run.config.write_text(CONFIG.to_yaml())
@@ -255,7 +255,7 @@ def with_config(run, **changes):
         ),
     ],
 )
-def test_a_checkpoint_that_this_model_cannot_begin_with_is_refused(run, change, complaint):
+def test_a_checkpoint_that_this_model_cannot_start_from_is_refused(run, change, complaint):
     change(run)
     assert complaint in refusal(run.checkpoints / "step-00000004")
 

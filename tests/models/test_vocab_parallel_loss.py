@@ -13,7 +13,7 @@ from width import wide
 from llama_core.models.loss import IGNORE_INDEX, linear_cross_entropy
 
 TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 61, 6, 96
-PLACES = {  # the answers' part of the vocabulary, as fractions of it
+PLACES = {  # where the targets lie in the vocabulary, as fractions of it
     "anywhere": (0.0, 1.0),
     "in the first rank's part": (0.0, 0.25),
     "in the last rank's part": (0.75, 1.0),
@@ -21,7 +21,7 @@ PLACES = {  # the answers' part of the vocabulary, as fractions of it
 
 
 def problem(dtype, place="anywhere"):
-    """Hidden states, the whole head in fp32 or wider, and targets of which every fifth is ignored."""
+    """Hidden states, the whole head in fp32 or wider, and targets, every fifth of them ignored."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
@@ -34,7 +34,7 @@ def problem(dtype, place="anywhere"):
 
 
 def loss_and_gradients(hidden, weight, targets, **options):
-    """The loss and both gradients as fp64 arrays, which travel between processes."""
+    """Return the loss and both gradients as fp64 arrays, which pass between processes."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     loss = linear_cross_entropy(hidden, weight, targets, **options)
     (loss / TOKENS).backward()
@@ -50,40 +50,40 @@ def on_this_rank(hidden, weight, targets, group=None, **options):
     return loss_and_gradients(hidden, part_of(weight, group), targets, vocab_group=group, **options)
 
 
-def of_a_problem(*problem_args):
+def solve(*problem_args):
     return on_this_rank(*problem(*problem_args), chunk_tokens=17)
 
 
-def together(results):
-    """The loss of every rank, the sum of their gradients of the hidden states, their parts of the head's gradient."""
+def combine(results):
+    """Return every rank's loss, the summed gradient of the hidden states and the joined gradient of the head."""
     losses, hidden_gradients, weight_gradients = zip(*results, strict=True)
     return np.array(losses), np.sum(hidden_gradients, 0), np.concatenate(weight_gradients)
 
 
 def assert_same(results, expected, tolerance):
-    for value, reference in zip(together(results), expected, strict=True):
+    for value, reference in zip(combine(results), expected, strict=True):
         assert np.linalg.norm(value - reference) <= tolerance * np.linalg.norm(reference)
 
 
-# The order of the sums differs, and in half precision the rounding of each rank's gradients to 8 and 11 bits.
+# The order of sums differs; in half precision each rank also rounds its gradients, to 8 or 11 bits.
 PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("world_size", [2, wide(4)])
-def test_ranks_that_divide_the_vocabulary_compute_what_one_computes_alone(world_size, dtype):
+def test_ranks_that_divide_the_vocabulary_match_one_rank(world_size, dtype):
     alone = loss_and_gradients(*problem(dtype), chunk_tokens=17)
-    assert_same(run_ranks(world_size, of_a_problem, dtype), alone, PRECISIONS[dtype])
+    assert_same(run_ranks(world_size, solve, dtype), alone, PRECISIONS[dtype])
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_it_does_not_matter_which_ranks_hold_the_answers(place):
+def test_it_does_not_matter_which_ranks_hold_the_targets(place):
     alone = loss_and_gradients(*problem(torch.float64, place))
-    assert_same(run_ranks(4, of_a_problem, torch.float64, place), alone, 1e-12)
+    assert_same(run_ranks(4, solve, torch.float64, place), alone, 1e-12)
 
 
 def test_all_ranks_get_the_same_loss_bit_for_bit():
-    losses = together(run_ranks(4, of_a_problem, torch.float32))[0]
+    losses = combine(run_ranks(4, solve, torch.float32))[0]
     assert np.unique(losses).size == 1
 
 
@@ -92,7 +92,7 @@ def with_every_target_ignored():
     return on_this_rank(hidden, weight, torch.full_like(targets, IGNORE_INDEX), chunk_tokens=17)
 
 
-def test_ignored_targets_alone_give_zeros_on_every_rank():
+def test_only_ignored_targets_give_zeros_on_every_rank():
     for result in run_ranks(2, with_every_target_ignored):
         assert not any(value.any() for value in result)
 
@@ -102,8 +102,8 @@ def with_extreme_logits():
     return on_this_rank(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0]))
 
 
-def test_a_logit_that_towers_on_another_rank_gives_a_finite_loss():
-    losses, *gradients = together(run_ranks(2, with_extreme_logits))
+def test_an_extreme_logit_on_another_rank_gives_a_finite_loss():
+    losses, *gradients = combine(run_ranks(2, with_extreme_logits))
     assert losses == pytest.approx(4e4)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
 
@@ -114,8 +114,8 @@ def with_a_target_beyond_the_vocabulary():
     return on_this_rank(hidden, weight, targets)
 
 
-def test_a_target_beyond_the_vocabulary_is_no_silent_error():
-    assert (together(run_ranks(2, with_a_target_beyond_the_vocabulary))[0] == math.inf).all()
+def test_a_target_beyond_the_vocabulary_gives_an_infinite_loss():
+    assert (combine(run_ranks(2, with_a_target_beyond_the_vocabulary))[0] == math.inf).all()
 
 
 def in_groups_of_every_second_rank():
@@ -123,7 +123,7 @@ def in_groups_of_every_second_rank():
     return on_this_rank(*problem(torch.float64), group=groups[dist.get_rank() % 2])
 
 
-def test_parts_go_by_the_rank_in_the_group():
+def test_parts_follow_the_rank_in_the_group():
     alone = loss_and_gradients(*problem(torch.float64))
     results = run_ranks(4, in_groups_of_every_second_rank)
     assert_same(results[0::2], alone, 1e-12)
@@ -154,13 +154,13 @@ def operations_on_this_rank():
     return noted.largest, noted.received
 
 
-def test_no_rank_holds_logits_beyond_one_chunk_of_its_part_and_three_numbers_per_token_travel():
+def test_a_rank_holds_one_chunk_of_logits_and_receives_three_numbers_per_token():
     for largest, received in run_ranks(4, operations_on_this_rank):
         assert largest == 16 * VOCAB_SIZE // 4  # 61 tokens in chunks of at most 20 are four of at most 16
         assert received == [3 * 4 * num_tokens for num_tokens in (16, 16, 16, 13)]
 
 
-def test_a_group_of_one_rank_has_nothing_to_send():
+def test_a_group_of_one_rank_sends_nothing():
     ((_, received),) = run_ranks(1, operations_on_this_rank)
     assert not received
 
@@ -176,5 +176,5 @@ def on_fake_tensors():
         return tuple(hidden.grad.shape), tuple(weight.grad.shape)
 
 
-def test_a_rank_of_many_is_rehearsed_on_fake_tensors():
+def test_one_rank_of_many_runs_on_fake_tensors():
     assert run_ranks(1, on_fake_tensors) == [((8192, 4096), (16_032, 4096))]
