@@ -87,4 +87,4 @@ def _run(rank, world_size, folder, sender, function, args):
     except BaseException:
         sender.send((False, traceback.format_exc()))
     finally:
-        os._exit(0)  # gloo's threads take their time to end
+        os._exit(0)  # gloo's threads end slowly

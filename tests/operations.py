@@ -1,4 +1,4 @@
-"""Watches the operations of a computation: how large what they make is, and what travels between ranks."""
+"""Watches the operations of a computation: the largest tensor they make, and the traffic between ranks."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Operations(TorchDispatchMode):
-    """Notes the most elements any operation returned, and how many each collective received."""
+    """Records the most elements that any operation returned, and how many each collective received."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same few steps of training under a plan and on one process, and how far their results are apart."""
+"""Trains the same few steps under a plan and on one process, and compares the results."""
 
 import logging
 from dataclasses import replace
@@ -85,13 +85,13 @@ def native_engine(plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtyp
 
 @torch.no_grad()
 def undefined(model):
-    """Set the weights of a model, or of a part of one, to what no run can go on from."""
+    """Set the weights of a model, or of a part of one, to NaN, from which no run can continue."""
     for parameter in model.parameters():
         parameter.fill_(torch.nan)
 
 
 def train(plan, spec, dtype, *, documents, draw=True):
-    """Train, and return what was measured and made, as numpy arrays by name."""
+    """Train, and return losses, norms, gradients, weights and evaluation as numpy arrays by name."""
     engine = native_engine(plan, spec, dtype, weight_dtype=dtype)
     if draw:
         draw_adapters(engine.model)
@@ -119,7 +119,7 @@ def train(plan, spec, dtype, *, documents, draw=True):
 
 @torch.no_grad()
 def draw_adapters(model):
-    """Give what begins at zero values, as its other side's gradients are zero too: every B, and the embedding's A."""
+    """Draw every B and the embedding's A, which begin at zero and would keep the other side's gradients at zero."""
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":
             generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -137,7 +137,7 @@ def _alone(batch_size, spec, dtype, documents):
 
 
 def _differences(plan, spec, dtype, documents, expected, fault):
-    logging.disable(logging.WARNING)  # torch's, on how a sharded tensor is gathered for the comparison
+    logging.disable(logging.WARNING)  # torch warns about gathering sharded tensors for the comparison
     if fault is not None:
         fault()
     ours = train(plan, spec, dtype, documents=documents)

@@ -1,4 +1,4 @@
-"""Which cases of a law run in ``make test``, and which are left to ``make test-wide``."""
+"""Picks the cases of a law that run in ``make test``; ``make test-wide`` runs the rest."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attention by torch's math kernel, which holds all scores."""
+"""Attention with torch's math kernel, which holds all scores."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_it_gives_the_same_loss_and_holds_all_scores(positions):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
-def test_its_scores_are_estimated_as_they_are_rehearsed(device, precision, recompute):
+def test_the_estimate_of_its_scores_matches_the_rehearsal(device, precision, recompute):
     sizes = {"hidden_size": 256, "num_layers": 4, "ffn_size": 512, "head_dim": 32, "vocab_size": 512}
     config = RunConfig.from_mapping(
         {
@@ -57,12 +57,12 @@ def test_its_scores_are_estimated_as_they_are_rehearsed(device, precision, recom
     assert rehearsed.peak["activations"] + rehearsed.peak["temporaries"] > 8 * 512 * 512 * 4
 
 
-def test_it_takes_whole_sequences():
+def test_it_needs_whole_sequences():
     with pytest.raises(PlanError, match="attention=math needs whole sequences, but cp=2 divides them; use cp=1"):
         ParallelPlan(cp=2, dp_shard=1, attention="math")
 
 
-def test_a_plan_says_so():
+def test_a_plan_names_the_math_kernel():
     plan = ParallelPlan(attention="math")
     assert "math attention" in plan.summary()
     assert plan.notes == (

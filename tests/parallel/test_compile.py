@@ -1,4 +1,4 @@
-"""Compiled blocks: how many graphs they make under each way to divide the work, and that they compute the same."""
+"""Compiled blocks make few graphs under every division of the work and compute the same numbers."""
 
 from dataclasses import replace
 from itertools import product
@@ -35,7 +35,7 @@ CASES = {f"{division}-{recompute}": (division, recompute) for division, recomput
 
 @pytest.fixture
 def graphs():
-    """Count the graphs that are compiled, without making code of them."""
+    """Count the compiled graphs without generating code."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.set_default_backend(counter)
@@ -53,7 +53,7 @@ def take_step(plan):
 
 
 @pytest.mark.parametrize("case", cases(CASES, narrow={"alone-none", "FSDP-full", "PP-none", "TP x FSDP-selective"}))
-def test_all_blocks_are_one_graph_whatever_they_recompute(graphs, case):
+def test_all_blocks_share_one_graph_in_every_recompute_mode(graphs, case):
     division, recompute = case
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
     if plan.world_size > 1:
@@ -68,7 +68,7 @@ def test_all_blocks_are_one_graph_whatever_they_recompute(graphs, case):
 
 @pytest.mark.parametrize("recompute", ["none", wide("selective"), wide("full")])
 def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute):
-    """One for the first microbatch, and one for all others, whose number of documents is no longer taken as fixed."""
+    """One for the first microbatch, and one for all others, where the number of documents may vary."""
     with torch.device("meta"):
         model = Llama(SPEC, compute_dtype=torch.bfloat16)
     recompute_and_compile(model, ParallelPlan(compile=True, recompute=recompute), torch.device("cpu"))
@@ -81,14 +81,14 @@ def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute):
     assert graphs() == 2
 
 
-def make_graphs_without_code():
+def skip_code_generation():
     torch.compiler.set_default_backend("aot_eager")
 
 
 @pytest.mark.parametrize(
     ("division", "recompute"), [("FSDP", "full"), wide("TP", "full"), wide("TP", "selective"), wide("CP", "selective")]
 )
-def test_compiled_blocks_train_as_one_process_does_without_them(division, recompute):
+def test_compiled_blocks_match_one_uncompiled_process(division, recompute):
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
-    differences = largest_differences(plan, fault=make_graphs_without_code)
+    differences = largest_differences(plan, fault=skip_code_generation)
     assert max(differences.values()) < 1e-8, differences

@@ -30,7 +30,7 @@ from llama_core.rehearsal.byte_counter import ByteCounter
 SEQ_LEN = 32
 DOCUMENTS = {
     "one text per row": None,
-    "documents across the borders of chunks": [[5, 14, 13], [29, 3]],  # at 8, 16, 24 with cp=2; at each fourth with 4
+    "documents across the borders of chunks": [[5, 14, 13], [29, 3]],  # at 8, 16, 24 with cp=2; at every 4th with cp=4
     "documents of one token": [[1] * SEQ_LEN, [1, 15, 1, 14, 1]],
 }
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=128)
@@ -96,23 +96,23 @@ def check_all_against_whole(*dtypes_and_tolerances):
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_output_and_gradients_are_those_of_attention_to_the_whole_sequence(cp_size):
+def test_output_and_gradients_match_attention_to_the_whole_sequence(cp_size):
     run_ranks(cp_size, check_all_against_whole, torch.float64, torch.float64, 1e-10, 1e-10)
 
 
 def test_fp32_differs_from_fp64_by_rounding_alone():
-    # sums of some 100 terms of the order of one, each rounded by 2**-24
+    # sums of about 100 terms of order one, each rounded by 2**-24
     run_ranks(4, check_all_against_whole, torch.float32, torch.float64, 0, 4e-6)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
 def test_half_precision_is_near_fp32(dtype, bits):
-    # blocks come out of the kernel rounded, as do the products inside it: a few units in the last place
+    # the kernel rounds its blocks and the products inside them: a few units in the last place
     run_ranks(4, check_all_against_whole, dtype, torch.float32, 4 * 2**-bits, 8 * 2**-bits)
 
 
 @given(cp_size=st.integers(1, 16), chunk=st.integers(1, 8))
-def test_every_token_is_held_once_and_every_rank_has_the_same_number_of_pairs_to_compute(cp_size, chunk):
+def test_every_token_is_held_once_and_all_ranks_compute_equally_many_pairs(cp_size, chunk):
     seq_len = 2 * cp_size * chunk
     places = torch.stack([sequence_index(seq_len, rank, cp_size) for rank in range(cp_size)])
     assert torch.equal(places.flatten().sort().values, torch.arange(seq_len))
@@ -122,20 +122,20 @@ def test_every_token_is_held_once_and_every_rank_has_the_same_number_of_pairs_to
 
 
 @given(cp_size=st.integers(1, 8), chunk=st.integers(1, 4))
-def test_a_part_of_a_sequence_is_its_columns_at_the_held_places(cp_size, chunk):
+def test_a_shard_holds_the_columns_of_its_sequence_index(cp_size, chunk):
     x = torch.arange(3 * 2 * cp_size * chunk).view(3, -1)
     for rank in range(cp_size):
         assert torch.equal(shard_sequence(x, rank, cp_size), x[:, sequence_index(x.shape[1], rank, cp_size)])
 
 
 @pytest.mark.parametrize(("seq_len", "legal"), [(30, "24 or 32"), (5, "8")])
-def test_a_sequence_that_is_not_equal_chunks_is_refused_with_the_nearest_legal_lengths(seq_len, legal):
+def test_a_sequence_that_does_not_divide_is_refused_with_the_nearest_legal_lengths(seq_len, legal):
     with pytest.raises(PlanError, match=rf"{seq_len} tokens .* 8 equal chunks \(cp=4\); use {legal}$"):
         shard_sequence(torch.zeros(2, seq_len), 0, 4)
 
 
 def computed_pairs():
-    """For every step of the ring: the places of queries and keys that are multiplied, and whether only a triangle."""
+    """Return for every step of the ring the positions of its queries and keys, and whether it takes only a triangle."""
     rank, size = dist.get_rank(), dist.get_world_size()
     masks = ring_masks(None, held_places(SEQ_LEN), torch.float32, **place())
     sources = [sequence_index(SEQ_LEN, (rank - step) % size, size) for step in range(size)]
@@ -146,7 +146,7 @@ def computed_pairs():
     ]
 
 
-def test_the_steps_of_the_ring_compute_what_is_visible_once_and_nothing_else():
+def test_the_ring_computes_every_visible_pair_once_and_no_other():
     computed = torch.zeros(SEQ_LEN, SEQ_LEN)
     for steps in run_ranks(4, computed_pairs):
         for queries, keys, causal in steps:
@@ -218,14 +218,14 @@ def test_a_rank_sends_the_kv_heads_of_every_block_but_one_and_twice_that_in_the_
         assert backward.total() == 2 * forward.total()
 
 
-def test_gradients_of_half_precision_are_summed_in_fp32_on_their_way():
+def test_half_precision_gradients_are_summed_in_fp32_around_the_ring():
     for forward, backward, _ in run_ranks(2, sent_elements, 1, torch.bfloat16):
         assert forward.keys() == {torch.bfloat16}
         assert backward == forward + Counter({torch.float32: forward.total()})
 
 
 def bytes_of_a_rank(num_tokens):
-    """What is saved between forward and backward, then the peaks of both, of a rank that holds ``num_tokens``."""
+    """Return the bytes that a rank of ``num_tokens`` saves for its backward, then its peaks in forward and backward."""
     group, saved = dist.group.WORLD, {}
     seq_len = num_tokens * dist.get_world_size()
     masks = ring_masks(None, held_places(seq_len), torch.float32, **place())
@@ -243,7 +243,7 @@ def bytes_of_a_rank(num_tokens):
     return sum(saved.values()), counter.peaks["forward"].num_bytes, counter.peaks["backward"].num_bytes
 
 
-def test_what_is_saved_for_the_backward_are_the_own_tokens_alone():
+def test_a_rank_saves_only_its_own_tokens_for_the_backward():
     num_tokens = 64
     per_token = 2 * (2 * 4 * 8 + 2 * 2 * 8 + 4) * 4  # two rows; queries and output, keys and values, log-sum-exp
     for saved, _, _ in run_ranks(4, bytes_of_a_rank, num_tokens):
@@ -289,7 +289,7 @@ def check_sums_over_ranks(documents):
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_losses_and_gradients_of_the_ranks_sum_to_those_of_one_process_recomputed_or_not(cp_size, documents):
+def test_losses_and_gradients_of_the_ranks_sum_to_one_process_in_every_recompute_mode(cp_size, documents):
     run_ranks(cp_size, check_sums_over_ranks, documents)
 
 
@@ -305,7 +305,7 @@ def losses_of_parts():
     return [last(stream, *batch[1:], layers=range(1, 3)).item(), expected.item()]
 
 
-def test_parts_of_a_model_in_turn_have_the_loss_of_all_of_it():
+def test_the_parts_of_a_model_in_turn_give_the_loss_of_the_whole():
     for parts, whole in run_ranks(2, losses_of_parts):
         assert parts == pytest.approx(whole, rel=1e-12)
 
@@ -336,7 +336,7 @@ def shapes_on_fake_tensors(documents):
 
 
 @pytest.mark.parametrize("documents", ["one text per row", "documents of one token"])
-def test_a_step_is_rehearsed_on_fake_tensors_without_other_ranks(documents):
+def test_a_step_runs_on_fake_tensors_without_other_ranks(documents):
     for fits in run_ranks(2, shapes_on_fake_tensors, documents):
         assert all(fits)
 
@@ -345,8 +345,8 @@ def test_a_step_is_rehearsed_on_fake_tensors_without_other_ranks(documents):
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [(CUDA_FLASH, torch.bfloat16), (CUDA_BIASED, torch.bfloat16), (CUDA_BIASED, torch.float32)]
 )
-def test_cuda_kernels_are_called_with_shapes_they_take(kernel, dtype, num_kv_heads):
-    """On the meta device: it knows their signatures and shapes, not their numbers."""
+def test_cuda_kernels_are_called_with_shapes_they_accept(kernel, dtype, num_kv_heads):
+    """The meta device checks signatures and shapes, not numbers."""
     with torch.device("meta"):
         q, k = torch.empty(2, 4, 40, 64, dtype=dtype), torch.empty(2, num_kv_heads, 24, 64, dtype=dtype)
         mask = BlockMask.of_visible(slice(0, 40), slice(0, 24), torch.empty(2, 40, 24, dtype=torch.bool), dtype)

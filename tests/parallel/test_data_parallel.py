@@ -1,4 +1,4 @@
-"""What data parallelism holds and sends: the memory of each ZeRO stage, compression, and narrow dtypes."""
+"""Data parallelism: the memory of each ZeRO stage, gradient compression and narrow dtypes."""
 
 import math
 
@@ -23,7 +23,7 @@ def held_bytes(tensors):
 
 
 def held_in_a_step(plan):
-    """Return what this rank holds of weights and gradients at each phase of a step, and of moments after it."""
+    """Return the bytes of weights and gradients this rank holds at each phase of a step, and of moments after it."""
     engine = native_engine(plan)
     shards = list(engine.model.parameters())
     held = []
@@ -49,7 +49,7 @@ ZERO_PLANS = {
 
 
 @pytest.mark.parametrize("stage", ZERO_PLANS)
-def test_every_zero_stage_holds_what_it_says_between_and_within_steps(stage):
+def test_every_zero_stage_holds_its_share_between_and_within_steps(stage):
     whole = FP32_BYTES * UNTIED.num_parameters
     for held, moments, root in run_ranks(2, held_in_a_step, ZERO_PLANS[stage]):
         phases = [phase for phase, _, _ in held]
@@ -86,7 +86,7 @@ def losses_with_early_powersgd(plan, steps):
     return losses_with(plan, steps)
 
 
-def test_bf16_gradients_between_copies_train_within_their_rounding():
+def test_bf16_gradients_between_copies_change_losses_only_by_rounding():
     plain = ParallelPlan(dp_replicate=2, num_microbatches=2)
     compressed = ParallelPlan(dp_replicate=2, num_microbatches=2, gradient_compression="bf16")
     exact, rounded = (run_ranks(2, losses_with, plan, 10)[0] for plan in (plain, compressed))
@@ -94,7 +94,7 @@ def test_bf16_gradients_between_copies_train_within_their_rounding():
     assert rounded == pytest.approx(exact, rel=2**-7)
 
 
-def test_bf16_gradients_between_shards_train_within_their_rounding():
+def test_bf16_gradients_between_shards_change_losses_only_by_rounding():
     plain = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2)
     compressed = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2, gradient_compression="bf16")
     exact, rounded = (run_ranks(2, losses_with, plan, 10)[0] for plan in (plain, compressed))
@@ -112,7 +112,7 @@ def test_powersgd_sends_low_rank_gradients_and_still_trains():
 
 
 def steps_around_an_overflow(plan):
-    """Return whether each of five steps with early PowerSGD updated, the third one's gradients being infinite."""
+    """Return whether each of five steps with early PowerSGD updated; the third has infinite gradients."""
     data.POWERSGD_START_STEP = 2
     engine, batches = native_engine(plan), own_microbatches(0, plan)
     scales = (1.0, 1.0, math.inf, 1.0, 1.0)
@@ -156,7 +156,7 @@ def two_steps_spoiled_on_one_rank(plan):
     return [(float(result.loss), result.updated) for result in results]
 
 
-def test_an_overflow_on_any_rank_leaves_the_weights_of_all_as_they_were():
+def test_an_overflow_on_one_rank_leaves_all_weights_unchanged():
     for first, second in run_ranks(2, two_steps_spoiled_on_one_rank, ZERO_PLANS[3]):
         assert first == second
         assert not first[1]
@@ -182,7 +182,7 @@ def test_the_loss_is_not_scaled_in_dtypes_with_the_range_of_fp32():
     assert scale.value == 1.0
 
 
-def test_compiled_blocks_train_as_plain_ones_do():
+def test_compiled_blocks_match_plain_ones():
     plan = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2, compile=True)
     differences = largest_differences(plan)
     assert max(differences.values()) < 1e-8, differences

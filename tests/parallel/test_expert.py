@@ -10,7 +10,7 @@ NUM_EXPERTS, DIM = 4, 8
 
 
 def tokens_and_experts(rank, num_tokens):
-    """Return a rank's tokens and the expert of each, those of one expert together; some experts have none."""
+    """Return a rank's tokens, sorted by expert, and the expert of each; some experts have none."""
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randn(num_tokens, DIM, generator=generator, dtype=torch.float64)
     experts = torch.randint(0, NUM_EXPERTS - 1, (num_tokens,), generator=generator).sort().values
@@ -51,10 +51,10 @@ def test_tokens_reach_their_experts_and_their_results_come_back_in_order(num_tok
     run_ranks(len(num_tokens), check_round_trip, num_tokens)
 
 
-def refused():
+def check_refusal():
     with pytest.raises(PlanError, match="ep=2 does not divide the 3 experts; use one of 1, 3"):
         dispatch(torch.zeros(3, DIM), torch.ones(3, dtype=torch.long), dist.group.WORLD)
 
 
 def test_experts_that_cannot_be_divided_are_refused():
-    run_ranks(2, refused)
+    run_ranks(2, check_refusal)

@@ -1,7 +1,7 @@
 """Every way to divide the work gives the numbers of one process.
 
-In float64 two orders of the same sums differ by some 1e-16; AdamW's division by small second moments makes 1e-13 of
-that in the weights after three steps. 1e-8 leaves room for larger models and refuses anything that is wrong.
+In float64 two orders of the same sums differ by about 1e-16; AdamW divides by small second moments and makes that 1e-13
+in the weights after three steps. 1e-8 leaves room for larger models and still catches every fault.
 """
 
 from dataclasses import replace
@@ -104,11 +104,11 @@ NARROW = {
     "zero3 dp2, full recompute",
     "tp2 sp, selective recompute",
 }
-"""Every way to divide the work, alone or where it meets another."""
+"""Every way to divide the work, alone or combined with another."""
 
 
 @pytest.mark.parametrize("plan", cases(PLANS, narrow=NARROW))
-def test_a_plan_trains_as_one_process_does(plan):
+def test_a_plan_matches_one_process(plan):
     differences = largest_differences(plan)
     assert max(differences.values()) < 1e-8, differences
 
@@ -123,7 +123,7 @@ def test_a_tied_embedding_is_one_parameter_wherever_it_is_held(plan):
     "plan",
     cases(ADAPTED_PLANS, narrow={"hsdp2x2", "pp2 zbv", "tp2 sp, selective recompute"}),
 )
-def test_adapters_train_as_on_one_process_and_nothing_else_does(plan):
+def test_adapters_match_one_process_and_nothing_else_trains(plan):
     differences = largest_differences(plan, spec=ADAPTED)
     assert max(differences.values()) < 1e-8, differences
 
@@ -132,28 +132,28 @@ def _losses_with_dropout(plan):
     torch.manual_seed(0)
     lora = LoRA(
         lora_rank=4, lora_dropout=0.5, target_modules=("q_proj", "up_proj")
-    )  # whose inputs no rank has a part of
+    )  # every rank has their whole inputs
     return train(plan, replace(UNTIED, lora=lora), torch.float64, documents=False)["losses"][""]
 
 
 @pytest.mark.parametrize(
     "choices", [wide({"tp": 2}), wide({"tp": 2, "recompute": "full"}), {"tp": 2, "recompute": "selective"}]
 )
-def test_tensor_parallel_ranks_drop_the_same_also_where_they_compute_again(choices):
+def test_tensor_parallel_ranks_drop_the_same_elements_even_when_recomputing(choices):
     (expected,) = run_ranks(1, _losses_with_dropout, ParallelPlan(num_microbatches=4))
     for losses in run_ranks(2, _losses_with_dropout, ParallelPlan(num_microbatches=4, **choices)):
         np.testing.assert_allclose(losses, expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", [wide("tp2 pp2 zero2 dp2"), "cp2", wide("pp4 chimera, N=8")])
-def test_rows_of_one_document_train_alike_too(name):
+def test_rows_of_one_document_match_one_process_too(name):
     differences = largest_differences(PLANS[name], documents=False)
     assert max(differences.values()) < 1e-8, differences
 
 
 @pytest.mark.parametrize("name", ["dp2", wide("zero3 dp4"), wide("tp2 sp"), wide("cp2"), wide("tp2 pp2")])
-def test_fp32_differs_by_its_rounding_alone(name):
-    """A loss is a mean of 1e2 terms of 6e-8 each; AdamW turns rounding into 1e-3 of the few updates near zero."""
+def test_fp32_differs_by_rounding_alone(name):
+    """A loss is a mean of 100 terms, each rounded by 6e-8; AdamW changes the few updates near zero by 1e-3."""
     differences = largest_differences(PLANS[name], dtype=torch.float32)
     assert max(differences[kind] for kind in ("losses", "norms", "gradients", "evaluation")) < 1e-5, differences
     assert differences["weights"] < 1e-3, differences
@@ -219,7 +219,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", [name if name in NARROW else wide(name) for name in FAULTS])
-def test_a_broken_collective_shows(name):
+def test_a_broken_collective_is_detected(name):
     differences = largest_differences(PLANS[name], fault=FAULTS[name])
     assert max(differences.values()) > 1e-6, differences
 

@@ -32,7 +32,7 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(compute_dtype):
         assert torch.equal(parameter.grad, reference.grad)
 
 
-def test_parameter_names_stay_as_they_were():
+def test_parameter_names_do_not_change():
     plain, recomputed = build("none"), build("full")
     assert list(recomputed.state_dict()) == list(plain.state_dict())
     assert dict(recomputed.named_parameters()).keys() == dict(plain.named_parameters()).keys()

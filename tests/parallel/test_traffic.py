@@ -1,4 +1,4 @@
-"""What the engine sends in a step is what ``planning.time.communication`` counts, to the transfer and to the byte."""
+"""The engine sends exactly the transfers and bytes that ``planning.time.communication`` counts."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.communication import communication
 
-# where the whole tensor is among an operator's arguments; None: it is what the operator returns
+# each operator's collective, and how to get the whole tensor from its arguments and its result
 TRANSFERS = {
     "c10d::_allgather_base_": ("all_gather", lambda args, _: args[0]),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda args, _: args[1]),
@@ -39,7 +39,7 @@ PLANS = [
 
 
 class Transfers(TorchDispatchMode):
-    """Counts transfers and bytes by collective, but for those of a single number."""
+    """Counts transfers and bytes by collective, except those of a single number."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def counted(plan, spec, pp_rank):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary())
-def test_every_rank_sends_what_is_counted(plan):
+def test_every_rank_sends_the_counted_transfers(plan):
     ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, UNTIED)
     assert ranks == [counted(plan, UNTIED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
 
@@ -88,12 +88,12 @@ def test_every_rank_sends_what_is_counted(plan):
     ],
     ids=lambda plan: plan.summary(),
 )
-def test_adapters_alone_are_reduced(plan):
+def test_only_adapters_are_reduced(plan):
     ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, ADAPTED)
     assert ranks == [counted(plan, ADAPTED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
 
 
-def test_the_ends_of_a_pipeline_with_a_tied_embedding_send_what_is_counted():
+def test_the_ends_of_a_pipeline_with_a_tied_embedding_send_the_counted_transfers():
     plan = ParallelPlan(pp=2, dp_shard=2, zero_stage=3, num_microbatches=2)
     ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, TIED)
     assert ranks == [counted(plan, TIED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]

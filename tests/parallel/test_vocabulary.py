@@ -12,7 +12,7 @@ VOCAB_SIZE, HIDDEN_SIZE, SHAPE = 96, 8, (3, 11)
 
 
 def problem():
-    """The whole table, tokens of which many are alike, and an upstream gradient."""
+    """Return the whole table, tokens with many repeats, and an upstream gradient."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
     tokens = torch.randint(0, VOCAB_SIZE, SHAPE, generator=generator)
@@ -39,7 +39,7 @@ def on_this_rank():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_sum_over_ranks_is_the_lookup_in_the_whole_table_exactly(world_size):
+def test_the_sum_over_ranks_is_exactly_the_lookup_in_the_whole_table(world_size):
     table, tokens, _ = problem()
     parts = [x for x, _ in run_ranks(world_size, on_this_rank)]
     np.testing.assert_array_equal(np.sum(parts, 0), F.embedding(tokens, table).numpy())
@@ -76,7 +76,7 @@ def largest_tensor_on_this_rank():
     return noted.largest
 
 
-def test_nothing_as_large_as_the_whole_table_is_made():
+def test_no_rank_makes_a_tensor_as_large_as_the_whole_table():
     embeddings, part = np.prod(SHAPE) * HIDDEN_SIZE, VOCAB_SIZE // 2 * HIDDEN_SIZE
     assert embeddings < part
     assert run_ranks(2, largest_tensor_on_this_rank) == [part, part]

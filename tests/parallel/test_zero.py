@@ -83,14 +83,14 @@ def alone(spec):
     return train(ParallelPlan(num_microbatches=8), spec, torch.float32, documents=True, draw=False)
 
 
-def assert_equal_but_for_rounding(ranks, expected):
+def assert_equal_within_rounding(ranks, expected):
     for ours in ranks:
         np.testing.assert_allclose(ours["losses"], expected["losses"][""], rtol=1e-6)
         np.testing.assert_allclose(ours["norms"], expected["norms"][""], rtol=1e-6)
         np.testing.assert_allclose(ours["evaluation"], expected["evaluation"][""], rtol=1e-6)
         assert ours["weights"].keys() == expected["gradients"].keys()
         for name, weight in ours["weights"].items():
-            # Adam divides a gradient by its own size, so that rounding one near zero moves a weight by part of a step
+            # Adam divides a gradient by its own size, so rounding one near zero moves a weight by part of a step
             np.testing.assert_allclose(
                 weight, expected["weights"][name], rtol=0, atol=0.02 * TRAINING.learning_rate, err_msg=name
             )
@@ -109,12 +109,12 @@ def assert_equal_but_for_rounding(ranks, expected):
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_training_is_that_of_one_process_without_deepspeed(spec, choices):
-    assert_equal_but_for_rounding(two_ranks(DeepSpeedPlan(**choices), spec), alone(spec))
+def test_training_matches_one_process_without_deepspeed(spec, choices):
+    assert_equal_within_rounding(two_ranks(DeepSpeedPlan(**choices), spec), alone(spec))
 
 
 @pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
-def test_bf16_begins_with_the_same_fp32_weights_and_stays_near_fp32(stage):
+def test_bf16_starts_from_the_same_fp32_weights_and_stays_near_fp32(stage):
     drawn = {name: p.detach().numpy() for name, p in build_llama(UNTIED, device="cpu", seed=1).named_parameters()}
     for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
         for name, weight in ours["initial"].items():
@@ -130,12 +130,12 @@ def test_nothing_is_printed(stage):
         assert ours["output"] == ""
 
 
-def test_the_caller_is_told_of_every_forward_and_backward():
+def test_the_callback_sees_every_forward_and_backward():
     for ours in two_ranks(DeepSpeedPlan(zero_stage=2), dtype=torch.bfloat16):
         assert ours["phases"] == (["forward", "backward"] * 2 + ["optimizer"]) * NUM_STEPS
 
 
-def test_blocks_are_compiled_where_the_plan_says_so():
+def test_blocks_are_compiled_only_if_the_plan_says_so():
     for stage, compiled in ((1, True), (2, False)):
         plan = DeepSpeedPlan(zero_stage=stage, compile=compiled, recompute="none" if compiled else "selective")
         for ours in two_ranks(plan):
@@ -143,7 +143,7 @@ def test_blocks_are_compiled_where_the_plan_says_so():
 
 
 def forwards_of_layers():
-    """How often the attention of each layer runs in one step of two microbatches."""
+    """Return how often each layer's attention runs in one step of two microbatches."""
     plan = DeepSpeedPlan(zero_stage=3, recompute="full", recomputed_layers=(5,))
     model, counts = build(plan), [0] * UNTIED.num_layers
     model.initialize_weights(seed=1)
@@ -157,7 +157,7 @@ def forwards_of_layers():
     return counts
 
 
-def test_the_layers_of_the_plan_are_recomputed_and_no_others():
+def test_only_the_layers_of_the_plan_are_recomputed():
     assert run_ranks(2, forwards_of_layers) == [[4] * 5 + [2] * 3] * 2
 
 
@@ -170,7 +170,7 @@ def first_norms_with_compression():
     return norms
 
 
-def test_compressed_gradients_are_rounded_to_bf16_on_their_way():
+def test_compressed_gradients_are_rounded_to_bf16_in_transit():
     exact = alone(UNTIED)["norms"][""][0]
     for norms in run_ranks(2, first_norms_with_compression):
         assert all(1e-6 < abs(norm / exact - 1) < 2**-9 for norm in norms)
@@ -190,7 +190,7 @@ def norms_of_clipped_gradients():
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks():
-    """Seen in the first moments, which after one step are the clipped gradients, scaled."""
+    """After one step the first moments are the clipped gradients, scaled."""
     for norms in run_ranks(2, norms_of_clipped_gradients):
         for before, after in norms:
             assert before > 0.5
@@ -198,7 +198,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks():
 
 
 def resumed(plan, dtype, folder):
-    """What an undisturbed run and one that goes on from its checkpoint measure, and their final weights."""
+    """Return the last steps, then the final weights, of an undisturbed run and of one resumed from its checkpoint."""
     first = build(plan, dtype=dtype)
     first.initialize_weights(seed=1)
     for step in range(2):
@@ -223,16 +223,16 @@ def resumed(plan, dtype, folder):
         wide({"zero_stage": 3, "offload": "parameters"}, torch.bfloat16),
     ],
 )
-def test_a_run_goes_on_from_its_renamed_checkpoint_as_if_nothing_had_happened(tmp_path, choices, dtype):
+def test_a_run_resumed_from_its_renamed_checkpoint_matches_an_undisturbed_one(tmp_path, choices, dtype):
     for undisturbed, again, weights, weights_again in run_ranks(2, resumed, DeepSpeedPlan(**choices), dtype, tmp_path):
         assert again == undisturbed
         for name, weight in weights.items():
             np.testing.assert_array_equal(weights_again[name], weight, err_msg=name)
-    assert [path.name for path in tmp_path.iterdir()] == ["whole"]  # nothing beside the folder it was given
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]  # it writes only into the given folder
 
 
 def with_and_without_a_spoiled_step(stage, dtype):
-    """Whether a step with an infinite loss on one rank updated, and all weights after three steps with and without."""
+    """Return the outcome of a step with an infinite loss on one rank, and the final weights with and without it."""
     models = [build(DeepSpeedPlan(zero_stage=stage), dtype=dtype) for _ in range(2)]
     for model in models:
         model.initialize_weights(seed=1)
@@ -260,14 +260,14 @@ def test_a_step_with_an_infinite_loss_on_one_rank_leaves_no_trace(stage, dtype):
 def live_bytes():
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects complain about being looked at
+        warnings.simplefilter("ignore")  # some objects warn when inspected
         tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and not item.is_meta]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def bytes_per_parameter(stage, dtype):
-    """What the model holds after a step, and after an evaluation."""
+    """Return the bytes per parameter that the model holds after a step, and after an evaluation."""
     before = live_bytes()
     model = build(DeepSpeedPlan(zero_stage=stage), dtype=dtype)
     model.initialize_weights(seed=1)
@@ -283,7 +283,7 @@ def bytes_per_parameter(stage, dtype):
         wide(1, torch.bfloat16, 2 + 12 / 2 + 4),
         wide(2, torch.float32, 4 + 12 / 2),
         (2, torch.bfloat16, 2 + 12 / 2),
-        wide(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4 are the buffer, of a model smaller than it may be
+        wide(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4 are the buffer: this model is smaller than its limit
     ],
 )
 def test_between_steps_a_rank_holds_the_bytes_of_its_stage(stage, dtype, expected):
@@ -292,7 +292,7 @@ def test_between_steps_a_rank_holds_the_bytes_of_its_stage(stage, dtype, expecte
 
 
 def most_gathered_parameters():
-    """The most parameters that are whole at the end of a block's forward or backward, in the second step."""
+    """Return the most parameters gathered at the end of a block's forward or backward, in the second step."""
     model = build(DeepSpeedPlan(zero_stage=3))
     model.initialize_weights(seed=1)
     take_step(model, 0)
@@ -308,16 +308,16 @@ def most_gathered_parameters():
     return max(counts)
 
 
-def test_stage_3_gathers_a_block_and_the_next_one_beside_the_tables():
+def test_stage_3_gathers_two_blocks_besides_the_tables():
     norms = (2 * UNTIED.num_layers + 1) * UNTIED.hidden_size
-    a_matrix = UNTIED.hidden_size * UNTIED.ffn_size  # which is gathered when it is needed whatever the limit
+    a_matrix = UNTIED.hidden_size * UNTIED.ffn_size  # gathered when needed, whatever the limit
     limit = 2 * (UNTIED.layer_parameters + UNTIED.embedding_parameters) + norms + a_matrix
     assert limit < UNTIED.num_parameters / 2
     for most in run_ranks(2, most_gathered_parameters):
         assert UNTIED.layer_parameters < most <= limit
 
 
-def ask_for_the_impossible(folder):
+def check_refusals(folder):
     with pytest.raises(PlanError, match="the plan has 4 ranks, but 1 were started"):
         build(DeepSpeedPlan(dp_shard=4, zero_stage=1))
     model = build(DeepSpeedPlan(dp_shard=1, zero_stage=1))
@@ -333,8 +333,8 @@ def ask_for_the_impossible(folder):
         build(DeepSpeedPlan(dp_shard=1, zero_stage=1))
 
 
-def test_what_cannot_be_is_refused_with_the_remedy(tmp_path):
-    run_ranks(1, ask_for_the_impossible, tmp_path)
+def test_impossible_requests_are_refused_with_the_remedy(tmp_path):
+    run_ranks(1, check_refusals, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_what_cannot_be_is_refused_with_the_remedy(tmp_path):
         ({"zero_stage": 2, "gradient_compression": "powersgd"}, "use bf16"),
     ],
 )
-def test_a_plan_that_deepspeed_cannot_serve_is_refused(choices, reason):
+def test_a_plan_that_deepspeed_cannot_run_is_refused(choices, reason):
     with pytest.raises(PlanError, match=reason):
         DeepSpeedPlan(**choices)
 
