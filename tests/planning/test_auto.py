@@ -58,15 +58,15 @@ def test_the_microbatch_is_the_largest_divisor_that_fits_with_a_margin(budget):
     assert not any(fits(config, candidate, budget) for candidate in larger)
 
 
-def test_one_sequence_is_planned_even_where_nothing_fits():
+def test_one_sequence_is_planned_even_if_nothing_fits():
     assert choose_plan(run_config(), 1).microbatch_size == 1
 
 
-def test_a_microbatch_asked_for_is_taken_whatever_the_memory():
+def test_a_requested_microbatch_is_used_whatever_the_memory():
     assert choose_plan(run_config(parallel__microbatch_size=32), 1).microbatch_size == 32
 
 
-def test_a_microbatch_grows_no_further_than_speed_does():
+def test_a_microbatch_stops_growing_when_speed_does():
     plan = choose_plan(run_config(), None)
     assert plan.microbatch_size * 2048 == MAX_MICROBATCH_TOKENS
 
@@ -114,7 +114,7 @@ def with_one_layer_fewer(config, plan):
 
 @settings(deadline=None)
 @given(st.integers(600 * MIB, 3000 * MIB), st.sampled_from(["1f1b", "gpipe", "interleaved", "chimera_doubling"]))
-def test_adaptive_recomputation_is_the_least_on_every_rank(budget, schedule):
+def test_adaptive_recomputation_recomputes_as_little_as_fits_on_every_rank(budget, schedule):
     config = pipeline(schedule, parallel__recompute="adaptive")
     plan = choose_plan(config, budget)
     assert plan.recompute != "none"
@@ -122,13 +122,13 @@ def test_adaptive_recomputation_is_the_least_on_every_rank(budget, schedule):
 
 
 @given(st.integers(100 * MIB, 20 * GIB))
-def test_adaptive_recomputation_fits_whenever_that_of_all_layers_does(budget):
+def test_adaptive_recomputation_fits_whenever_full_recomputation_does(budget):
     config = pipeline("1f1b", parallel__recompute="adaptive")
     full = choose_plan(pipeline("1f1b", parallel__recompute="full"), budget)
     assert fits(config, choose_plan(config, budget), budget) or not fits(config, full, budget)
 
 
-def test_nothing_is_recomputed_where_everything_fits():
+def test_nothing_is_recomputed_when_everything_fits():
     assert choose_plan(pipeline("1f1b", parallel__recompute="adaptive"), None).recompute == "none"
 
 
@@ -142,13 +142,13 @@ def test_the_cheaper_recomputation_is_preferred_to_fewer_layers_of_the_other():
 
 @pytest.fixture(scope="module")
 def chimera_budgets():
-    """The least budgets for direct concatenation, halving and doubling, nothing recomputed."""
+    """The least budgets for direct concatenation, halving and doubling, without recomputation."""
     forms = ("chimera", "chimera_halving", "chimera_doubling")
     plans = {form: dataclasses.replace(choose_plan(pipeline("1f1b"), None), schedule=form) for form in forms}
     return {form: least_budget(pipeline(form), plan) for form, plan in plans.items()}
 
 
-def test_chimera_doubles_where_that_fits_then_halves_and_else_joins_units_directly(chimera_budgets):
+def test_chimera_doubles_if_it_fits_else_halves_else_concatenates_directly(chimera_budgets):
     direct, halving, doubling = chimera_budgets.values()
     assert direct < halving < doubling
     for budget, form in (
@@ -167,12 +167,12 @@ def test_chimera_halves_no_microbatch_of_an_odd_size(chimera_budgets):
     assert choose_plan(config, least_budget(config, doubled) - 1).schedule == "chimera"
 
 
-def test_a_form_of_chimera_that_fits_with_recomputation_is_better_than_direct_concatenation(chimera_budgets):
+def test_a_chimera_form_that_fits_with_recomputation_beats_direct_concatenation(chimera_budgets):
     plan = choose_plan(pipeline("chimera"), chimera_budgets["chimera"] - 1)
     assert (plan.schedule, plan.recompute) == ("chimera_halving", "selective")
 
 
-def test_one_unit_of_chimera_is_left_as_it_is():
+def test_one_unit_of_chimera_keeps_the_direct_form():
     config = pipeline("chimera").with_overrides("training.batch_size=16")
     assert choose_plan(config, None).schedule == "chimera"
 
@@ -198,7 +198,7 @@ PASSED_ON = {
 
 
 @pytest.mark.parametrize("name", PASSED_ON)
-def test_what_is_asked_for_is_planned(name):
+def test_a_requested_setting_is_planned(name):
     asked = PASSED_ON[name]
     plan = choose_plan(run_config(**{f"parallel__{key}": value for key, value in asked.items()}), None)
     assert getattr(plan, name) == asked[name] != getattr(ParallelPlan(), name)
@@ -222,7 +222,7 @@ def test_every_field_of_a_request_reaches_the_plan():
     ],
     ids=str,
 )
-def test_a_request_that_is_no_plan_is_refused_in_one_line_and_in_its_own_spelling(asked, named):
+def test_an_impossible_request_is_refused_in_one_line_in_the_users_spelling(asked, named):
     sections = {"batch_size": "training", "seq_len": "training"}
     config = run_config(**{f"{sections.get(key, 'parallel')}__{key}": value for key, value in asked.items()})
     with pytest.raises(PlanError) as error:

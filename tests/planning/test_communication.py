@@ -18,12 +18,12 @@ def sent(plan, spec=SPEC, precision="bf16", **selected):
 
 
 @pytest.mark.parametrize("num_copies", [2, 8])
-def test_copies_of_a_model_send_its_gradients_twice_whatever_the_microbatches(num_copies):
+def test_copies_of_a_model_send_its_gradients_twice_for_any_number_of_microbatches(num_copies):
     _, num_bytes = sent(ParallelPlan(dp_replicate=num_copies, num_microbatches=3))["all_reduce", "replicate"]
     assert num_bytes == 2 * (num_copies - 1) / num_copies * SPEC.num_parameters * 4
 
 
-def test_compressed_gradients_are_half_as_many_bytes_and_factors_of_rank_four_are_a_few():
+def test_bf16_halves_the_gradient_bytes_and_powersgd_sends_under_a_hundredth():
     plan = ParallelPlan(dp_replicate=8)
     whole, halved, factored = (
         sent(replace(plan, gradient_compression=compression))["all_reduce", "replicate"][1]
@@ -48,7 +48,7 @@ def test_zero_3_moves_every_parameter_three_times_a_microbatch_but_does_not_gath
     assert traffic["reduce_scatter", "shard"][1] == 5 * 3 / 4 * SPEC.num_parameters * 4
 
 
-def test_shards_add_up_over_copies_of_their_group():
+def test_gradient_shards_are_summed_over_the_copies():
     traffic = sent(ParallelPlan(dp_shard=4, dp_replicate=2, zero_stage=3))
     assert traffic["all_reduce", "replicate"][1] == pytest.approx(SPEC.num_parameters / 4 * 4)
 
@@ -67,7 +67,7 @@ def test_tensor_parallelism_gathers_and_scatters_the_stream_four_times_a_layer(r
         assert traffic[collective, "tp"] == (count, count * stream * 7 / 8)
 
 
-def test_without_sequence_parallelism_an_all_reduce_takes_the_place_of_each_pair():
+def test_without_sequence_parallelism_an_all_reduce_replaces_each_pair():
     divided, whole = (sent(ParallelPlan(tp=8, sequence_parallel=flag)) for flag in (True, False))
     pairs = divided["all_gather", "tp"][1] + divided["reduce_scatter", "tp"][1]
     assert whole["all_reduce", "tp"][1] == pairs
@@ -85,7 +85,7 @@ def test_the_ring_passes_keys_and_values_once_forward_and_twice_backward(cp):
 @pytest.mark.parametrize(
     ("schedule", "chunks", "boundaries"), [("gpipe", 1, 3), ("1f1b", 1, 3), ("interleaved", 2, 7), ("chimera", 1, 3)]
 )
-def test_every_boundary_between_ranks_is_passed_twice_by_every_microbatch(schedule, chunks, boundaries):
+def test_every_microbatch_crosses_every_boundary_between_ranks_twice(schedule, chunks, boundaries):
     plan = ParallelPlan(pp=4, schedule=schedule, num_chunks=chunks, num_microbatches=8)
     sends = [sent(plan, pp_rank=rank)["send", "pp"] for rank in range(4)]
     assert [sum(column) for column in zip(*sends, strict=True)] == [
@@ -114,7 +114,7 @@ def test_chimeras_replicas_sum_all_their_gradients():
     assert count == 9 * 32 + 3
 
 
-def test_a_tied_embedding_is_summed_over_the_ends_of_the_pipeline_and_over_nothing_else():
+def test_a_tied_embedding_is_summed_only_over_the_ends_of_the_pipeline():
     tied = model_spec("tiny_llama3_50m")
     traffic = {rank: sent(ParallelPlan(pp=4, num_microbatches=4), tied, pp_rank=rank) for rank in range(4)}
     with_sum = [rank for rank, records in traffic.items() if ("all_reduce", "pp") in records]
@@ -126,7 +126,7 @@ def test_a_tied_embedding_is_summed_over_the_ends_of_the_pipeline_and_over_nothi
 @pytest.mark.parametrize(
     "plan", [ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=3), ParallelPlan(tp=4, pp=4, num_microbatches=8)], ids=str
 )
-def test_wider_activations_double_what_only_they_make(plan):
+def test_fp32_activations_double_their_traffic(plan):
     narrow, wide = (sent(plan, precision=precision) for precision in ("bf16", "fp32"))
     doubled = {key for key in narrow if key[1] in {"tp", "pp"} and key[0] != "all_reduce"}
     assert {key: wide[key][1] for key in doubled} == {key: 2 * narrow[key][1] for key in doubled}

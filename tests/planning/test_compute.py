@@ -25,25 +25,25 @@ def products(*names):
     return sum(2 * SEQ_LEN * sizes[name] / PRODUCT_RATE for name in names or sizes)
 
 
-def test_without_waiting_for_memory_a_layer_takes_its_products_and_half_of_its_scores():
+def test_with_endless_bandwidth_a_layer_takes_its_products_and_half_of_its_scores():
     scores = 4 * SEQ_LEN * SEQ_LEN * SPEC.q_size / 2 / (H100.bf16_flops * H100.attention_share)
     forward, backward = compute(ENDLESS_MEMORY).layer("none")
     assert forward == pytest.approx(products() + scores)
     assert backward == pytest.approx(2 * products() + 2.5 * scores)
 
 
-def test_full_recomputation_runs_the_forward_again_but_for_its_last_product():
+def test_full_recomputation_runs_the_forward_again_except_its_last_product():
     layer = compute(ENDLESS_MEMORY).layer
     again = layer("full").backward - layer("none").backward
     assert again == pytest.approx(layer("none").forward - products("w2"))
 
 
-def test_selective_recomputation_computes_two_products_again():
+def test_selective_recomputation_repeats_two_products():
     layer = compute(ENDLESS_MEMORY).layer
     assert layer("selective").backward - layer("none").backward == pytest.approx(products("wk", "w3"))
 
 
-def test_a_mask_of_documents_spares_no_score():
+def test_a_document_mask_computes_every_score():
     causal, masked = (compute(H100, documents=kind).attention() for kind in ("none", "mask"))
     assert masked == pytest.approx(causal.plus(causal))
 
@@ -55,7 +55,7 @@ def test_tensor_parallel_ranks_divide_products_and_scores():
     assert narrow > compute(ENDLESS_MEMORY).layer("none").forward / 32 * 1.3
 
 
-def test_weights_of_one_rank_alone_are_cast_at_every_use_and_their_gradients_widened_and_added():
+def test_a_single_rank_casts_weights_at_every_use_and_widens_and_adds_their_gradients():
     alone, gathered = (
         compute(ENDLESS_FLOPS, plan).layer("none") for plan in (ParallelPlan(), ParallelPlan(dp_shard=2, zero_stage=3))
     )
@@ -77,7 +77,7 @@ def test_the_loss_reads_and_writes_every_logit_a_dozen_times():
     head = compute(ENDLESS_FLOPS, spec=model_spec("llama3_8b")).head()
     logits = SEQ_LEN * 128_256 * 4
     assert head.forward > 11 * logits / (H100.memory_bandwidth * MEMORY_SHARE)
-    assert head.backward < head.forward / 4  # the gradients are there already
+    assert head.backward < head.forward / 4  # the forward has computed the gradients
 
 
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_head_besides_their_layers():

@@ -42,7 +42,7 @@ def test_every_multiplied_parameter_costs_six_flops_a_token(name):
     assert flops_per_token(spec, 0) == 6 * (spec.num_parameters - norms - look_up)
 
 
-def test_attention_costs_twelve_flops_per_score_and_half_of_it_when_causal():
+def test_attention_costs_twelve_flops_per_score_and_half_that_when_causal():
     spec = model_spec("llama3_8b")
     matmuls, scores = flops_per_token(spec, 0), 12 * 32 * 32 * 128 * 8192
     assert flops_per_token(spec, 8192) - matmuls == scores
@@ -70,7 +70,7 @@ def test_a_run_at_the_devices_peak_has_a_utilisation_of_one():
     assert model_flops_utilisation(tokens_per_second, spec, 8192, 8, device) == pytest.approx(1)
 
 
-def test_utilisation_is_unknown_where_the_peak_is():
+def test_utilisation_is_unknown_if_the_peak_is():
     assert model_flops_utilisation(1000.0, model_spec("llama3_8b"), 8192, 1, None) is None
 
 
@@ -83,14 +83,14 @@ def test_a_faster_device_is_never_slower(plan, field):
 
 @pytest.mark.parametrize("name", gpu_names())
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_no_plan_uses_more_than_products_and_attention_can_reach(plan, name):
+def test_no_plan_exceeds_the_utilisation_its_products_and_attention_can_reach(plan, name):
     device = gpu_spec(name)
-    # printed utilisation credits attention with twice the scores it computes, of 6 parts in its 7
+    # utilisation counts twice the scores that attention computes, in 6 of its 7 products
     reachable = max(MODEL_SHAPES * device.matmul_share, 2 * 6 / 7 * device.attention_share)
     assert 0 < step(plan, device).mfu < reachable
 
 
-def test_twice_the_devices_take_half_the_time_where_communication_is_free():
+def test_twice_the_devices_take_half_the_time_when_communication_is_free():
     free = replace(gpu_spec("h100"), link_bandwidth=1e18, network_bandwidth=1e18)
     few, many = (step(ParallelPlan(dp_replicate=n, num_microbatches=64 // n), free) for n in (2, 4))
     computing = [time.total - time.parts["optimizer"] - time.parts["dp"] for time in (few, many)]
@@ -116,7 +116,7 @@ def test_full_recomputation_takes_about_a_third_more_and_selective_less():
     assert none < selective < full
 
 
-def test_recomputing_half_of_the_layers_takes_half_as_much_more():
+def test_recomputing_half_of_the_layers_costs_half_as_much():
     none, half, full = (
         step(ParallelPlan(recompute="full", recomputed_layers=(count,))).parts["compute"] for count in (0, 16, 32)
     )
@@ -124,7 +124,7 @@ def test_recomputing_half_of_the_layers_takes_half_as_much_more():
     assert none == pytest.approx(step(ParallelPlan()).parts["compute"])
 
 
-def test_the_stage_with_the_most_work_is_the_one_that_computes_all_the_time():
+def test_the_busiest_stage_sets_the_compute_time():
     plan = ParallelPlan(pp=4, num_microbatches=64)
     parts = step(plan).parts
     even = step(ParallelPlan(num_microbatches=64)).parts["compute"] / 4
@@ -138,13 +138,13 @@ def test_tensor_parallelism_across_nodes_is_slower_than_inside_one():
     assert step(plan, apart).parts["tp"] > step(plan, device).parts["tp"]
 
 
-def test_over_endless_links_an_all_reduce_takes_its_start_and_its_hops():
+def test_with_endless_bandwidth_an_all_reduce_takes_its_start_and_its_hops():
     device = replace(gpu_spec("h100"), link_bandwidth=1e30)
     seconds = step(ParallelPlan(tp=8, sequence_parallel=False), device).parts["tp"]
     assert seconds == pytest.approx((4 * 32 + 2) * (START_SECONDS + 2 * 7 * LINK_SECONDS))
 
 
-def test_what_is_divided_along_the_sequence_is_put_in_order_at_the_speed_of_memory():
+def test_sequence_shards_are_reordered_at_the_speed_of_memory():
     device = gpu_spec("h100")
     slower = replace(device, memory_bandwidth=device.memory_bandwidth / 2)
     plan = ParallelPlan(tp=8)
@@ -158,14 +158,14 @@ def test_the_gradients_of_norms_are_summed_once_a_step():
     assert one < two < 2 * one
 
 
-def test_a_ring_that_goes_round_again_for_nothing_but_its_keys_has_nothing_to_hide_behind():
+def test_selective_recomputation_repeats_the_ring_without_compute_to_hide_it():
     none, full, selective = (
         step(ParallelPlan(cp=8, zero_stage=1, recompute=mode)).parts["cp"] for mode in ("none", "full", "selective")
     )
     assert 0 < 2 * (full - none) < selective - none
 
 
-def test_shards_that_are_hidden_behind_much_work_add_less_than_their_transfer_takes():
+def test_shards_hidden_behind_more_work_take_a_smaller_share():
     short, long = (step(ParallelPlan(**SHARDED, microbatch_size=size)) for size in (1, 8))
     assert long.parts["dp"] == pytest.approx(short.parts["dp"], rel=0.2)  # the bytes are the same
     assert long.parts["dp"] / long.total < short.parts["dp"] / short.total / 4
@@ -215,7 +215,7 @@ def test_time_and_money_follow_from_the_tokens_per_second():
     )
 
 
-def test_the_summary_names_what_takes_time_and_nothing_else():
+def test_the_summary_names_only_the_parts_that_take_time():
     text = step(ParallelPlan(tp=8)).summary()
     assert text.startswith("about ")
     assert "tp " in text

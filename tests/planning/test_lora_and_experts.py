@@ -1,4 +1,4 @@
-"""What adapters and experts do to the estimate, and whether layers keep for their backward what it says they do."""
+"""The estimate of adapters and experts, against the bytes that autograd saves and that a step counts."""
 
 from dataclasses import replace
 
@@ -69,7 +69,7 @@ def ranks_of(spec, plan):
 
 
 class Experts(nn.Module):
-    """Experts in place of a feed-forward, as the estimate has them: one tensor of all w1, one of w2, one of w3."""
+    """Experts in place of a feed-forward, laid out as in the estimate: one tensor of all w1, one of w2, one of w3."""
 
     def __init__(self, spec):
         super().__init__()
@@ -84,7 +84,7 @@ class Experts(nn.Module):
         gates, chosen = self.router(x_TD).float().softmax(-1).topk(k)
         gates = gates / gates.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        # as many tokens for each: the sizes are what matters here, not who gets what
+        # equally many tokens for each: only the sizes matter here
         tokens_ECD = x_TD[order // k].unflatten(0, (self.moe.num_experts, -1))
         w1, w2, w3 = (w.to(x_BSD.dtype) for w in (self.w1, self.w2, self.w3))
         inner_ECF = F.silu(tokens_ECD @ w1.mT) * (tokens_ECD @ w3.mT)
@@ -105,7 +105,7 @@ def adapted_block(spec):
 
 
 def peaks_counted(spec, seq_len):
-    """Return the peak bytes of the forward and the backward of a whole model, of one row, on fake tensors."""
+    """Return the peak bytes of a whole model's forward and backward on one row of fake tensors."""
     with torch.device("meta"):
         model = with_adapters(Llama(spec, compute_dtype=torch.bfloat16))
         if spec.moe:
@@ -127,7 +127,7 @@ def peaks_estimated(spec, seq_len):
 
 
 def bytes_kept(block, spec, *, follows_trained=True):
-    """Return the bytes that the forward of a layer leaves for its backward, beside weights and rotation."""
+    """Return the bytes that the forward of a layer leaves for its backward, besides weights and rotation."""
     rotary = rotation(spec, torch.arange(SEQ_LEN)[None])
     elsewhere = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *rotary)}
     kept = {}
@@ -144,7 +144,7 @@ def bytes_kept(block, spec, *, follows_trained=True):
 
 
 def bytes_estimated(spec):
-    """Return what a first and a later layer keep."""
+    """Return the bytes that a first and a later layer keep."""
     layers = tensors_by_layer(
         replace(spec, num_layers=2), ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, documents="none"
     )
@@ -164,23 +164,23 @@ def with_experts(name, num_experts=8, experts_per_token=2, layers=None):
 @pytest.mark.parametrize(
     "names", [("q_proj", "v_proj"), ("o_proj",), ATTENTION_MATRICES, ("down_proj",), ("up_proj",), MATRICES]
 )
-def test_a_frozen_layer_keeps_for_its_backward_what_autograd_saves_of_it(names, dropout):
+def test_the_estimate_of_a_frozen_layer_matches_the_bytes_autograd_saves(names, dropout):
     spec = replace(TINY, lora=LoRA(lora_rank=8, lora_dropout=dropout, target_modules=names))
     block = adapted_block(spec)
     assert [bytes_kept(block, spec, follows_trained=later) for later in (False, True)] == bytes_estimated(spec)
 
 
 @pytest.mark.parametrize(("num_experts", "experts_per_token"), [(1, 1), (4, 1), (4, 2)])
-def test_a_sparse_layer_keeps_for_its_backward_what_autograd_saves_of_it(num_experts, experts_per_token):
+def test_the_estimate_of_a_sparse_layer_matches_the_bytes_autograd_saves(num_experts, experts_per_token):
     spec = replace(TINY, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token))
     assert [bytes_kept(make_sparse(Block(spec), spec), spec)] * 2 == bytes_estimated(spec)
 
 
 @pytest.mark.parametrize("seq_len", [256, 4096])
 @pytest.mark.parametrize(("num_experts", "experts_per_token"), [(4, 1), (8, 3)])
-def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts, experts_per_token, seq_len):
+def test_the_estimate_of_a_sparse_model_matches_a_counted_step(num_experts, experts_per_token, seq_len):
     spec = replace(MEDIUM, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token))
-    # the estimate takes the gradients of all three tensors of experts to come at once
+    # the estimate assumes that the gradients of all three expert tensors come at once
     assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=5e-3)
 
 
@@ -197,7 +197,7 @@ def test_the_estimate_of_a_sparse_model_is_what_a_step_of_one_takes(num_experts,
         (TARGETS, 256, 0.0),
     ],
 )
-def test_the_estimate_of_an_adapted_model_is_what_a_step_of_one_takes(names, seq_len, dropout):
+def test_the_estimate_of_an_adapted_model_matches_a_counted_step(names, seq_len, dropout):
     spec = replace(MEDIUM, lora=LoRA(target_modules=names, lora_dropout=dropout))
     assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=0.01)
 
@@ -219,7 +219,7 @@ def test_adapters_hold_less_than_full_training_in_every_phase(plan, lora):
 
 
 @given(plans, adapters)
-def test_a_higher_rank_never_holds_less(plan, lora):
+def test_a_higher_rank_holds_more(plan, lora):
     specs = [
         replace(model_spec("llama3_8b"), lora=lora.model_copy(update={"lora_rank": rank}))
         for rank in (lora.lora_rank, 2 * lora.lora_rank)
@@ -272,7 +272,7 @@ def test_expert_parallel_ranks_that_shard_hold_as_much_between_steps_and_gather_
 
 
 @given(st.sets(st.integers(0, 31), min_size=1).map(sorted), plans)
-def test_experts_are_held_where_they_are(layers, plan):
+def test_only_the_chosen_layers_hold_experts(layers, plan):
     spec = with_experts("llama3_8b", layers=tuple(layers))
     dense, some, all_sparse = (estimate(s, plan) for s in (model_spec("llama3_8b"), spec, with_experts("llama3_8b")))
     assert dense.peak_bytes < some.peak_bytes <= all_sparse.peak_bytes
@@ -286,5 +286,5 @@ def test_a_token_is_kept_once_for_every_expert_it_goes_through(experts_per_token
         estimate(with_experts("llama3_8b", 8, count), plan).phases["forward"]["activations"]
         for count in (experts_per_token, experts_per_token + 1)
     )
-    # what goes into an expert and comes out; gate, silu(gate), up and their product; gate weights and indices
+    # an expert's input and output; gate, silu(gate), up and their product; gate weights and indices
     assert more - fewer == 2048 * dense.num_layers * (2 * 2 * dense.hidden_size + 2 * 4 * dense.ffn_size + 30)

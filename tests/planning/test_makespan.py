@@ -13,7 +13,7 @@ times = st.floats(0.5, 2.0)
 
 @given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(2, EXACT_UNITS), times, times)
 @settings(max_examples=60, deadline=None)
-def test_even_stages_take_what_the_clock_of_the_schedule_says(name, pp, units, forward, backward):
+def test_even_stages_take_as_long_as_the_schedules_clock_says(name, pp, units, forward, backward):
     chunks = 2 if name == "interleaved" else 1
     plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
     timeline = simulate(plan.build_schedule(), forward=forward, backward=backward)
@@ -24,14 +24,14 @@ def test_even_stages_take_what_the_clock_of_the_schedule_says(name, pp, units, f
 
 
 @pytest.mark.parametrize("num_microbatches", [8, 31, 1000])
-def test_the_bubble_of_even_stages_is_the_filling_and_draining_of_the_pipeline(num_microbatches):
+def test_the_bubble_of_even_stages_is_the_fill_and_drain_of_the_pipeline(num_microbatches):
     plan = ParallelPlan(pp=8, num_microbatches=num_microbatches)
     assert span(plan, [Pass(1.0, 2.0)] * 8) == pytest.approx((3 * (num_microbatches + 7), 3 * num_microbatches))
 
 
 @given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(7, 12), st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_long_pipeline_of_uneven_stages_is_clocked_in_part_to_within_a_hundredth(name, pp, units, data):
+def test_extrapolating_a_long_pipeline_of_uneven_stages_is_within_a_percent(name, pp, units, data):
     chunks = 2 if name == "interleaved" else 1
     plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
     uneven = st.floats(0.8, 1.25)
@@ -46,7 +46,7 @@ def test_the_slowest_stage_sets_the_pace():
     assert long - short == pytest.approx(200 * 5.0)
 
 
-def test_a_hop_delays_only_those_who_need_what_it_brings():
+def test_a_hop_delays_only_the_first_forward_and_the_last_backward():
     plan, passes = ParallelPlan(pp=4, schedule="gpipe", num_microbatches=64), [Pass(1.0, 2.0)] * 4
     late = span(plan, passes, hop=0.1).makespan - span(plan, passes).makespan
     assert late == pytest.approx(2 * 3 * 0.1)  # the first forward and the last backward pass every boundary

@@ -15,7 +15,7 @@ from llama_core.rehearsal.trace import trace_rank
 
 
 def data_parallel(ranks, zero_stage, **choices):
-    """Return a plan over ranks that shard or, at stage 0, have copies of the model."""
+    """Return a plan whose ranks shard the model or, at stage 0, copy it."""
     axis = "dp_shard" if zero_stage else "dp_replicate"
     return ParallelPlan(zero_stage=zero_stage, **{axis: ranks}, **choices)
 
@@ -50,7 +50,7 @@ def test_between_steps_every_zero_stage_divides_all_states(stage, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_copies_divide_nothing_and_average_in_the_gradients_themselves(ranks):
+def test_copies_divide_no_states(ranks):
     spec = model_spec("llama3_8b")
     assert estimate(spec, data_parallel(ranks, 0)).state_bytes == 16 * spec.num_parameters
 
@@ -78,7 +78,7 @@ def test_stage_3_gathers_no_more_than_the_head_and_two_layers():
 
 
 @pytest.mark.parametrize("place", range(1, 4))
-def test_stage_3_gathers_a_layer_beside_the_buffers_of_that_layer_and_of_the_one_before(place):
+def test_stage_3_holds_a_gathered_layer_and_the_buffers_of_it_and_the_one_before(place):
     spec, plan = model_spec("llama3_70b"), ParallelPlan(dp_shard=8, pp=5, zero_stage=3)
     forward = estimate_memory(spec, plan, seq_len=512, precision="bf16", documents="none", pp_rank=place).phases[
         "forward"
@@ -95,7 +95,7 @@ def test_stage_3_gathers_a_layer_beside_the_buffers_of_that_layer_and_of_the_one
     ],
     ids=["several stages", "one stage", "whole gradients"],
 )
-def test_copies_that_average_after_every_backward_keep_each_average_to_the_next(choices, num_bytes):
+def test_copies_that_average_after_every_backward_keep_each_average_until_the_next(choices, num_bytes):
     spec, plan = model_spec("llama3_8b"), ParallelPlan(dp_shard=2, pp=2, num_microbatches=8, **choices)
     alone, copied = (
         estimate(spec, dataclasses.replace(plan, dp_replicate=copies)).phases["forward"]["communication"]
@@ -122,7 +122,7 @@ def pipeline(schedule, zero_stage, pp=2, **choices):
     ],
     ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else value,
 )
-def test_large_weights_and_few_tokens_are_estimated_as_they_are_counted_in_a_whole_step(plan, pp_rank, precision):
+def test_the_estimate_of_large_weights_and_few_tokens_matches_a_counted_step(plan, pp_rank, precision):
     overrides = ("architecture.num_layers=10", "training.seq_len=512", f"training.precision={precision}")
     config = RunConfig.from_mapping({"model": "llama3_8b", "data": {"document_mask": False}}, overrides)
     counted = trace_rank(config, plan, pp_rank * plan.world_size // plan.pp, in_full=True).counter.peaks
@@ -148,13 +148,13 @@ def test_the_peak_grows_when_the_microbatch_doubles_past_one_chunk_of_the_loss(s
 
 @given(models, plans, st.integers(16, 2000))
 def test_activations_grow_with_the_sequence(spec, plan, seq_len):
-    # not the peak: where one token more cuts the loss into two chunks, it holds half the logits
+    # not the peak: one more token may cut the loss into two chunks, which halves the logits
     kept = [estimate(spec, plan, seq_len=length).phases["forward"]["activations"] for length in (seq_len, seq_len + 1)]
     assert kept[0] < kept[1]
 
 
 @given(models, plans)
-def test_fp32_never_takes_less_activation_memory_than_bf16_less_its_weight_copies(spec, plan):
+def test_fp32_never_takes_less_activation_memory_than_bf16_without_its_weight_copies(spec, plan):
     narrow = estimate(spec, plan, seq_len=2048, precision="bf16").phases["forward"]["activations"]
     copies = 2 * spec.num_layers * spec.layer_parameters
     assert estimate(spec, plan, seq_len=2048, precision="fp32").phases["forward"]["activations"] >= narrow - copies
@@ -171,14 +171,14 @@ def test_recomputation_keeps_fewer_activations(spec, plan):
 
 @given(st.sampled_from([8, 64]), st.integers(1, 8), st.integers(1, 3))
 def test_a_higher_stage_never_has_a_higher_peak(ranks, microbatch_size, num_microbatches):
-    # with few ranks it can: the buffer of the last reduction, kept to the next one, outweighs what they divide
+    # with few ranks it can: the buffer of the last reduction, kept until the next, outweighs the saving
     sizes = {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches}
     plans = [data_parallel(ranks, stage, **sizes) for stage in range(4)]
     peaks = [estimate(model_spec("llama3_8b"), plan).peak_bytes for plan in plans]
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_gradients_of_earlier_microbatches_are_there_in_the_next_forward():
+def test_the_next_forward_holds_the_gradients_of_earlier_microbatches():
     spec = model_spec("tiny_llama3_50m")
     first, second = (estimate(spec, ParallelPlan(num_microbatches=count)).phases["forward"] for count in (1, 2))
     assert (first["gradients"], second["gradients"]) == (0, 4 * spec.num_parameters)
@@ -213,7 +213,7 @@ def test_the_states_of_405b_on_64_devices_are_too_much_for_an_h100_and_not_for_a
     assert estimate(spec, plan).state_bytes < gpu_spec("h200").usable_bytes
 
 
-def test_a_peak_that_only_activations_push_over_is_answered_with_remedies():
+def test_a_peak_that_only_activations_push_over_the_limit_gets_remedies():
     verdict = judge(
         model_spec("llama3_8b"), ParallelPlan(dp_shard=8, zero_stage=3, microbatch_size=4), gpu_spec("h100")
     )

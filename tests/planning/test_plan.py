@@ -18,23 +18,23 @@ plans = st.builds(
 
 
 @given(plans)
-def test_a_recorded_plan_is_read_back_as_it_was(plan):
+def test_a_recorded_plan_reads_back_unchanged(plan):
     assert ParallelPlan.from_dict(plan.as_dict()) == plan
 
 
 @given(plans)
-def test_the_batch_is_what_all_ranks_and_microbatches_hold_together(plan):
+def test_the_batch_is_the_sum_over_all_ranks_and_microbatches(plan):
     ranks = plan.dp_shard * plan.dp_replicate
     assert plan.world_size == ranks
     assert plan.batch_size == ranks * plan.microbatch_size * plan.num_microbatches
 
 
 @given(plans)
-def test_a_zero_stage_takes_effect_only_with_somebody_to_shard_with(plan):
+def test_a_zero_stage_takes_effect_only_with_ranks_to_shard_over(plan):
     assert plan.effective_zero_stage == {True: 0, False: plan.zero_stage}[plan.dp_shard == 1]
 
 
-def test_the_record_tells_readers_the_sizes_that_follow():
+def test_the_record_states_the_derived_sizes():
     record = ParallelPlan(dp_shard=8, zero_stage=3, microbatch_size=2, num_microbatches=4).as_dict()
     assert (record["world_size"], record["effective_zero_stage"], record["batch_size"]) == (8, 3, 64)
 

@@ -14,8 +14,8 @@ def follow(actions, *, has_root=False, single_groups=(), closed=()):
 
 
 @given(st.booleans(), st.integers(1, 8))
-def test_with_one_microbatch_under_way_only_the_one_before_is_fetched_for(has_root, num_microbatches):
-    """On the last rank of 1F1B, whose backwards begin when their forwards have ended."""
+def test_with_one_microbatch_in_flight_later_backwards_prefetch_only_without_a_root(has_root, num_microbatches):
+    """On the last rank of 1F1B a backward begins as soon as its forward ends."""
     found = follow(one_f_one_b(1, num_microbatches).actions[0], has_root=has_root)
     assert found[:2] == [NOTHING, NOTHING]
     again = NOTHING if has_root else Prefetch(ahead=0)
@@ -23,7 +23,7 @@ def test_with_one_microbatch_under_way_only_the_one_before_is_fetched_for(has_ro
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(2, 3), st.booleans())
-def test_what_waits_was_fetched_before_and_waits_until_its_stage_runs(num_ranks, rounds, num_chunks, has_root):
+def test_a_prefetched_stage_waits_until_it_runs(num_ranks, rounds, num_chunks, has_root):
     actions = interleaved(num_ranks, rounds * num_ranks, num_chunks).actions[0]
     found = follow(actions, has_root=has_root)
     for (action, before), after in zip(zip(actions, found, strict=True), found[1:], strict=False):
@@ -33,12 +33,12 @@ def test_what_waits_was_fetched_before_and_waits_until_its_stage_runs(num_ranks,
 
 
 @given(st.integers(2, 8))
-def test_a_layer_that_is_at_work_is_not_fetched(num_microbatches):
+def test_a_layer_in_use_is_not_prefetched(num_microbatches):
     actions = one_f_one_b(2, num_microbatches).actions[0]
     assert follow(actions, single_groups=(0,)) == [NOTHING] * len(actions)
 
 
-def test_without_a_root_a_backward_leads_to_the_stage_that_ran_before_its_forward():
+def test_without_a_root_a_backward_prefetches_the_stage_that_ran_before_its_forward():
     prefetches = Prefetches(has_root=False, single_groups=(), closed=())
     for stage in (0, 1):
         prefetches.enter(stage, Kind.FORWARD)

@@ -55,7 +55,7 @@ def peaks(config, plan):
         wide("llama2_7b", 8, "a100_40gb", 16),
     ],
 )
-def test_nothing_that_fits_is_faster_by_a_percent(model, gpus, gpu_type, batch_size):
+def test_no_plan_that_fits_is_a_percent_faster(model, gpus, gpu_type, batch_size):
     config, device = request(model, gpus, training__batch_size=batch_size), gpu_spec(gpu_type)
     candidates = Candidates(config, device)
     everything = Search(candidates, Fitting(config, device.usable_bytes), device)
@@ -64,7 +64,7 @@ def test_nothing_that_fits_is_faster_by_a_percent(model, gpus, gpu_type, batch_s
     assert searched(config, gpu_type).step.total <= 1.01 * best
 
 
-def test_no_variant_that_misses_the_limit_on_any_rank_is_an_option():
+def test_no_option_exceeds_the_limit_on_any_rank():
     device = gpu_spec("h100")
     config = request("llama2_13b", 8, training__batch_size=16, parallel__recompute="none")
     candidates, fitting = Candidates(config, device), Fitting(config, device.usable_bytes)
@@ -97,7 +97,7 @@ asked = st.fixed_dictionaries(
     st.sampled_from([4, 8, 16]),
     asked,
 )
-def test_every_plan_that_is_found_is_legal_fits_on_all_ranks_and_has_what_was_asked_for(model, gpus, asked):
+def test_every_found_plan_is_legal_fits_on_all_ranks_and_honours_the_request(model, gpus, asked):
     try:
         settings = {f"parallel__{key}": value for key, value in asked.items()}
         config = request(model[0], gpus, training__seq_len=2048, training__batch_size=32, **settings)
@@ -108,7 +108,7 @@ def test_every_plan_that_is_found_is_legal_fits_on_all_ranks_and_has_what_was_as
     plan.check(config.spec, seq_len=config.seq_len, precision="bf16")
     assert (plan.world_size, plan.batch_size) == (gpus, 32)
     assert max(peaks(config, plan)) == choice.peak_bytes <= FILL_LIMIT * device.usable_bytes
-    # all ranks are copies without ZeRO, and a chimera asked for is the form of it that fits
+    # without ZeRO all ranks are copies, and a requested chimera becomes the form that fits
     exempt = {"dp_replicate"} if plan.zero_stage == 0 else set()
     exempt |= {"schedule"} if asked.get("schedule") == "chimera" else set()
     assert {key: getattr(plan, key) for key in asked if key not in exempt} == {
@@ -117,7 +117,7 @@ def test_every_plan_that_is_found_is_legal_fits_on_all_ranks_and_has_what_was_as
     assert plan.schedule.startswith(asked.get("schedule", ""))
 
 
-def test_copies_that_are_asked_for_leave_zero_where_they_shard():
+def test_requested_copies_keep_zero_where_ranks_still_shard():
     for copies, stages in ((1, {1, 2, 3}), (2, {1, 2, 3}), (8, {0})):
         choice = searched(request("tiny_llama3_150m", 8, parallel__dp_replicate=copies, parallel__tp=1, parallel__pp=1))
         assert choice.plan.dp_replicate == copies
@@ -125,7 +125,7 @@ def test_copies_that_are_asked_for_leave_zero_where_they_shard():
 
 
 @given(st.sampled_from([4, 6, 8, 16]), st.integers(1, 80), st.sampled_from(["none", "full"]))
-def test_chimera_is_dominated_exactly_where_the_clock_has_1f1b_no_slower(pp, num_microbatches, recompute):
+def test_chimera_is_dominated_exactly_when_1f1b_is_no_slower_on_the_clock(pp, num_microbatches, recompute):
     units = -(-num_microbatches // pp)
     backward = 3 if recompute == "full" else 2
     spans = [
@@ -149,9 +149,7 @@ def test_chimera_is_dominated_exactly_where_the_clock_has_1f1b_no_slower(pp, num
     st.sampled_from([0, 1, 2, 3]),
     st.lists(st.integers(0, 4), min_size=16, max_size=16),
 )
-def test_a_long_step_fills_its_ranks_no_more_than_the_short_one_that_stands_for_it(
-    schedule, pp, units, more, zero, recomputed
-):
+def test_the_short_step_that_stands_for_a_long_one_has_the_same_peaks(schedule, pp, units, more, zero, recomputed):
     chunks, extra = (2, 0) if schedule == "interleaved" else (1, more)
     config, shards = request("tiny_llama3_50m", 1), 1 if zero == 0 else 2
     try:
@@ -172,7 +170,7 @@ def test_a_long_step_fills_its_ranks_no_more_than_the_short_one_that_stands_for_
     assert Fitting(config, None).peaks(plan) == peaks(config, plan)
 
 
-def test_8b_on_one_node_says_what_forced_each_choice():
+def test_8b_on_one_node_gives_a_reason_for_each_choice():
     choice = searched(request("llama3_8b", 8))
     assert (choice.plan.tp, choice.plan.pp, choice.plan.zero_stage) == (1, 1, 3)
     assert set(choice.reasons) == {"tp", "pp", "cp", "sharding", "schedule", "microbatch", "recompute", "offload"}
@@ -183,7 +181,7 @@ def test_8b_on_one_node_says_what_forced_each_choice():
     assert all(other.step.total >= choice.step.total for other in choice.runners_up)
 
 
-def test_70b_on_96_devices_tells_which_divisions_are_never_tried():
+def test_70b_on_96_devices_lists_the_divisions_never_tried():
     rejected = searched(request("llama3_70b", 96, training__batch_size=192)).rejected
     assert "tp 3: does not divide 8 key/value heads" not in rejected
     assert "tp 3: crosses nodes of 8" in rejected
@@ -191,7 +189,7 @@ def test_70b_on_96_devices_tells_which_divisions_are_never_tried():
     assert any("chimera" in line for line in rejected)
 
 
-def test_405b_on_64_h200_is_planned_with_a_pipeline_and_without_zero_alone():
+def test_405b_on_64_h200_gets_a_pipeline_and_rejects_zero_0():
     choice = searched(request("llama3_405b", 64), "h200")
     assert choice.plan.pp > 1
     assert any(line.startswith("ZeRO 0: ") for line in choice.rejected)
@@ -202,7 +200,7 @@ def test_405b_on_64_h200_is_planned_with_a_pipeline_and_without_zero_alone():
     assert any(line.startswith("tp 16: crosses nodes of 8") for line in choice.rejected)
 
 
-def test_405b_on_64_h100_is_refused_with_the_arithmetic_and_with_what_would_do():
+def test_405b_on_64_h100_is_refused_with_the_arithmetic_and_the_remedies():
     with pytest.raises(NothingFitsError) as caught:
         searched(request("llama3_405b", 64))
     error = caught.value
@@ -213,7 +211,7 @@ def test_405b_on_64_h100_is_refused_with_the_arithmetic_and_with_what_would_do()
     assert error.plan.world_size == 64
 
 
-def test_what_is_offered_where_nothing_fits_does_fit():
+def test_the_remedies_offered_when_nothing_fits_do_fit():
     with pytest.raises(NothingFitsError, match=r"parallel\.gpus=2; .*offload=parameters") as caught:
         searched(request("llama3_8b", 1))
     assert caught.value.plan.world_size == 1
@@ -222,11 +220,11 @@ def test_what_is_offered_where_nothing_fits_does_fit():
     assert searched(offloaded).plan.offload == "parameters"
 
 
-def test_adapters_are_offered_to_those_who_fine_tune_what_does_not_fit_and_fit():
+def test_adapters_are_offered_when_fine_tuning_does_not_fit_and_then_fit():
     instruct, adapted = request("llama3_70b_instruct", 8), request("llama3_70b_instruct", 8, strategy="lora")
     with pytest.raises(NothingFitsError, match="would fit: strategy=lora; "):
         searched(instruct)
-    with pytest.raises(NothingFitsError, match=r"would fit: parallel\.gpus="):  # it is trained from the beginning
+    with pytest.raises(NothingFitsError, match=r"would fit: parallel\.gpus="):  # it trains from scratch
         searched(request("llama3_70b", 8))
     assert searched(adapted).plan.world_size == 8
     with pytest.raises(
@@ -235,12 +233,12 @@ def test_adapters_are_offered_to_those_who_fine_tune_what_does_not_fit_and_fit()
         searched(request("llama3_405b", 8, strategy="lora"))
 
 
-def test_offload_is_chosen_only_where_less_does_not_fit():
+def test_offload_is_chosen_only_when_nothing_less_fits():
     plans = [searched(request("llama3_8b", gpus, parallel__zero_backend="deepspeed")).plan for gpus in (8, 2)]
     assert [plan.offload for plan in plans] == ["none", "optimizer"]
 
 
-def test_tensor_parallelism_across_nodes_is_left_to_those_who_ask_for_it_and_says_so():
+def test_tensor_parallelism_across_nodes_is_planned_only_on_request_and_says_so():
     sizes = {"architecture__num_kv_heads": 32}
     asked = searched(request("llama3_8b", 16, parallel__tp=16, **sizes))
     assert asked.plan.tp == 16
@@ -248,7 +246,7 @@ def test_tensor_parallelism_across_nodes_is_left_to_those_who_ask_for_it_and_say
     assert "tp 16: crosses nodes of 8" in searched(request("llama3_8b", 16, **sizes)).rejected
 
 
-def test_a_choice_is_a_record_and_lines_that_hold_its_figures():
+def test_a_choice_has_a_record_and_lines_with_its_figures():
     choice = searched(request("llama3_8b", 8))
     record = json.loads(json.dumps(choice.as_dict()))
     assert ParallelPlan.from_dict(record["plan"]) == choice.plan
@@ -257,12 +255,12 @@ def test_a_choice_is_a_record_and_lines_that_hold_its_figures():
     assert choice.plan.summary() in text
 
 
-def test_a_plan_for_a_device_is_the_one_that_the_search_finds():
+def test_the_plan_for_a_device_is_the_one_the_search_finds():
     config, device = request("llama3_8b", 8), gpu_spec("h100")
     assert choose_plan(config, device.usable_bytes, device) == searched(config).plan
 
 
-def test_recomputation_that_is_asked_for_is_what_plans_are_held_against_the_limit_with():
+def test_plans_are_measured_with_the_requested_recomputation():
     config = request("llama2_7b", 2, training__batch_size=4, parallel__tp=2, parallel__recompute="full")
     choice = searched(config)
     assert choice.plan.recompute == "full"

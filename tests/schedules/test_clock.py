@@ -1,4 +1,4 @@
-"""What a schedule wastes and holds has a closed form, and what cannot run is refused with what waits for what."""
+"""A schedule's waste and peak have closed forms, and a schedule that cannot run is refused with the reason."""
 
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -65,7 +65,7 @@ def test_every_action_starts_as_soon_as_its_rank_and_its_inputs_allow(schedule, 
 
 
 @given(any_schedule)
-def test_a_stage_goes_after_the_one_before_and_back_after_the_one_behind(schedule):
+def test_a_stage_runs_forward_after_the_previous_one_and_backward_after_the_next(schedule):
     timed = {timed.action: timed for lane in simulate(schedule).lanes for timed in lane}
     last = schedule.num_stages - 1
     for action, own in timed.items():
@@ -99,7 +99,7 @@ def test_gpipe_holds_every_microbatch(num_ranks, num_microbatches):
 
 
 @given(ranks, microbatches)
-def test_1f1b_holds_what_is_on_its_way_to_the_last_stage_and_back(num_ranks, num_microbatches):
+def test_1f1b_holds_one_microbatch_per_stage_from_a_rank_to_the_last(num_ranks, num_microbatches):
     timeline = simulate(build("1f1b", num_ranks, num_microbatches))
     assert peaks(timeline) == [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
 
@@ -114,7 +114,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks_and_holds_more(num_ranks,
 
 
 @given(even_ranks, units, times, st.integers(0, 9))
-def test_direct_concatenation_wastes_more_with_every_unit_unless_backward_is_as_fast(num_ranks, k, forward, slower):
+def test_direct_concatenation_wastes_more_with_every_unit_unless_backward_equals_forward(num_ranks, k, forward, slower):
     d, n, b = num_ranks, num_ranks * k, 1 + slower / 4
     timeline = simulate(build("chimera", d, n), forward=4 * forward, backward=4 * forward * b)
     expected = (d - 2) * (1 + (b - 1) * k)
@@ -136,13 +136,13 @@ def test_chimera_holds_most_in_the_middle_of_the_pipeline(num_ranks, num_units):
 
 
 @given(even_ranks, units)
-def test_doubling_wastes_two_slots_less_than_there_are_ranks(num_ranks, num_units):
+def test_doubling_wastes_two_slots_fewer_than_there_are_ranks(num_ranks, num_units):
     n = 2 * num_ranks * num_units
     assert slots_used(build("chimera_doubling", num_ranks, n)) - 3 * n / 2 == num_ranks - 2
 
 
 @given(even_ranks, units, times)
-def test_doubling_saves_a_quarter_of_its_only_bubble_by_handing_on_the_first_of_a_pair(num_ranks, num_units, forward):
+def test_one_unit_of_doubling_wastes_a_quarter_less_than_several(num_ranks, num_units, forward):
     n = 2 * num_ranks * num_units
     timeline = simulate(build("chimera_doubling", num_ranks, n), forward=forward, backward=2 * forward)
     slots = (num_ranks - 2) * {1: 0.75}.get(num_units, 1)
@@ -151,7 +151,7 @@ def test_doubling_saves_a_quarter_of_its_only_bubble_by_handing_on_the_first_of_
 
 
 @given(even_ranks, units, times)
-def test_halving_wastes_half_of_what_doubling_does(num_ranks, num_units, forward):
+def test_halving_wastes_half_as_much_as_doubling(num_ranks, num_units, forward):
     n = num_ranks * num_units
     timeline = simulate(build("chimera_halving", num_ranks, n), forward=2 * forward, backward=4 * forward)
     slots = (num_ranks - 2) * {1: 0.75}.get(num_units, 1)
@@ -166,7 +166,7 @@ def test_doubling_holds_at_most_two_microbatches_per_rank_and_halving_one(num_ra
 
 
 @given(even_ranks)
-def test_the_bounds_on_what_doubling_and_halving_hold_are_reached(num_ranks):
+def test_doubling_and_halving_reach_their_memory_bounds(num_ranks):
     assert max(peaks(simulate(build("chimera_doubling", num_ranks, 4 * num_ranks)))) == 2 * num_ranks
     assert max(peaks(simulate(build("chimera_halving", num_ranks, 2 * num_ranks)))) == num_ranks
 
@@ -191,7 +191,7 @@ def test_zb_h1_fills_two_thirds_of_the_bubble_of_1f1b(num_ranks, more, time):
 
 
 @given(st.integers(1, 6), st.integers(0, 5))
-def test_zb_h1_with_few_microbatches_is_as_fast_as_the_way_of_the_last_one_there_and_back(num_microbatches, more_ranks):
+def test_zb_h1_with_few_microbatches_takes_as_long_as_the_last_ones_round_trip(num_microbatches, more_ranks):
     d, n = num_microbatches + more_ranks, num_microbatches
     way_to_last, last_rank, way_back, last_weight_gradient = d - 1, 2 * n, d - 1, 1
     makespan = simulate(build("zb_h1", d, n)).makespan
@@ -213,7 +213,7 @@ def test_zero_bubble_schedules_hold_as_much_as_the_first_rank_of_1f1b(name, num_
 
 
 @given(ranks, microbatches)
-def test_until_the_input_gradient_zb_h1_holds_no_more_than_1f1b(num_ranks, num_microbatches):
+def test_until_the_input_gradient_zb_h1_holds_as_much_as_1f1b(num_ranks, num_microbatches):
     split, whole = (simulate(build(name, num_ranks, num_microbatches)) for name in ("zb_h1", "1f1b"))
     assert [peak_until_input_gradient(split, rank) for rank in range(num_ranks)] == peaks(whole)
 
@@ -254,7 +254,7 @@ def two_ranks(*lists):
         (two_ranks("0F0 0F1 0B0", "1F0 1B0"), "there is no microbatch 1 on stage 0"),
     ],
 )
-def test_a_schedule_that_cannot_run_is_refused_with_what_is_wrong(schedule, complaint):
+def test_a_schedule_that_cannot_run_is_refused_with_the_reason(schedule, complaint):
     with pytest.raises(PlanError, match=complaint):
         simulate(schedule)
     with pytest.raises(PlanError, match=complaint):

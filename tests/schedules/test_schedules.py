@@ -1,4 +1,4 @@
-"""Schedules run everything once, in an order that can be run, and their messages never wait in a circle."""
+"""Schedules run everything once, in an order that can run, and their messages never deadlock."""
 
 from collections import Counter
 from itertools import accumulate, pairwise, product
@@ -51,7 +51,7 @@ def in_pairs(actions, rank):
 
 
 def expected_runs(schedule):
-    """Return how often each (stage, microbatch) has to have each kind, from whether its backwards are in two."""
+    """Return how often each (stage, microbatch) must run each kind; a schedule may split its backwards."""
     kinds = {kind for actions in schedule.actions for kind in {action.kind for action in actions}}
     sizes = range(schedule.num_stages), range(schedule.num_microbatches)
     return Counter(Action(stage, kind, microbatch) for stage, microbatch in product(*sizes) for kind in kinds)
@@ -64,7 +64,7 @@ def partner(message):
 
 
 def needs(action, last_stage):
-    """Return what has to be on a rank before it takes ``action``."""
+    """Return the tensors that a rank must have before it takes ``action``."""
     sides = {
         Kind.FORWARD: {"input"} if action.stage else set(),
         Kind.BACKWARD: {"output"} if action.stage == last_stage else {"output", "output gradient"},
@@ -77,7 +77,7 @@ def needs(action, last_stage):
 
 
 def brings(action):
-    """Return what is on a rank after ``action``, where a neighbouring stage of the same rank finds it too."""
+    """Return the tensors that a rank has after ``action``, also for a neighbouring stage of the same rank."""
     gradients = [("input gradient", 0), ("output gradient", -1)]
     sides = {
         Kind.FORWARD: [("output", 0), ("input", 1)],
@@ -101,9 +101,9 @@ def able_to_move(lists):
 
 
 def run_with_blocking_messages(schedule):
-    """Return what every rank could not reach, and what it took before it had what it needs.
+    """Return the actions that each rank did not reach, and the tensors it lacked when it took an action.
 
-    A rank that sends waits until its peer stands at the receive. Nothing ever has a choice, so one order is all orders.
+    A send waits until its peer is at the receive. There is never a choice, so one order stands for all.
     """
     lists = [list(actions) for actions in schedule.with_communication()]
     here = [set() for _ in lists]
@@ -117,18 +117,18 @@ def run_with_blocking_messages(schedule):
 
 
 @given(st.integers(0, 99), st.sampled_from(Kind), st.integers(0, 999))
-def test_an_action_is_read_back_as_it_is_written(stage, kind, microbatch):
+def test_a_written_action_reads_back_unchanged(stage, kind, microbatch):
     action = Action(stage, kind, microbatch)
     assert Action.parse(str(action)) == action
 
 
-def test_an_action_is_written_as_torch_writes_it():
+def test_an_action_is_spelled_as_in_torch():
     assert str(Action(0, Kind.FORWARD, 3)) == "0F3"
     assert str(Action(1, Kind.RECV_B, 12)) == "1RECV_B12"
 
 
 @pytest.mark.parametrize("text", ["", "F3", "0F", "0X3", "0F3 ", "0SEND3"])
-def test_text_that_is_no_action_is_refused_with_an_example(text):
+def test_text_that_is_not_an_action_is_refused_with_an_example(text):
     with pytest.raises(PlanError, match="such as 0F3"):
         Action.parse(text)
 
@@ -154,14 +154,14 @@ def test_every_stage_lives_on_as_many_ranks_as_there_are_replicas(schedule):
 
 
 @given(any_schedule)
-def test_blocking_messages_never_wait_in_a_circle_and_bring_everything_before_its_use(schedule):
+def test_blocking_messages_never_deadlock_and_deliver_everything_before_its_use(schedule):
     left, too_early = run_with_blocking_messages(schedule)
     assert left == [[]] * schedule.num_ranks
     assert too_early == []
 
 
 @given(any_schedule)
-def test_messages_leave_the_order_of_the_computations_as_it_is(schedule):
+def test_messages_do_not_change_the_order_of_computations(schedule):
     computed = tuple(
         tuple(action for action in actions if action.kind not in PARTNER) for actions in schedule.with_communication()
     )
@@ -169,7 +169,7 @@ def test_messages_leave_the_order_of_the_computations_as_it_is(schedule):
 
 
 @given(any_schedule)
-def test_between_two_ranks_messages_are_received_in_the_order_in_which_they_are_sent(schedule):
+def test_a_rank_receives_messages_in_the_order_its_peer_sends_them(schedule):
     lists = schedule.with_communication()
     receiver = {action: rank for rank, actions in enumerate(lists) for action in actions if "RECV" in action.kind}
     sender = {action: rank for rank, actions in enumerate(lists) for action in actions if "SEND" in action.kind}
@@ -181,7 +181,7 @@ def test_between_two_ranks_messages_are_received_in_the_order_in_which_they_are_
 
 
 @given(any_schedule)
-def test_nothing_is_computed_between_a_send_and_what_made_it(schedule):
+def test_nothing_is_computed_between_a_result_and_its_send(schedule):
     for actions in schedule.with_communication():
         computed = accumulate(actions, lambda latest, action: latest if action.kind in PARTNER else action)
         sends = [(made, send) for made, send in zip(computed, actions, strict=True) if send.kind in MADE_BY]
@@ -198,7 +198,7 @@ def test_a_rank_that_may_do_either_sends_before_it_receives(num_ranks, num_micro
 
 
 @given(any_schedule)
-def test_a_receive_is_put_off_to_its_use_or_the_next_message(schedule):
+def test_a_receive_waits_until_its_use_or_the_next_message(schedule):
     for actions in schedule.with_communication():
         followed = [(receive, after) for receive, after in pairwise(actions) if "RECV" in receive.kind]
         for receive, after in followed:
@@ -225,7 +225,7 @@ def test_forward_doubling_of_one_unit_is_the_published_one():
 
 
 @given(even_ranks, st.integers(1, 4))
-def test_chimera_keeps_to_its_table_of_slots(num_ranks, num_units):
+def test_chimera_follows_its_table_of_slots(num_ranks, num_units):
     d, schedule = num_ranks, build("chimera", num_ranks, num_ranks * num_units)
     for p, actions in enumerate(schedule.actions):
         table = {}
@@ -263,7 +263,7 @@ def test_the_halves_of_a_microbatch_go_the_same_way(num_ranks, num_microbatches)
 
 
 @given(chimera_schedules)
-def test_chimera_hosts_its_down_stage_and_its_up_stage(schedule):
+def test_every_rank_of_chimera_hosts_a_down_stage_and_an_up_stage(schedule):
     assert [schedule.stages_of(p) for p in range(schedule.num_ranks)] == [
         (p, schedule.num_ranks - 1 - p) for p in range(schedule.num_ranks)
     ]
@@ -293,6 +293,6 @@ def test_every_name_builds():
         (("chimera", 1, 4, 1), "num_ranks=1 is odd, .*; use 2$"),
     ],
 )
-def test_sizes_that_do_not_go_with_a_schedule_are_refused_with_those_that_do(sizes, complaint):
+def test_sizes_that_a_schedule_cannot_take_are_refused_with_those_it_can(sizes, complaint):
     with pytest.raises(PlanError, match=complaint):
         build(*sizes)
