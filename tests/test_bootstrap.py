@@ -1,4 +1,4 @@
-"""What the README's two commands say on a machine that lacks something."""
+"""On a machine that lacks something, the README's two commands say so in one line."""
 
 import shutil
 import subprocess
@@ -34,7 +34,7 @@ def make(tmp_path):
         (WITHOUT_VENV, "has no venv module; on Debian and Ubuntu: apt install python3-venv"),
     ],
 )
-def test_an_unfit_interpreter_is_one_line_and_makes_nothing(make, tmp_path, target, program, message):
+def test_an_unfit_interpreter_gives_one_line_and_makes_nothing(make, tmp_path, target, program, message):
     interpreter = tmp_path / "python"
     interpreter.write_text(f"#!/bin/sh\n{program}\n")
     interpreter.chmod(0o755)
@@ -44,6 +44,6 @@ def test_an_unfit_interpreter_is_one_line_and_makes_nothing(make, tmp_path, targ
     assert not (tmp_path / ".venv").exists()
 
 
-def test_no_interpreter_is_one_line(make):
+def test_a_missing_interpreter_gives_one_line(make):
     ended = make("demo", "python-that-is-not-here")
     assert ended.stderr.splitlines()[0].startswith("error: python-that-is-not-here not found; install Python 3.11")

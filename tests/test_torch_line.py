@@ -1,4 +1,4 @@
-"""Planning, launching and reporting start in well under a second: they import no torch, not even by way of others."""
+"""Planning, launching and reporting start in well under a second: they import no torch, not even indirectly."""
 
 import json
 import pkgutil
@@ -21,9 +21,9 @@ HEAVY = (
     "llama_core.launch.rank.checks",
     "llama_core.launch.rank.loader",
 )
-"""What computes, and what a rank imports that does: with torch."""
+"""The modules that compute, and those a rank imports to compute: with torch."""
 LIGHT = tuple(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "pretrained"))
-"""What of it looks at weights before a job is made."""
+"""Those of them that look at weights before a job exists."""
 
 
 def light_modules():
@@ -43,7 +43,7 @@ def light_modules():
     ],
     ids=["every-light-room", "facade", "flow", "reports"],
 )
-def test_modules_that_start_quickly_do_not_import(packages, modules):
+def test_light_modules_import_no_heavy_package(packages, modules):
     code = (
         "import importlib, json, sys\n"
         f"packages, modules = {packages!r}, {modules!r}\n"

@@ -6,7 +6,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from llama_core.rehearsal.byte_counter import ByteCounter
 
 
-def test_a_tensor_counts_from_its_making_to_its_release_in_whole_blocks():
+def test_a_tensor_counts_from_its_creation_to_its_release_in_whole_blocks():
     with ByteCounter(block_bytes=512) as counter:
         first = torch.zeros(100)  # 400 bytes: one block
         second = torch.zeros(200)  # 800 bytes: two
@@ -19,7 +19,7 @@ def test_a_tensor_counts_from_its_making_to_its_release_in_whole_blocks():
     assert counter.peaks["forward"].num_bytes == 3 * 512
 
 
-def test_a_peak_is_corrected_by_what_its_bytes_became():
+def test_relabelling_tensors_corrects_an_earlier_peak():
     with ByteCounter(block_bytes=1) as counter:
         early = torch.zeros(25)
         late = torch.zeros(25) + early  # 100 bytes of zeros are dropped
@@ -28,7 +28,7 @@ def test_a_peak_is_corrected_by_what_its_bytes_became():
     assert (peak.categories["activations"], peak.categories["temporaries"]) == (200, 100)
 
 
-def test_a_tensor_born_after_a_peak_does_not_change_it():
+def test_a_tensor_created_after_a_peak_does_not_change_it():
     with ByteCounter(block_bytes=1) as counter:
         torch.zeros(1000)
         small = torch.zeros(1)
@@ -55,7 +55,7 @@ def small_network():
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def test_the_total_equals_that_of_torchs_own_tracker_to_the_byte():
+def test_the_total_matches_torchs_own_tracker_to_the_byte():
     with FakeTensorMode():
         model, optimizer = small_network()
         with ByteCounter(block_bytes=1) as counter:

@@ -31,13 +31,13 @@ def plan_of(schedule="1f1b", **choices):
 
 
 def parts(step):
-    """Return bytes by phase and category, FLOPs and transfers, without what is nothing."""
+    """Return bytes by phase and category, FLOPs and transfers, without zeros."""
     peaks = {phase: {name: size for name, size in peak.items() if size} for phase, peak in step.peaks.items()}
     return peaks, step.flops, dict(step.transfers)
 
 
 def traced_in_full(trace):
-    """Return the same of a whole trace, as its counter has seen it."""
+    """Return the same of a whole trace, from its counter."""
     counter = trace.counter
     peaks = {phase: {name: n for name, n in peak.categories.items() if n} for phase, peak in counter.peaks.items()}
     return peaks, counter.flops, dict(sum((span.transfers for span in counter.spans), Counter()))
@@ -73,7 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "plan"), CASES, ids=lambda value: getattr(value, "summary", lambda: value)())
-def test_a_composed_step_is_the_traced_one_to_the_byte_the_flop_and_the_transfer(model, plan):
+def test_a_composed_step_matches_the_traced_one_in_bytes_flops_and_transfers(model, plan):
     config = RunConfig.from_mapping({"model": model}, ("training.precision=bf16", "training.seq_len=16"))
     rank = plan.world_size // plan.pp * (plan.pp // 2)  # the last of two pipeline ranks, and a middle one of four
     whole, few = trace_rank(config, plan, rank, in_full=True), trace_rank(config, plan, rank)
@@ -82,14 +82,14 @@ def test_a_composed_step_is_the_traced_one_to_the_byte_the_flop_and_the_transfer
 
 
 @pytest.mark.parametrize("plan", [*PLANS, plan_of("1f1b", pp=8, num_microbatches=64)], ids=ParallelPlan.summary)
-def test_what_is_traced_shows_a_rank_in_every_situation_that_it_meets(plan):
+def test_the_traced_actions_cover_every_situation_that_a_rank_meets(plan):
     for actions, hosting in actions_of(plan):
         kept = telling_actions(actions, hosting)
         assert set(situations(kept, hosting)) >= set(situations(actions, hosting))
         assert kept == [action for action in actions if action in set(kept)]
 
 
-def test_what_is_traced_of_1f1b_does_not_grow_with_the_number_of_microbatches():
+def test_the_traced_actions_of_1f1b_do_not_grow_with_the_number_of_microbatches():
     kept = [
         [len(telling_actions(*rank)) for rank in actions_of(plan_of("1f1b", pp=4, num_microbatches=count))]
         for count in (16, 64)

@@ -100,7 +100,7 @@ def test_the_optimizer_holds_sixteen_bytes_per_parameter_and_no_temporaries():
     assert held["temporaries"] < 1024 * num_tensors
 
 
-def test_the_flops_are_those_of_the_closed_form_and_of_flash_attentions_second_look_at_the_scores():
+def test_the_flops_are_the_closed_form_plus_the_scores_that_flash_attention_recomputes():
     config = request("tiny_llama3_50m", *shape(2))
     tokens, spec = 2 * 2048, config.spec
     scores_again = 2 * spec.num_layers * spec.q_size * 2048
@@ -108,7 +108,7 @@ def test_the_flops_are_those_of_the_closed_form_and_of_flash_attentions_second_l
     assert rehearse(config, choose_plan(config, None)).flops == pytest.approx(expected, rel=1e-6)
 
 
-def test_recomputation_adds_the_layers_forward_but_for_their_last_product():
+def test_recomputation_adds_the_layers_forward_except_their_last_product():
     config = request("untied", *shape(recompute="full"))
     tokens = config.seq_len
     scores_again = 2 * UNTIED.num_layers * UNTIED.q_size * tokens
@@ -247,13 +247,13 @@ def test_the_rank_that_is_rehearsed_by_default_is_the_fullest(model, plan):
     ],
     ids=ParallelPlan.summary,
 )
-def test_all_ranks_together_compute_what_one_device_would(plan):
+def test_all_ranks_together_compute_as_much_as_one_device(plan):
     config = medium()
     alone = rehearse(config, ParallelPlan(num_microbatches=plan.batch_size)).flops
     assert sum(rehearse(config, plan, rank).flops for rank in range(plan.world_size)) == alone
 
 
-def test_a_ring_of_ranks_leaves_out_the_scores_of_blocks_that_nothing_sees():
+def test_a_ring_skips_the_scores_of_blocks_that_no_query_sees():
     config, spec, tokens = medium(), MEDIUM, MEDIUM.default_seq_len
     alone, ring = (
         sum(rehearse(config, plan, rank).flops for rank in range(plan.world_size))
@@ -273,7 +273,7 @@ def test_a_ring_of_ranks_leaves_out_the_scores_of_blocks_that_nothing_sees():
     ],
     ids=str,
 )
-def test_ranks_differ_in_their_place_in_the_pipeline_alone(plan, tolerance):
+def test_ranks_differ_only_by_their_place_in_the_pipeline(plan, tolerance):
     config, ranks_per_stage = medium(), plan.world_size // plan.pp
     for stand_in in rehearse(config, plan).ranks:
         furthest = rehearse(config, plan, stand_in.rank + ranks_per_stage - 1).ranks[0]  # on every other axis
@@ -281,7 +281,7 @@ def test_ranks_differ_in_their_place_in_the_pipeline_alone(plan, tolerance):
         assert (furthest.pp_rank, furthest.flops) == (stand_in.pp_rank, stand_in.flops)
 
 
-def test_every_rank_is_told_of_with_the_fullest_and_the_leanest():
+def test_the_result_lists_every_rank_and_names_the_fullest_and_the_leanest():
     result = rehearse(medium(), pipeline("1f1b", pp=4, num_microbatches=8))
     peaks = [rank.profile.peak_bytes for rank in result.ranks]
     assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
@@ -291,7 +291,7 @@ def test_every_rank_is_told_of_with_the_fullest_and_the_leanest():
     assert (record["peak_bytes"], record["rank"]) == (max(peaks), result.rank)
 
 
-def test_a_rank_that_shares_what_was_traced_of_another_is_told_of_as_if_it_were_alone():
+def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
     config, plan = request("untied"), pipeline("1f1b", pp=4, num_microbatches=6)
     for rank in rehearse(config, plan).ranks:
         assert replace(rank, idle_share=None) == rehearse(config, plan, rank.rank).ranks[0]
@@ -308,7 +308,7 @@ def test_a_rank_that_shares_what_was_traced_of_another_is_told_of_as_if_it_were_
     ],
     ids=ParallelPlan.summary,
 )
-def test_what_is_sent_is_what_arithmetic_says(plan):
+def test_the_rehearsed_traffic_matches_the_arithmetic(plan):
     config = medium()
     for rank in rehearse(config, plan).ranks:
         expected = {
@@ -333,7 +333,7 @@ def test_equal_stages_wait_as_long_as_the_closed_form_of_1f1b_says(pp, num_micro
     config = request("even")
     result = rehearse(config, pipeline("1f1b", pp=pp, num_microbatches=num_microbatches))
     expected = (pp - 1) / (num_microbatches + pp - 1)
-    # the head, without which all stages were equal, is a hundredth of the FLOPs
+    # only the head makes the stages unequal; it is a hundredth of the FLOPs
     assert [rank.idle_share for rank in result.ranks] == pytest.approx([expected] * pp, abs=0.02)
 
 
@@ -341,7 +341,7 @@ def test_one_rank_waits_for_nobody():
     assert rehearse(medium(), ParallelPlan()).ranks[0].idle_share == 0
 
 
-def test_what_cuda_adds_is_told_apart_and_not_counted():
+def test_the_overhead_of_cuda_is_listed_apart_and_not_counted():
     plan = zero(3)
     on_cuda, on_cpu = (
         rehearse(medium(overrides=(*PRECISE, f"launch.device={name}")), plan) for name in ("cuda", "cpu")
@@ -361,7 +361,7 @@ def test_a_rehearsal_leaves_no_process_group_and_no_hook_behind():
     assert sys.excepthook is before
 
 
-def test_plans_over_equal_meshes_are_rehearsed_one_after_the_other():
+def test_plans_over_equal_meshes_can_be_rehearsed_one_after_another():
     config = medium()
     rehearse(config, zero(3, tp=2, dp_shard=2), rank=3)
     rehearse(config, ParallelPlan(tp=4), rank=2)
@@ -417,9 +417,9 @@ def bytes_of_a_real_step(precision, plan):
     ],
     ids=str,
 )
-def test_a_rehearsal_counts_the_bytes_of_a_real_step_of_real_ranks(plan, precision):
+def test_a_rehearsal_counts_the_bytes_of_a_step_on_real_ranks(plan, precision):
     config = RunConfig.from_mapping({}, (*SMALL, f"training.precision={precision}"))
     phases = rehearse(config, plan, rank=1).profile.phases
     rehearsed = [sum(phases[phase].values()) for phase in PHASES]
-    # most often to the byte; a scalar or a message on its way may live a little longer
+    # usually exact; a scalar or a message in flight may live a little longer
     assert run_ranks(2, bytes_of_a_real_step, precision, plan)[1] == pytest.approx(rehearsed, rel=2e-3)

@@ -1,4 +1,4 @@
-"""Laws that tie the three views of a plan together: what is searched, what is estimated, what is rehearsed."""
+"""Laws that tie the three views of a plan together: search, estimate and rehearsal."""
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings

@@ -31,7 +31,7 @@ def asked_for():
     ],
     ids=ParallelPlan.summary,
 )
-def test_a_twin_trains_as_one_process_does_and_holds_what_was_rehearsed(plan):
+def test_a_twin_matches_one_process_and_the_rehearsed_bytes(plan):
     result = twin(asked_for(), plan)
     assert result.changes == ()
     assert result.agrees, result.summary()
@@ -40,7 +40,7 @@ def test_a_twin_trains_as_one_process_does_and_holds_what_was_rehearsed(plan):
     assert not replace(result, measured_bytes=(2 * result.rehearsed_bytes[0],) * plan.pp).agrees
 
 
-def test_a_twin_has_the_traits_that_are_set_and_needs_no_folder_on_record():
+def test_a_twin_has_the_configured_traits_and_needs_no_recorded_folder():
     traits = {"rope_theta": 2e4, "rope_scaling": {"factor": 2.0}, "tied_embeddings": True}
     asked = RunConfig.from_mapping({"model": "llama2_7b", "architecture": traits})
     recorded = asked.model_copy(
@@ -61,7 +61,7 @@ def test_a_large_plan_runs_with_fewer_ranks_of_the_same_kinds():
 
 
 @pytest.mark.parametrize("max_ranks", [8, 16, 64, 256])
-def test_a_shrunk_plan_has_no_more_ranks_than_allowed_and_no_axis_less(max_ranks):
+def test_a_shrunk_plan_has_no_more_ranks_than_allowed_and_keeps_every_axis(max_ranks):
     small = shrunk(LARGE, max_ranks)
     assert small.world_size <= max_ranks
     assert min(small.tp, small.pp, small.dp_shard) >= 2
@@ -100,7 +100,7 @@ def test_results_come_in_the_order_of_the_ranks():
     ("function", "timeout_s", "message"),
     [(fail_on_rank_one, 60, "rank one broke"), (never_answer, 1, "rank 0, 1 of 2 gave no answer in time")],
 )
-def test_a_failure_ends_all_ranks_and_is_told(function, timeout_s, message):
+def test_a_failure_ends_all_ranks_and_is_reported(function, timeout_s, message):
     with pytest.raises(TrainingFailedError, match=message):
         run_ranks(2, function, timeout_s=timeout_s)
     assert not multiprocessing.active_children()
