@@ -321,6 +321,7 @@ def check_compiled():
     torch.testing.assert_close(loss_and_gradients(compiled, *batch), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.wide
 def test_compiled_blocks_have_the_same_loss_and_gradients():
     run_ranks(2, check_compiled)
 

@@ -182,6 +182,7 @@ def test_the_loss_is_not_scaled_in_dtypes_with_the_range_of_fp32():
     assert scale.value == 1.0
 
 
+@pytest.mark.wide
 def test_compiled_blocks_match_plain_ones():
     plan = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2, compile=True)
     differences = largest_differences(plan)

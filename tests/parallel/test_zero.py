@@ -135,6 +135,7 @@ def test_the_callback_sees_every_forward_and_backward():
         assert ours["phases"] == (["forward", "backward"] * 2 + ["optimizer"]) * NUM_STEPS
 
 
+@pytest.mark.wide
 def test_blocks_are_compiled_only_if_the_plan_says_so():
     for stage, compiled in ((1, True), (2, False)):
         plan = DeepSpeedPlan(zero_stage=stage, compile=compiled, recompute="none" if compiled else "selective")
@@ -157,6 +158,7 @@ def forwards_of_layers():
     return counts
 
 
+@pytest.mark.wide
 def test_only_the_layers_of_the_plan_are_recomputed():
     assert run_ranks(2, forwards_of_layers) == [[4] * 5 + [2] * 3] * 2
 
@@ -170,6 +172,7 @@ def first_norms_with_compression():
     return norms
 
 
+@pytest.mark.wide
 def test_compressed_gradients_are_rounded_to_bf16_in_transit():
     exact = alone(UNTIED)["norms"][""][0]
     for norms in run_ranks(2, first_norms_with_compression):
@@ -189,6 +192,7 @@ def norms_of_clipped_gradients():
     return norms
 
 
+@pytest.mark.wide
 def test_gradients_are_clipped_by_the_norm_over_all_ranks():
     """After one step the first moments are the clipped gradients, scaled."""
     for norms in run_ranks(2, norms_of_clipped_gradients):
@@ -283,7 +287,7 @@ def bytes_per_parameter(stage, dtype):
         wide(1, torch.bfloat16, 2 + 12 / 2 + 4),
         wide(2, torch.float32, 4 + 12 / 2),
         (2, torch.bfloat16, 2 + 12 / 2),
-        wide(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4 are the buffer: this model is smaller than its limit
+        wide(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4: the buffer, of a model below its limit
     ],
 )
 def test_between_steps_a_rank_holds_the_bytes_of_its_stage(stage, dtype, expected):
@@ -308,6 +312,7 @@ def most_gathered_parameters():
     return max(counts)
 
 
+@pytest.mark.wide
 def test_stage_3_gathers_two_blocks_besides_the_tables():
     norms = (2 * UNTIED.num_layers + 1) * UNTIED.hidden_size
     a_matrix = UNTIED.hidden_size * UNTIED.ffn_size  # gathered when needed, whatever the limit

@@ -219,6 +219,7 @@ def test_estimate_and_rehearsal_of_many_ranks_agree_on_every_category_at_the_end
         assert estimate[category] == pytest.approx(counted.get(category, 0), rel=0.03, abs=2**20)
 
 
+@pytest.mark.wide
 def test_a_large_model_under_tensor_and_pipeline_parallelism_is_estimated_within_one_percent():
     config = RunConfig.from_mapping({"model": "llama3_8b"}, (*HALF, "training.seq_len=2048"))
     plan = ParallelPlan(tp=2, pp=4, num_microbatches=4)
