@@ -30,6 +30,7 @@ class AdaptedTensors(Tensors):
         self, lora: LoRA, spec: ModelSpec, plan: ParallelPlan, *, follows_adapters: bool = True, **sizes: Any
     ) -> None:
         super().__init__(spec, plan, **sizes)
+        self.is_tensor_parallel = plan.tp > 1
         self.targets = frozenset(lora.in_layers)
         tokens = self.whole // (spec.hidden_size * self.itemsize)
         self.bottleneck = tokens * lora.lora_rank * self.itemsize  # A's output
@@ -109,19 +110,30 @@ class AdaptedTensors(Tensors):
     def leaving(self, mode: RecomputeMode) -> int:
         """Return the most bytes one layer holds at the end of its forward on top of those it keeps."""
         up, down = "up_proj" in self.targets, "down_proj" in self.targets
-        # beside a matrix's output: its adapter's, and that scaled
-        joined = super().leaving("none") + 2 * self.whole * down
-        inside = {"none": self._inside, "selective": 0, "full": 3 + up}[mode]
-        return max(joined, inside * self.ffn + self.stream + self.whole)
+        if mode != "none":
+            return max(super().leaving("none"), (3 + up) * self.ffn + self.stream + self.whole)
+        parts = self.stream * self.is_divided  # this rank's part of a tensor beside the whole one
+        # the stream before and after attention, and the norm's output
+        entered = self.stream * (2 if self.narrow else 1) + self._entering + parts
+        if down:  # w2's output, its adapter's, their sum and, after dropout, the product that both read
+            joined = entered + 3 * self.whole + self.ffn * self.dropped
+        else:  # w2's input and its output (of a divided sequence also in the order in which it is sent, and its part)
+            joined = entered + self.ffn + self.whole * (1 + self.is_divided) + parts
+        # w3's output and its adapter's, before w2's input, which only an adapter keeps
+        return max(joined, ((2 - down) * self.ffn + entered) * up)
+
+    @property
+    def _entering(self) -> int:
+        """Bytes of the normalised input of the feed-forward, if no adapter keeps it."""
+        return self.whole if self.dropped or not self.targets.intersection(("gate_proj", "up_proj")) else 0
 
     @property
     def recomputing(self) -> int:  # type: ignore[override]
         """Bytes one layer holds on top of those it keeps as recomputation ends: before w2, or with down_proj in it."""
         down = "down_proj" in self.targets
         last = max((self.whole + self.ffn * self.dropped) * down, self._inside * self.ffn)
-        entering = self.whole if self.dropped or not self.targets.intersection(("gate_proj", "up_proj")) else 0
-        gradient = self.whole * self.is_divided  # of the output, for the whole sequence
-        return last + entering + gradient + self.stream * (self.narrow + self.is_divided)
+        gradient = self.whole * self.is_tensor_parallel  # of the output, over the whole sequence and all ranks
+        return last + self._entering + gradient + self.stream * (self.narrow + self.is_divided)
 
     @property
     def _inside(self) -> int:
