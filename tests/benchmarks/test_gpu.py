@@ -1,4 +1,4 @@
-"""The measurement on a GPU, run on a CPU: every stage, what a stage that fails costs, and the tables."""
+"""The GPU measurement, run on a CPU: every stage, a stage that fails, and the tables."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from benchmarks import gpu, gpu_stages
 
 ROOT = Path(__file__).parents[2]
 NOT_ON_A_CPU = ("documents", "causal, cuDNN")
-"""Kernels that a CPU does not have: of these a row holds an error."""
+"""Kernels that a CPU does not have; their rows hold an error."""
 
 
 def test_the_driver_names_every_stage():
@@ -38,7 +38,7 @@ def test_every_stage_measures_all_it_can_on_a_cpu(results, stage):
     assert stage == "peer" or not unexpected
 
 
-def test_on_a_cpu_every_kernel_is_near_the_computation_in_fp64(results):
+def test_every_kernel_on_a_cpu_is_close_to_fp64(results):
     rows = [row for row in results["parity"]["rows"] if "error" not in row]
     assert {row["what"] for row in rows} == {"mask", "causal", "ring of 4", "ring of 4, documents", "loss"}
     limits = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-5}
@@ -47,7 +47,7 @@ def test_on_a_cpu_every_kernel_is_near_the_computation_in_fp64(results):
         assert max(distances) < limits[row["dtype"]], row
 
 
-def test_whole_steps_make_a_graph_where_they_are_compiled_whatever_they_recompute(results):
+def test_a_step_makes_a_graph_if_and_only_if_it_is_compiled(results):
     rows = results["training"]["rows"]
     assert {(row["model"], row["compiled"], row["attention"], row["recompute"]) for row in rows} == {
         (model, compiled, "mask", recompute)
@@ -71,7 +71,7 @@ def test_a_stage_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch):
     assert gpu.run_stage("machine", "cpu", tmp_path, -1, environment())["ended"] == "not begun: no time is left"
 
 
-def test_tables_begin_anew_where_rows_have_other_columns():
+def test_rows_with_other_columns_start_a_new_table():
     rows = [{"what": "a|b", "ms": 1.23456}, {"what": "c", "ms": 1000.0}, {"what": "d", "error": "no\nkernel"}]
     results = [{"stage": "machine", "ended": "stopped after 3 s", "seconds": 3.2, "rows": rows}]
     assert gpu.as_markdown(results).splitlines() == [

@@ -76,7 +76,7 @@ def test_slack_makes_the_mean_error_of_reserved_rows_zero():
     assert LEDGER.by_statistic()["reserved"].bias == pytest.approx(0, abs=0.01)
 
 
-def test_the_page_shows_the_ledger_as_it_is():
+def test_the_page_shows_the_current_ledger():
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
     shown = page.split("<!-- published ledger -->\n")[1].split("\n<!-- end of published ledger -->")[0]
     assert shown == section(LEDGER)
@@ -111,7 +111,7 @@ def test_every_zero_stage_keeps_no_more_than_the_one_before(model, name, dp_shar
 
 
 @given(models, frameworks, recomputes, st.sampled_from([1, 2, 4]))
-def test_pools_of_their_own_never_reserve_less_than_is_held(model, name, recompute, pp):
+def test_separate_pools_never_reserve_less_than_they_hold(model, name, recompute, pp):
     described = job(model=model, name=name, recompute=recompute, pp=pp)
     held = [list(moments(described, rank)) for rank in range(pp)]
     assert all(peak_bytes(m, sum_of_pools=True) >= peak_bytes(m, sum_of_pools=False) * (1 - 1e-12) for m in held)
@@ -121,13 +121,13 @@ def test_reserved_is_at_least_active():
     assert gib(mem_stat="peak reserved") >= gib(mem_stat="peak active") == gib(mem_stat="peak allocated")
 
 
-def test_states_of_16_bytes_a_parameter_are_divided_over_all_ranks():
+def test_the_16_bytes_of_state_per_parameter_are_divided_over_all_ranks():
     shares = Shares(job(weight_bytes=4), 0)
     total = shares.weights + shares.moments + shares.gradients
     assert total == pytest.approx(16 * model_spec("llama3_8b").num_parameters / 8, rel=1e-4)
 
 
-def test_a_layer_written_out_keeps_the_tensors_that_can_be_counted_by_hand():
+def test_a_layer_keeps_the_tensors_counted_by_hand():
     eager = replace(job(name="fsdp2"), micro_batch=1, seq_len=1)  # bytes of one token
     h, ffn, heads = 4096, 14336, 32
     norms, inputs, attention, feed_forward = 2 * 6 * h, 2 * 2 * h, 4 * 2 * h + 4 * heads, 4 * 2 * ffn
@@ -135,7 +135,7 @@ def test_a_layer_written_out_keeps_the_tensors_that_can_be_counted_by_hand():
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_shapes_of_registered_variants_count_as_the_registry_does(name):
+def test_registered_variants_have_the_registrys_parameter_count(name):
     assert from_spec(model_spec(name)).num_parameters == model_spec(name).num_parameters
 
 
@@ -165,12 +165,12 @@ def test_an_unknown_model_becomes_a_llama_of_its_size():
     assert "orca_21b" in assumed
 
 
-def test_a_remark_may_spell_the_shape_out():
+def test_a_remark_may_spell_out_the_shape():
     shape, _ = published_architecture("nameless", None, "L16 h2048 H32 ffn8192 tied; vocab 131072")
     assert (shape.num_layers, shape.hidden_size, shape.tied, shape.head_dim) == (16, 2048, True, 64)
 
 
-def test_stages_dealt_by_cost_leave_the_last_one_fewer_layers():
+def test_stages_split_by_cost_give_the_last_one_fewer_layers():
     dealt = layers_per_rank(job(name="nanotron", pp=4))
     assert sum(dealt) == 32
     assert dealt[-1] < dealt[0]
@@ -185,18 +185,18 @@ def test_stages_dealt_by_cost_leave_the_last_one_fewer_layers():
         ({"schedule": "v", "num_chunks": 2}, [4, 4, 4, 4]),
     ],
 )
-def test_microbatches_in_flight_are_those_of_the_schedule(fields, expected):
+def test_microbatches_in_flight_follow_the_schedule(fields, expected):
     described = job(pp=4, num_microbatches=16, **fields)
     assert [microbatches_in_flight(described, rank) for rank in range(4)] == expected
 
 
-def test_a_framework_is_taken_as_of_the_rows_month():
+def test_a_row_gets_the_framework_of_its_month():
     assert gib(date="2025-02", compile="yes") - gib(date="2025-04", compile="yes") > 10  # 8 bytes for 2e9 logits
     assert framework("torchtitan", month="2024-07", remarks="").since == "2024-06"
     assert framework("torchtitan", month="2026-07", remarks="graph_trainer").selective == "products"
 
 
-def test_an_open_recipe_means_one_that_fits_its_gpu():
+def test_an_unspecified_recipe_is_assumed_to_fit_its_gpu():
     tune = {"framework": "torchtune", "date": "2025", "gpus": "1", "method": "LoRA", "param_dtype": "bf16"}
     row = TITAN | tune | {"ac_mode": "per recipe config", "seq_len": "2048", "compile": "yes", "opt_state_dtype": ""}
     large, small = predict(row | {"gpu_mem_gib": "48"}), predict(row | {"gpu_mem_gib": "24"})
@@ -240,7 +240,7 @@ def test_a_row_that_says_too_little_is_refused_in_one_line(cells, message):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_remark_after_a_number_is_no_hindrance():
+def test_a_remark_after_a_number_is_ignored():
     assert gib(local_batch="2 (presumed)") == gib(local_batch="2")
 
 
@@ -253,7 +253,7 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
         read_rows(tmp_path / "absent.csv")
 
 
-def test_the_command_predicts_every_row_and_says_why_not(tmp_path, capsys):
+def test_the_command_predicts_every_row_or_says_why_not(tmp_path, capsys):
     assert memory_ledger.main(["--csv", str(PUBLISHED), "--out", str(tmp_path / "predicted.csv")]) == 0
     assert "mean absolute error" in capsys.readouterr().out
     with PUBLISHED.open() as measured, (tmp_path / "predicted.csv").open() as predicted:
@@ -262,7 +262,7 @@ def test_the_command_predicts_every_row_and_says_why_not(tmp_path, capsys):
     assert all(bool(row["predicted_gib"]) != bool(row["reason"]) for row in rows)
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_missing_file_is_one_line(tmp_path, capsys):
     assert memory_ledger.main(["--csv", "no.csv", "--out", str(tmp_path / "predicted.csv")]) == 2
     assert capsys.readouterr().err.startswith("error: cannot read no.csv: ")
     assert list(tmp_path.iterdir()) == []

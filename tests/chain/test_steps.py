@@ -43,7 +43,7 @@ def test_a_run_is_named_by_model_date_and_fingerprint():
     assert fingerprint == RunConfig.load(run.config).fingerprint()[:4]
 
 
-def test_what_is_written_is_resolved_and_can_be_read_back():
+def test_the_written_configuration_is_resolved_and_can_be_read_back():
     run = prepare_run(RunConfig())
     written = RunConfig.load(run.config)
     assert written.launch.device in {"cpu", "cuda"}
@@ -51,7 +51,7 @@ def test_what_is_written_is_resolved_and_can_be_read_back():
     assert load_plan(run).world_size == 1
 
 
-def test_the_same_request_again_is_another_run():
+def test_repeating_a_request_makes_another_run():
     names = [prepare_run(config()).name for _ in range(3)]
     assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
 
@@ -69,13 +69,13 @@ def test_resume_takes_the_newest_unfinished_run_of_the_configuration():
     assert prepare_run(config(), resume=True).name.endswith("-3")
 
 
-def test_a_slurm_job_on_the_cpu_has_the_memory_that_it_asks_for():
+def test_a_slurm_job_on_the_cpu_has_the_memory_it_requests():
     asked = {"launcher": "slurm", "device": "cpu", "nodes": 2, "slurm": {"memory_gb_per_node": 6}}
     four_ranks = RunConfig.from_mapping({"launch": asked, "parallel": {"gpus": 4}})
     assert plan_run(four_ranks).estimate.usable_bytes == 3 * GIB
 
 
-def test_resume_may_change_how_often_is_saved_but_not_what_is_trained(tmp_path):
+def test_resume_may_change_the_checkpoint_interval_but_not_the_training(tmp_path):
     run = prepare_run(config(), tmp_path / "run")
     prepare_run(config(checkpoint_every=7), run.path, resume=True)
     assert RunConfig.load(run.config).training.checkpoint_every == 7
@@ -89,7 +89,7 @@ def test_resume_may_change_how_often_is_saved_but_not_what_is_trained(tmp_path):
 
 @pytest.fixture
 def request_with_a_folder(tmp_path):
-    """A model of two layers in a folder, and a request to train it, by the folder's relative path."""
+    """A request to train a two-layer model in a folder, given by its relative path."""
     folder = tmp_path / "My-Llama"
     folder.mkdir()
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -99,7 +99,7 @@ def request_with_a_folder(tmp_path):
     )
 
 
-def test_a_run_of_a_folder_is_named_after_it_and_goes_on_where_the_folder_is_gone(request_with_a_folder, tmp_path):
+def test_a_run_is_named_after_its_model_folder_and_resumes_without_it(request_with_a_folder, tmp_path):
     run = prepare_run(request_with_a_folder)
     assert run.name.startswith("My-Llama-")
     assert prepare_run(request_with_a_folder, resume=True) == run
@@ -109,7 +109,7 @@ def test_a_run_of_a_folder_is_named_after_it_and_goes_on_where_the_folder_is_gon
     assert prepare_run(recorded, run.path, resume=True) == run
 
 
-def test_a_run_does_not_go_on_as_what_its_folder_has_become(request_with_a_folder, tmp_path):
+def test_a_run_does_not_resume_with_a_changed_model_folder(request_with_a_folder, tmp_path):
     run = prepare_run(request_with_a_folder, tmp_path / "run")
     file = tmp_path / "My-Llama" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
@@ -129,14 +129,14 @@ def test_a_resumed_run_keeps_its_plan():
 
 
 def save_checkpoint(run, step):
-    """Leave what is looked at of a checkpoint before a job is made."""
+    """Write the files of a checkpoint that are read before a job starts."""
     checkpoint = run.checkpoints / checkpoint_name(step)
     checkpoint.mkdir(parents=True)
     shutil.copyfile(run.config, checkpoint / run.config.name)
     write_json(checkpoint / STATE, {"step": step, "files": {}})
 
 
-def test_a_run_says_which_checkpoint_of_another_it_begins_with(tmp_path):
+def test_a_run_records_the_checkpoint_it_starts_from(tmp_path):
     other = prepare_run(config(), tmp_path / "other")
     save_checkpoint(other, 3)
     run = prepare_run(config(init_from="other"), tmp_path / "run")
@@ -152,7 +152,7 @@ def test_a_rotary_embedding_that_the_weights_were_not_made_for_is_a_warning(tmp_
     assert warning.endswith(" was made for 500000; ignore this if it is intended")
 
 
-def test_the_weights_a_run_began_with_are_needed_until_it_has_saved(tmp_path):
+def test_a_run_needs_its_initial_weights_until_it_has_saved(tmp_path):
     other = prepare_run(config(), tmp_path / "other")
     save_checkpoint(other, 3)
     run = prepare_run(config(init_from="other"), tmp_path / "run")
@@ -165,7 +165,7 @@ def test_the_weights_a_run_began_with_are_needed_until_it_has_saved(tmp_path):
     assert validate_environment(load_config(run), run.path).errors == ()
 
 
-def test_adapters_need_the_weights_they_began_with_for_good(tmp_path):
+def test_adapters_always_need_their_base_weights(tmp_path):
     other = prepare_run(config(), tmp_path / "other")
     save_checkpoint(other, 3)
     run = prepare_run(config(init_from="other").with_overrides("strategy=lora"), tmp_path / "run")
@@ -176,7 +176,7 @@ def test_adapters_need_the_weights_they_began_with_for_good(tmp_path):
         prepare_run(load_config(run), run.path, resume=True)
 
 
-def test_a_directory_with_this_run_is_only_taken_to_resume(tmp_path):
+def test_the_directory_of_a_run_is_reused_only_to_resume_it(tmp_path):
     prepare_run(config(), tmp_path / "run")
     with pytest.raises(RunDirectoryError, match="already holds this run; add --resume to continue it"):
         prepare_run(config(), tmp_path / "run")
@@ -209,20 +209,20 @@ def test_a_request_that_cannot_be_met_writes_nothing(tmp_path, mapping, error, m
 BIG = {"model": "llama3_70b", "launch": {"device": "cpu"}, "training": {"seq_len": 32, "batch_size": 1}}
 
 
-def test_what_is_estimated_not_to_fit_is_refused_before_anything_is_written(tmp_path):
+def test_a_run_estimated_not_to_fit_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(PlanError, match=r"take 1128.9 GB per device, .*\(estimated\); or run it anyway with --force"):
         prepare_run(RunConfig.from_mapping(BIG))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_force_goes_on_all_the_same_and_is_on_record():
+def test_force_overrides_the_estimate_and_is_recorded():
     forced = RunConfig.from_mapping(BIG, ["launch.force=true"])
     run = prepare_run(forced)
     assert load_config(run).launch.force
     assert not steps.estimate(run).fits
 
 
-def test_what_is_rehearsed_not_to_fit_is_refused_and_leaves_the_directory_to_another(tmp_path):
+def test_a_run_rehearsed_not_to_fit_is_refused_and_frees_its_directory(tmp_path):
     run = prepare_run(config(batch_size=1), tmp_path / "run")
     usable = 100 * 2**20
     write_json(run.estimate, read_json(run.estimate) | {"usable_bytes": usable})
@@ -233,8 +233,8 @@ def test_what_is_rehearsed_not_to_fit_is_refused_and_leaves_the_directory_to_ano
 
 
 @pytest.mark.root
-def test_a_directory_without_permission_to_write_is_one_line(tmp_path):
-    """As an unprivileged user, since root may write anywhere."""
+def test_a_directory_without_write_permission_is_one_line(tmp_path):
+    """Runs as an unprivileged user, since root may write anywhere."""
     (tmp_path / "theirs").mkdir(mode=0o755)
     program = (
         "import sys; from pathlib import Path\n"
@@ -256,7 +256,7 @@ def test_a_step_on_a_directory_without_a_run_says_so(tmp_path):
         steps.validate(RunDirectory(tmp_path))
 
 
-def test_the_estimate_of_a_run_is_that_of_its_plan():
+def test_a_runs_estimate_follows_its_plan():
     run = prepare_run(config())
     whole = steps.estimate(run)
     assert json.loads(json.dumps(whole.as_dict())) == read_json(run.estimate)
@@ -304,7 +304,7 @@ def chats(path, *conversations, **data):
         ([*CHAT, CHAT[1]], r"chats\.jsonl:1: chat template .* refuses it: after an optional system prompt, user and"),
     ],
 )
-def test_conversations_that_cannot_be_trained_on_write_nothing(tmp_path, launcher, conversation, message):
+def test_unusable_conversations_write_nothing(tmp_path, launcher, conversation, message):
     mapping = chats(tmp_path, conversation, chat_template="llama2")
     mapping["launch"]["launcher"] = launcher
     with pytest.raises(DataError, match=message):
@@ -312,7 +312,7 @@ def test_conversations_that_cannot_be_trained_on_write_nothing(tmp_path, launche
     assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
 
 
-def test_what_the_data_are_is_said_before_anything_runs(tmp_path):
+def test_the_data_is_described_before_anything_runs(tmp_path):
     run = prepare_run(RunConfig.from_mapping(chats(tmp_path, CHAT, [*CHAT, *CHAT])))
     with say.console.capture() as told:
         steps.say_data(run)
@@ -326,7 +326,7 @@ def test_what_the_data_are_is_said_before_anything_runs(tmp_path):
     assert note.startswith("tokenizer 'bytes' reads <|begin_of_text|>")
 
 
-def test_of_data_that_are_tokenised_in_the_job_the_first_records_are_said(tmp_path):
+def test_data_tokenised_in_the_job_is_described_by_its_first_records(tmp_path):
     mapping = chats(tmp_path, CHAT)
     run = prepare_run(RunConfig.from_mapping(mapping | {"launch": {"device": "cpu", "launcher": "slurm"}}))
     write_json(run.environment, {"facts": {"data": "the first records"}})

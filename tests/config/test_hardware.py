@@ -21,27 +21,27 @@ def test_a_device_is_recognised_by_the_name_its_driver_reports(reported, name):
     assert recognise_gpu(reported) == gpu_spec(name)
 
 
-def test_a_device_the_table_does_not_know_is_not_taken_for_another():
+def test_an_unknown_device_is_not_mistaken_for_another():
     assert recognise_gpu("Quadro K620") is None
 
 
 @pytest.mark.parametrize("name", gpu_names())
-def test_a_program_gets_less_than_the_data_sheet_says(name):
+def test_a_program_gets_less_memory_than_the_data_sheet_says(name):
     assert 0 < gpu_spec(name).usable_bytes < gpu_spec(name).memory_bytes
 
 
-def test_a_misspelt_gpu_type_is_answered_with_the_nearest_name():
+def test_a_misspelt_gpu_type_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="unknown gpu type 'h10'; did you mean 'h100'"):
         gpu_spec("h10")
 
 
 @pytest.mark.parametrize("name", gpu_names())
-def test_programs_reach_a_part_of_a_peak(name):
+def test_programs_reach_a_fraction_of_peak_speed(name):
     device = gpu_spec(name)
     assert 0 < device.attention_share < device.matmul_share <= 1
     assert 0 < device.fp32_flops < device.bf16_flops
 
 
 @pytest.mark.parametrize("name", gpu_names())
-def test_neighbours_in_a_node_are_connected_at_least_by_pcie(name):
+def test_neighbours_in_a_node_have_at_least_pcie_bandwidth(name):
     assert gpu_spec(name).neighbour_bandwidth >= PCIE_BANDWIDTH

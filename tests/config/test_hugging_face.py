@@ -20,7 +20,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder whose config.json is written with some keys changed; a key that is None is left out."""
+    """A function that writes a folder's config.json with some keys changed; None drops a key."""
 
     def write(**keys):
         path = tmp_path / "My-Llama"
@@ -49,13 +49,13 @@ def test_a_folder_is_a_model(folder):
 
 
 @pytest.mark.parametrize(("context", "default"), [(2048, 2048), (131_072, 8192)])
-def test_a_folder_of_a_long_context_is_trained_at_8192_tokens_unless_more_is_asked_for(folder, context, default):
+def test_a_long_context_folder_trains_at_8192_tokens_unless_more_is_requested(folder, context, default):
     path = folder(max_position_embeddings=context)
     assert config_of(path).seq_len == default
     assert RunConfig.from_mapping({"model": path, "training": {"seq_len": context}}).seq_len == context
 
 
-def test_weights_to_begin_with_bring_their_model_and_tokenizer_unless_others_are_named(folder):
+def test_initial_weights_bring_their_model_and_tokenizer_unless_others_are_named(folder):
     path = str(folder())
     (Path(path) / "tokenizer.json").touch()
     config = RunConfig.from_mapping({"training": {"init_from": path}})
@@ -71,7 +71,7 @@ def test_the_weights_of_a_run_bring_its_architecture(tmp_path):
     assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).spec == trained.spec
 
 
-def test_adapters_bring_their_base_and_what_they_are(folder, tmp_path):
+def test_adapters_bring_their_base_and_their_settings(folder, tmp_path):
     adapters = {"base_model_name_or_path": str(folder()), "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
     config = RunConfig.from_mapping(
@@ -83,12 +83,12 @@ def test_adapters_bring_their_base_and_what_they_are(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["config.yaml", "adapter_config.json"])
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
-def test_what_is_damaged_brings_nothing(tmp_path, name, text):
+def test_a_damaged_file_brings_nothing(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).model == RunConfig().model
 
 
-def test_settings_go_over_those_of_the_folder(folder):
+def test_settings_override_those_of_the_folder(folder):
     path = folder(rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 512})
     config = config_of(path, num_layers=1, rope_scaling={"factor": 16})
     scaling = config.spec.rope_scaling
@@ -105,7 +105,7 @@ def test_settings_go_over_those_of_the_folder(folder):
         ({"chat_template.jinja": "{{ messages }}"}, True),
     ],
 )
-def test_a_chat_template_says_that_a_model_is_trained_on_conversations(folder, files, instruct):
+def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
     path = folder()
     for name, text in files.items():
         (path / name).write_text(text)
@@ -163,7 +163,7 @@ def test_a_chat_template_says_that_a_model_is_trained_on_conversations(folder, f
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3},
             ["rope_scaling contradicts rope_parameters; keep the right one"],
         ),
-        (  # all at once; what another model calls its sizes is no further problem
+        (  # all at once; another model's names for its sizes are no further problem
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "hidden_size": None},
             ['model_type="gpt2": only llama', 'architectures="GPT2LMHeadModel": only LlamaForCausalLM'],
         ),
@@ -173,7 +173,7 @@ def test_a_chat_template_says_that_a_model_is_trained_on_conversations(folder, f
         ),
     ],
 )
-def test_what_is_unlike_llama_is_refused_by_its_key_in_one_line_each(folder, keys, found):
+def test_each_key_unlike_llama_is_refused_in_one_line(folder, keys, found):
     refused = problems(folder(**keys))
     assert [line[: len(start)] for line, start in zip(refused, found, strict=True)] == found
     assert not any("\n" in line for line in refused)
@@ -182,16 +182,16 @@ def test_what_is_unlike_llama_is_refused_by_its_key_in_one_line_each(folder, key
 @pytest.mark.parametrize(
     "keys",
     [
-        {"pretraining_tp": 2},  # slices of a product, added up again
+        {"pretraining_tp": 2},  # slices of a product, summed
         {"attention_dropout": 0.1, "initializer_range": 0.01, "use_cache": False, "dtype": "bfloat16"},
-        {"hidden_act": "swish"},  # another name of silu
+        {"hidden_act": "swish"},  # another name for silu
         {"architectures": None, "num_key_value_heads": None, "rope_scaling": {}},
         {"rope_scaling": {"type": "default"}, "rope_theta": 10_000},
         {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ],
     ids=str,
 )
-def test_keys_that_make_no_other_function_change_nothing(folder, keys):
+def test_keys_that_do_not_change_the_function_are_ignored(folder, keys):
     plain = read_folder(str(folder()))
     assert read_folder(str(folder(**keys))) == plain
 
@@ -222,12 +222,12 @@ def test_a_path_that_leads_nowhere_is_refused(model):
         config_of(model)
 
 
-def test_a_file_is_no_folder(folder):
+def test_a_file_is_refused_as_a_folder(folder):
     with pytest.raises(ConfigError, match="is a file"):
         config_of(folder() / "config.json")
 
 
-def test_a_name_without_a_separator_is_a_folder_only_if_one_is_there_and_no_variant_has_it(folder, monkeypatch):
+def test_a_bare_name_is_a_folder_only_if_one_exists_and_no_variant_has_that_name(folder, monkeypatch):
     monkeypatch.chdir(folder().parent)
     Path("llama2_7b").symlink_to("My-Llama")
     assert is_folder("My-Llama")
@@ -236,7 +236,7 @@ def test_a_name_without_a_separator_is_a_folder_only_if_one_is_there_and_no_vari
     assert config_of("My-Llama").spec == config_of("./My-Llama").spec
 
 
-def test_a_configuration_on_record_needs_no_folder(folder, monkeypatch):
+def test_a_recorded_configuration_needs_no_folder(folder, monkeypatch):
     path = folder(rope_scaling={"type": "linear", "factor": 4.0}, tie_word_embeddings=True, rms_norm_eps=3e-5)
     monkeypatch.chdir(path.parent)
     request = config_of("My-Llama", num_layers=1)
@@ -251,13 +251,13 @@ def test_a_configuration_on_record_needs_no_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("other", ["llama2_7b", "/another/Llama"])
-def test_a_record_of_one_model_is_not_taken_for_another(folder, other):
+def test_a_record_of_one_model_is_refused_for_another(folder, other):
     recorded = config_of(folder()).self_contained()
     with pytest.raises(ConfigError, match=f"recorded from .* and does not describe model='{other}'; keep that"):
         recorded.with_overrides(f"model={other}")
 
 
-def test_a_folder_is_the_same_run_by_a_relative_path_and_another_one_when_it_has_changed(folder, monkeypatch):
+def test_a_folder_has_one_fingerprint_by_any_path_and_another_once_it_changes(folder, monkeypatch):
     path = folder()
     monkeypatch.chdir(path.parent)
     relative, absolute = config_of("./My-Llama"), config_of(path)

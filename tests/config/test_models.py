@@ -68,11 +68,11 @@ def test_a_scaling_that_stretches_nothing_is_refused(scaling, settings, complain
         scaling(**settings)
 
 
-def test_a_misspelt_model_is_answered_with_the_nearest_name():
+def test_a_misspelt_model_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"unknown model 'lama3_8b'; did you mean 'llama3_8b'"):
         model_spec("lama3_8b")
 
 
-def test_a_model_like_no_other_is_answered_with_the_whole_list():
+def test_a_name_close_to_no_model_lists_them_all():
     with pytest.raises(ConfigError, match=r"choose one of tiny_llama3_50m, .*code_llama_7b"):
         model_spec("gpt")

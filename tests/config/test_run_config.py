@@ -17,12 +17,12 @@ def problems(mapping, *overrides):
     return caught.value.problems
 
 
-def test_what_is_saved_loads_as_the_same_configuration():
+def test_a_saved_configuration_loads_as_the_same_one():
     config = RunConfig.from_mapping({"model": "llama2_7b", "training": {"learning_rate": 1e-4}})
     assert RunConfig.from_mapping(parse_yaml(config.to_yaml(), "saved")) == config
 
 
-def test_overrides_are_typed_as_yaml_and_the_last_one_counts():
+def test_overrides_are_typed_as_yaml_and_the_last_one_wins():
     config = RunConfig.from_mapping(
         {"training": {"batch_size": 4}},
         ["training.batch_size=8", "training.batch_size=16", "training.learning_rate=1e-4", "data.document_mask=false"],
@@ -94,13 +94,13 @@ OPEN = ("tp", "pp", "cp", "dp_replicate", "zero_stage", "schedule", "num_chunks"
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_what_is_left_to_the_planner_is_auto_by_default_and_null_says_so_too(name):
+def test_a_setting_left_to_the_planner_is_auto_by_default_and_null_means_auto(name):
     default, null = RunConfig(), RunConfig.from_mapping({}, [f"parallel.{name}=null"])
     assert getattr(default.parallel, name) == "auto"
     assert null == default == RunConfig.from_mapping({}, [f"parallel.{name}=auto"])
 
 
-def test_the_default_batch_gives_every_device_that_may_be_data_parallel_a_microbatch():
+def test_the_default_batch_has_a_microbatch_for_every_possible_data_parallel_rank():
     open_degrees = RunConfig.from_mapping({"parallel": {"gpus": 64}})
     tensor_parallel = RunConfig.from_mapping({"parallel": {"gpus": 64, "tp": 4}})
     assert (open_degrees.batch_size, tensor_parallel.batch_size) == (64, 16)
@@ -124,7 +124,7 @@ def test_a_key_given_twice_is_refused(tmp_path):
         (b"\xff\xfe\x00", "cannot read configuration"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
+def test_a_file_that_is_not_a_configuration_is_refused(tmp_path, content, message):
     (tmp_path / "run.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         RunConfig.load(tmp_path / "run.yaml")
@@ -136,7 +136,7 @@ def test_a_date_is_text(tmp_path):
     assert RunConfig.from_mapping({}, ["data.source=2026-13-32"]).data.source == "2026-13-32"
 
 
-def test_a_path_may_be_given_as_one(tmp_path):
+def test_a_path_may_be_a_path_object(tmp_path):
     assert RunConfig.from_mapping({"data": {"source": tmp_path}}).data.source == str(tmp_path)
 
 
@@ -148,7 +148,7 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     "override", ["training.learning_rate=1e-5", "data.source=other.jsonl", "model=tiny_llama3_150m"]
 )
-def test_the_fingerprint_changes_with_what_is_trained(override):
+def test_the_fingerprint_changes_with_the_training(override):
     config = RunConfig()
     assert config.with_overrides(override).fingerprint() != config.fingerprint()
 
@@ -157,7 +157,7 @@ def test_the_fingerprint_changes_with_what_is_trained(override):
     "override",
     ["launch.launcher=slurm", "training.checkpoint_every=7", "parallel.microbatch_size=2", "tracking.wandb=offline"],
 )
-def test_the_fingerprint_stays_when_only_the_way_it_is_run_changes(override):
+def test_the_fingerprint_ignores_settings_that_do_not_change_the_training(override):
     config = RunConfig()
     assert config.with_overrides(override).fingerprint() == config.fingerprint()
 
@@ -190,7 +190,7 @@ ROPE = "architecture.rope_scaling"
         ),
     ],
 )
-def test_a_rotary_embedding_is_stretched_as_set_and_the_context_with_it(model, settings, scaling, max_context):
+def test_rope_scaling_stretches_the_rotary_embedding_and_the_context(model, settings, scaling, max_context):
     spec = RunConfig.from_mapping({"model": model}, [f"{ROPE}.{key}={value}" for key, value in settings.items()]).spec
     assert (spec.rope_scaling, spec.max_context) == (scaling, max_context)
     assert spec.default_seq_len == 8192
@@ -224,19 +224,19 @@ def test_a_scaling_that_makes_no_sense_is_refused_in_one_line(settings, message)
 @pytest.mark.parametrize(
     "way_out", [["architecture.rope_scaling.factor=3"], ["architecture.max_context=20000"]], ids=lambda keys: keys[0]
 )
-def test_the_keys_that_the_refusal_of_a_long_sequence_names_are_ways_out_of_it(way_out):
+def test_either_key_named_in_the_refusal_of_a_long_sequence_allows_it(way_out):
     asked, long = {"model": "llama3_8b"}, "training.seq_len=20000"
     (refusal,) = problems(asked, long)
     assert way_out[0] in refusal
     assert RunConfig.from_mapping(asked, [long, *way_out]).seq_len == 20_000
 
 
-def test_a_context_that_is_made_shorter_shortens_what_is_trained_at_by_default():
+def test_a_shorter_context_shortens_the_default_sequence():
     assert RunConfig.from_mapping({"model": "llama3_8b"}, ["architecture.max_context=1024"]).seq_len == 1024
 
 
 @pytest.mark.parametrize("setting", ["rope_theta=1e6", "norm_eps=1e-6", "tied_embeddings=true", "instruct=true"])
-def test_a_trait_that_is_set_is_the_models_and_makes_another_run(setting):
+def test_setting_a_trait_changes_the_model_and_the_fingerprint(setting):
     key, _, value = setting.partition("=")
     plain = RunConfig(model="llama2_7b")
     config = plain.with_overrides(f"architecture.{setting}")

@@ -27,7 +27,7 @@ def test_only_sparse_layers_count_experts():
     assert spec.num_trainable_parameters == spec.num_parameters
 
 
-def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_where_it_is_frozen():
+def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_if_it_is_frozen():
     dense = model_spec("llama3_8b")
     sparse, adapted = replace(dense, moe=MoE()), replace(dense, lora=LoRA(target_modules=MATRICES))
     norms = (2 * dense.num_layers + 1) * dense.hidden_size
@@ -37,7 +37,7 @@ def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_where_it_i
     assert adapted.matmul_flops_per_token == 4 * dense.num_matmul_parameters + trained
 
 
-def test_a_strategy_is_spelled_with_its_own_section():
+def test_a_strategy_is_configured_in_its_own_section():
     lora = RunConfig.from_mapping({"strategy": "lora", "lora": {"lora_rank": 64, "target_modules": ["q_proj"]}})
     moe = RunConfig.from_mapping({"strategy": "moe", "moe": {"num_experts": 16, "moe_layers": [4, 8]}})
     assert (lora.spec.lora, lora.spec.moe) == (LoRA(lora_rank=64, target_modules=("q_proj",)), None)
@@ -59,12 +59,12 @@ def test_all_linear_is_every_matrix_of_a_layer(targets):
         ({"strategy": "lora", "training": {"init_from": "weights", "learning_rate": 1e-3}}, 1e-3, 0, 2),
     ],
 )
-def test_fine_tuning_has_defaults_of_its_own(mapping, learning_rate, weight_decay, epochs):
+def test_fine_tuning_has_its_own_defaults(mapping, learning_rate, weight_decay, epochs):
     training = RunConfig.from_mapping(mapping).training
     assert (training.learning_rate, training.weight_decay, training.epochs) == (learning_rate, weight_decay, epochs)
 
 
-def test_defaults_follow_a_strategy_that_is_overridden_and_what_was_asked_for_does_not():
+def test_overriding_the_strategy_changes_defaults_but_not_explicit_settings():
     asked = RunConfig.from_mapping({"training": {"epochs": 5}})
     adapters = asked.with_overrides("strategy=lora")
     assert adapters.fine_tuning_defaults == {"learning_rate": 2e-4, "weight_decay": 0}
@@ -81,11 +81,11 @@ def test_defaults_follow_a_strategy_that_is_overridden_and_what_was_asked_for_do
         ({}, False),
     ],
 )
-def test_fine_tuning_random_weights_is_known(mapping, expected):
+def test_fine_tuning_random_weights_is_detected(mapping, expected):
     assert RunConfig.from_mapping(mapping).has_random_base == expected
 
 
-def test_runs_with_other_adapters_are_other_runs():
+def test_other_adapters_make_another_run():
     ranks = [RunConfig.from_mapping({"strategy": "lora", "lora": {"lora_rank": rank}}) for rank in (8, 16)]
     assert len({config.fingerprint() for config in (*ranks, RunConfig())}) == 3
 

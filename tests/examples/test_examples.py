@@ -1,4 +1,4 @@
-"""The example scripts, run on the smallest model as a user would run them, from a directory of their own."""
+"""The example scripts, run on the smallest model as a user would run them, each from its own directory."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ RUNS = {
     "custom_data_loading.py": [*TINY, "--batch-size", "2", *TWO_RANKS],
 }
 REFUSED = {"train_with_moe.py": "error: strategy=moe: memory can be estimated"}
-"""Exemptions: what a script ends with that waits for something."""
+"""Exemptions: the error of each script that cannot run yet."""
 
 
 def run(script, arguments, place):
@@ -38,7 +38,7 @@ def test_an_example_trains(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", REFUSED)
-def test_an_example_that_waits_says_what_for_in_one_line(script, tmp_path):
+def test_an_example_that_cannot_run_yet_says_why_in_one_line(script, tmp_path):
     ended = run(script, [], tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.startswith(REFUSED[script])

@@ -1,4 +1,4 @@
-"""Batch sizes compared: what this machine can run is measured, the rest predicted, and every failure is a result."""
+"""Batch sizes compared: this machine measures the runs it can, predicts the rest, and every failure is a result."""
 
 import json
 
@@ -24,7 +24,7 @@ def tiny(batch_sizes, **settings):
     return PerformanceBenchmark("tiny_llama3_50m", batch_sizes=batch_sizes, **sizes | QUICKLY | settings)
 
 
-def test_what_this_machine_has_not_the_devices_for_is_predicted(tmp_path):
+def test_a_run_without_its_devices_here_is_predicted(tmp_path):
     rows = PerformanceBenchmark("llama2_7b", num_gpus=4, batch_sizes=(4, 8)).run_comprehensive_benchmark()
     assert [row["settings"] for row in rows] == [{"training.batch_size": 4}, {"training.batch_size": 8}]
     assert {row["how"] for row in rows} == {"predicted"}
@@ -35,13 +35,13 @@ def test_what_this_machine_has_not_the_devices_for_is_predicted(tmp_path):
     assert not (tmp_path / "sweeps").exists()
 
 
-def test_what_does_not_fit_is_a_result_with_the_arithmetic():
+def test_a_run_that_does_not_fit_is_a_result_with_the_arithmetic():
     (row,) = PerformanceBenchmark("llama3_70b", num_gpus=2, batch_sizes=[2]).run_comprehensive_benchmark()
     assert (row["how"], row["status"], row["tokens_per_second"]) == ("predicted", "does-not-fit", None)
     assert "gradients and moments take 16 bytes x 70.55e9 parameters / 2" in row["reason"]
 
 
-def test_what_this_machine_can_run_is_measured_and_what_cannot_be_is_told(capsys):
+def test_possible_runs_are_measured_and_impossible_ones_reported(capsys):
     benchmark = tiny([4, 3], microbatch_size=2)
     rows = benchmark.run_comprehensive_benchmark()
     assert [(row["how"], row["status"]) for row in rows] == [("measured", "finished"), ("predicted", "impossible")]
@@ -53,8 +53,8 @@ def test_what_this_machine_can_run_is_measured_and_what_cannot_be_is_told(capsys
     assert [line.split()[:2] for line in lines[1:]] == [["4", "measured"], ["3", "predicted"]]
 
 
-def test_a_rank_without_memory_ends_and_is_a_result():
-    """An embedding larger than the machine's memory, which the gate is told to let through."""
+def test_running_out_of_memory_is_a_result():
+    """The embedding is larger than the machine's memory, and ``force`` lets it through the gate."""
     rows = detect_machine().memory_bytes // (4 * 1024)
     settings = TINY | QUICKLY | {"hidden_size": 1024, "vocab_size": rows + rows // 10, "force": True}
     (row,) = PerformanceBenchmark("tiny_llama3_50m", batch_sizes=[1], **settings).run_comprehensive_benchmark()
@@ -62,7 +62,7 @@ def test_a_rank_without_memory_ends_and_is_a_result():
     assert "allocate" in row["reason"]
 
 
-def test_the_command_writes_what_it_prints(tmp_path, capsys):
+def test_the_command_saves_the_results_it_prints(tmp_path, capsys):
     command = ["benchmark", "--model", "llama2_7b", "--gpus", "4", "--batch-sizes", "1", "2"]
     assert main([*command, "--save-results", str(tmp_path / "out" / "results.json")]) == 0
     printed = capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_every_combination_of_the_grid_is_an_element_exactly_once(grid):
 
 
 @given(grids)
-def test_names_tell_elements_apart_and_are_safe_as_file_names(grid):
+def test_names_are_distinct_and_safe_as_file_names(grid):
     assert len(names(grid)) == prod(map(len, grid.values()))
     assert all(re.fullmatch(r"\w[\w.,=+-]*", name, re.ASCII) and len(name) <= LONGEST_NAME for name in names(grid))
 
@@ -62,14 +62,14 @@ def test_an_element_keeps_its_name_when_the_grid_gets_fewer_values(grid, data):
 
 
 @given(grids, st.data())
-def test_what_is_excluded_is_all_that_is_missing(grid, data):
+def test_only_excluded_elements_are_missing(grid, data):
     every = sweep(grid).elements()
     unwanted = data.draw(st.lists(st.sampled_from(every), max_size=len(every) - 1, unique_by=lambda one: one.name))
     kept = sweep(grid, exclude=[dict(element.settings) for element in unwanted]).elements()
     assert kept == [element for element in every if element not in unwanted]
 
 
-def test_excluding_a_part_of_a_combination_leaves_out_all_that_share_it():
+def test_excluding_part_of_a_combination_excludes_every_element_that_shares_it():
     grid = {"parallel.tp": [1, 2], "parallel.microbatch_size": [1, 2]}
     kept = sweep(grid, exclude=[{"parallel.tp": 2}]).elements()
     assert [element.name for element in kept] == ["tp=1,microbatch_size=1", "tp=1,microbatch_size=2"]
@@ -88,7 +88,7 @@ def test_an_element_is_the_base_with_its_values():
     assert element.config(RunConfig.from_mapping(base)) == RunConfig.from_mapping(expected)
 
 
-def test_values_that_contradict_each_other_make_only_their_element_impossible():
+def test_contradictory_values_make_only_their_element_impossible():
     good, bad = sweep({"training.batch_size": [4, 5]}, base={"parallel": {"microbatch_size": 2}}).elements()
     base = RunConfig.from_mapping({"parallel": {"microbatch_size": 2}})
     assert good.config(base).batch_size == 4

@@ -36,7 +36,7 @@ def end(run, status="finished"):
         write_json(run.benchmark, {})
 
 
-def test_every_element_that_can_be_run_is_an_ordinary_run_of_its_own():
+def test_every_possible_element_is_an_ordinary_run():
     sweep = sweeps.prepare(config())
     runs = list(unfinished(sweep))
     assert [run.name for run in runs] == ["microbatch_size=1", "microbatch_size=2"]
@@ -44,7 +44,7 @@ def test_every_element_that_can_be_run_is_an_ordinary_run_of_its_own():
     assert all(run.estimate.exists() for run in runs)
 
 
-def test_what_cannot_be_run_is_skipped_with_the_reason_and_leaves_nothing():
+def test_an_impossible_element_is_skipped_with_the_reason_and_leaves_nothing():
     sweep = sweeps.prepare(config())
     skipped = [element for element in read_record(sweep).elements if element.skipped]
     assert [element.name for element in skipped] == ["microbatch_size=3"]
@@ -52,25 +52,25 @@ def test_what_cannot_be_run_is_skipped_with_the_reason_and_leaves_nothing():
     assert not sweep.run("microbatch_size=3").path.exists()
 
 
-def test_what_does_not_fit_is_skipped_with_the_arithmetic():
+def test_an_element_that_does_not_fit_is_skipped_with_the_arithmetic():
     sweep = sweeps.prepare(config({"architecture.hidden_size": [64, 2**20]}))
     reasons = [element.skipped for element in read_record(sweep).elements]
     assert reasons[0] == ""
     assert "per device" in reasons[1]
 
 
-def test_a_sweep_of_which_nothing_can_be_run_is_refused_with_every_reason():
+def test_a_sweep_without_a_possible_element_is_refused_with_every_reason():
     with pytest.raises(ConfigError) as refused:
         sweeps.prepare(config({"parallel.microbatch_size": [3, 5]}))
     assert [problem.split(":")[0] for problem in refused.value.problems] == ["microbatch_size=3", "microbatch_size=5"]
 
 
-def test_each_sweep_has_a_directory_of_its_own():
+def test_each_sweep_has_its_own_directory():
     first, second = sweeps.prepare(config()), sweeps.prepare(config())
     assert second.name == f"{first.name}-2"
 
 
-def test_resume_takes_the_newest_sweep_that_is_not_finished():
+def test_resume_takes_the_newest_unfinished_sweep():
     first, second = sweeps.prepare(config()), sweeps.prepare(config())
     for run in list(unfinished(second)):
         end(run)
@@ -79,7 +79,7 @@ def test_resume_takes_the_newest_sweep_that_is_not_finished():
     assert sweeps.prepare(config(), resume=True) == first
 
 
-def test_a_directory_is_taken_only_to_resume_the_sweep_that_it_holds(tmp_path):
+def test_a_directory_is_reused_only_to_resume_its_sweep(tmp_path):
     sweeps.prepare(config(), tmp_path / "sweep")
     with pytest.raises(RunDirectoryError, match="add --resume"):
         sweeps.prepare(config(), tmp_path / "sweep")
@@ -111,7 +111,7 @@ def test_an_element_that_failed_is_not_finished(status):
 
 
 def rehearsed(sweep, capsys):
-    """Rehearse, and return each line that is printed as the element and the first word on it."""
+    """Rehearse, and return the element and the first word of each printed line."""
     capsys.readouterr()
     sweeps.rehearse(sweep)
     return [re.fullmatch(r"dry-run +(\S+): (\w+).*", line).groups() for line in capsys.readouterr().out.splitlines()]
@@ -124,7 +124,7 @@ def test_rehearsal_counts_the_bytes_of_every_element_once(capsys):
     assert rehearsed(sweep, capsys) == []
 
 
-def test_what_the_rehearsal_finds_not_to_fit_is_skipped_and_looked_at_again_on_resume(capsys):
+def test_an_element_rehearsed_not_to_fit_is_skipped_and_rehearsed_again_on_resume(capsys):
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}))
     run = sweep.run("microbatch_size=1")
     run.config.write_text(load_config(run).with_overrides("architecture.hidden_size=1073741824").to_yaml())
@@ -134,14 +134,14 @@ def test_what_the_rehearsal_finds_not_to_fit_is_skipped_and_looked_at_again_on_r
     assert [name for name, _ in rehearsed(sweep, capsys)] == [run.name]
 
 
-def test_a_machine_without_slurm_is_told_apart_before_anything_is_submitted(monkeypatch):
+def test_a_machine_without_slurm_is_refused_before_anything_is_submitted(monkeypatch):
     monkeypatch.setenv("PATH", "")
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
     with pytest.raises(EnvironmentMismatchError, match="slurm"):
         sweeps.validate(sweep)
 
 
-def test_a_sweep_of_which_every_element_failed_has_failed_with_every_reason():
+def test_a_sweep_whose_elements_all_failed_fails_with_every_reason():
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
     for run in list(unfinished(sweep)):
         end(run, "oom")
@@ -149,6 +149,6 @@ def test_a_sweep_of_which_every_element_failed_has_failed_with_every_reason():
         sweeps.follow(sweep, [])
 
 
-def test_a_directory_without_a_sweep_is_said_to_have_none(tmp_path):
+def test_reading_a_directory_without_a_sweep_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"sweep\.json does not exist"):
         read_record(SweepDirectory(tmp_path))
