@@ -1,4 +1,4 @@
-"""Chat templates as people publish them, written anew as far as a test needs them.
+"""Published chat templates, rewritten as far as the tests need them.
 
 Sources: the tokenizer_config.json of meta-llama/Meta-Llama-3-8B-Instruct, meta-llama/Llama-2-7b-chat-hf and
 meta-llama/Llama-3.1-8B-Instruct on huggingface.co; for ChatML, huggingface.co/docs/transformers/chat_templating.
@@ -48,7 +48,7 @@ CHATML = """{% for message in messages %}
 {% endfor %}
 {% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""With the assistant's text marked. It is trimmed, since transformers marks no token of a text that begins with a space
-which a byte-level tokenizer leaves out of its offsets."""
+"""Marks the assistant's text. The text is trimmed: a byte-level tokenizer leaves a leading space out of its offsets,
+and transformers then marks no token of the text."""
 FORGETFUL = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ (' (end)' if loop.last else '\n') }}{% endfor %}"
-"""Renders a message otherwise at the end than inside."""
+"""Renders a message differently at the end than inside."""

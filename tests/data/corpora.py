@@ -1,4 +1,4 @@
-"""Small corpora for tests: as files, and as token caches that were never on disk."""
+"""Small corpora for tests: files, and token caches in memory."""
 
 import json
 from datetime import date
@@ -20,7 +20,7 @@ contents = st.text("abc é漢\n ", max_size=6).map(lambda text: f"{text}x{text}"
 
 @st.composite
 def conversations(draw):
-    """Messages as Llama 2 and 3 both take them: a system prompt or none, then user and assistant in turn."""
+    """Messages that both Llama 2 and 3 accept: an optional system prompt, then user and assistant in turn."""
     turns = [("user", "assistant")] * draw(st.integers(1, 3))
     roles = [*draw(st.sampled_from([(), ("system",)])), *(role for pair in turns for role in pair)]
     roles += draw(st.sampled_from([(), ("user",)]))
@@ -33,7 +33,7 @@ def chat_of(template="llama3", loss_on="assistant", today=date(2026, 1, 31)):
 
 
 def write_jsonl(path, documents):
-    """Write texts as such, and lists of messages as conversations."""
+    """Write strings as texts and lists of messages as conversations."""
     records = ({"text": item} if isinstance(item, str) else {"messages": item} for item in documents)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

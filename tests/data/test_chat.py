@@ -1,4 +1,4 @@
-"""Conversations become the tokens that transformers gives them, and exactly what the assistant says counts."""
+"""Conversations get the tokens that transformers gives them, and exactly the assistant's text counts in the loss."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ ANSWERED = {"role": "assistant", "content": "4\n"}
 
 
 def byte_level(folder, special_tokens, config):
-    """A tokenizer as Llama 3 has it: byte-level BPE, whose offsets leave leading spaces out."""
+    """A tokenizer like Llama 3's: byte-level BPE, whose offsets leave leading spaces out."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def byte_level(folder, special_tokens, config):
 
 
 def sentence_piece(folder, config):
-    """A tokenizer as Llama 2 has it: BPE over text with a space in front, falling back to bytes."""
+    """A tokenizer like Llama 2's: BPE over text with a space in front, falling back to bytes."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -76,7 +76,7 @@ def llama2(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["public llama3", "llama3", "public llama2", "llama2", "dated", "chatml"])
 def pair(request, llama2, llama3):
-    """A format of ours, and transformers' tokenizer with the template that it is to agree with."""
+    """Our tokenizer and format, and transformers' tokenizer with the template they must match."""
     folder, ours, theirs = {
         "public llama3": (llama3, PUBLIC_LLAMA3, PUBLIC_LLAMA3),
         "llama3": (llama3, "llama3", PUBLIC_LLAMA3),
@@ -129,7 +129,7 @@ def test_llama_3_has_the_published_format():
 
 
 def test_llama_2_has_the_published_format():
-    """What ``chat_completion`` in llama/generation.py of github.com/meta-llama/llama encodes, with BOS and EOS."""
+    """The encoding by ``chat_completion`` in llama/generation.py of github.com/meta-llama/llama, with BOS and EOS."""
     messages = [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
     chat = chat_of("llama2")
     assert chat.document(messages, "").text == (
@@ -139,14 +139,14 @@ def test_llama_2_has_the_published_format():
 
 
 @given(messages=conversations())
-def test_the_tokens_are_those_of_transformers(pair, messages):
+def test_the_tokens_match_transformers(pair, messages):
     tokenizer, chat, reference = pair
     [(ids, _)] = encode(tokenizer, [chat.document(messages, "")])
     assert ids.tolist() == reference.apply_chat_template(messages, return_dict=True)["input_ids"]
 
 
 @given(messages=conversations())
-def test_a_template_that_marks_the_assistant_has_the_mask_of_transformers(
+def test_the_mask_of_a_template_that_marks_the_assistant_matches_transformers(
     llama3_tokenizer, reference_of_chatml, messages
 ):
     [(_, ignored)] = encode(llama3_tokenizer, [format_of(CHATML, llama3_tokenizer).document(messages, "")])
@@ -162,7 +162,7 @@ def reference_of_chatml(llama3):
 
 
 @given(messages=conversations())
-def test_exactly_what_the_assistant_says_and_the_end_of_its_turn_count(messages):
+def test_exactly_the_assistants_text_and_its_end_of_turn_count(messages):
     said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
     assert counted(chat_of("llama3"), messages) == "".join(f"{text}<|eot_id|>" for text in said)
     assert counted(chat_of("llama2"), messages) == "".join(f" {text} </s>" for text in said)
@@ -175,14 +175,14 @@ DIVIDED = {
 
 
 @given(messages=conversations())
-def test_a_template_without_marks_counts_as_one_with_them(messages):
-    """The public templates mark nothing, and are divided by rendering turn by turn."""
+def test_a_template_without_marks_counts_the_same_text_as_one_with_them(messages):
+    """The public templates mark nothing; rendering turn by turn divides them."""
     for ours, divided in DIVIDED.items():
         assert divided.render_with_spans(messages) == chat_of(ours).template.render_with_spans(messages)
 
 
 @given(messages=conversations())
-def test_every_token_counts_where_that_is_asked_for(messages):
+def test_every_token_counts_with_loss_on_all(messages):
     chat = chat_of(loss_on="all")
     assert counted(chat, messages) == chat.document(messages, "").text
 
@@ -195,7 +195,7 @@ def test_every_byte_knows_its_character(text):
     assert sorted(set(tokens.begins.tolist())) == list(range(len(text)))
 
 
-def test_a_token_that_counts_only_in_part_counts(llama3_tokenizer):
+def test_a_token_that_partly_counts_counts(llama3_tokenizer):
     """As in transformers: the answer's first token may hold the end of the header."""
     chat = format_of(
         "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -203,7 +203,7 @@ def test_a_token_that_counts_only_in_part_counts(llama3_tokenizer):
     assert counted(chat, [{"role": "assistant", "content": "world"}], llama3_tokenizer) == " world"
 
 
-def test_templates_without_a_header_for_the_prompt_count_what_they_make_the_model_say():
+def test_templates_without_a_generation_prompt_count_the_whole_assistant_turn():
     chat = format_of("{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}")
     assert counted(chat, [ASKED, ANSWERED]) == "assistant: 4\n\n"
 
@@ -222,7 +222,7 @@ def test_templates_without_a_header_for_the_prompt_count_what_they_make_the_mode
         ([ANSWERED, {"role": "tool", "content": "!"}], 'chat template "Llama 3\'s format" refuses it: the roles are'),
     ],
 )
-def test_a_conversation_that_cannot_be_understood_is_refused_with_its_place(tmp_path, messages, report):
+def test_a_malformed_conversation_is_refused_with_its_line(tmp_path, messages, report):
     records = [{"text": "a text"}, {"messages": [ASKED, ANSWERED]}, {"messages": messages, "text": "the same"}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
     with pytest.raises(DataError) as refused:
@@ -244,7 +244,7 @@ def test_a_conversation_that_cannot_be_understood_is_refused_with_its_place(tmp_
         ("{% if %}", "is not valid Jinja: line 1: Expected an expression"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, report):
+def test_an_unusable_template_is_refused(tmp_path, template, report):
     (tmp_path / "mine.jinja").write_text(template)
     with pytest.raises(DataError, match=r"chat template '.*/mine\.jinja'") as refused:
         check(tmp_path, [[ASKED, ANSWERED, ANSWERED]], chat_template=str(tmp_path / "mine.jinja"))
@@ -252,7 +252,7 @@ def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, report):
     assert "\n" not in str(refused.value)
 
 
-def test_a_template_that_cannot_be_divided_trains_on_every_token(tmp_path):
+def test_a_template_that_cannot_be_divided_can_train_on_every_token(tmp_path):
     chat = format_of(FORGETFUL, loss_on="all")
     assert counted(chat, [ASKED, ANSWERED, ASKED]) == "user:  2 + 2? \nassistant: 4\n\nuser:  2 + 2?  (end)"
 
@@ -262,7 +262,7 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path):
         check(tmp_path, ["a text"], chat_template="none.jinja")
 
 
-def test_a_file_without_an_assistant_turn_is_refused_with_what_to_do(tmp_path):
+def test_a_file_without_an_assistant_turn_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(
         DataError,
         match=r"no document to train on: unusable lines \(2 no assistant turn\).*jsonl:1: .*data\.loss_on=all",
@@ -307,11 +307,11 @@ def chosen(tokenizer, model="tiny_llama3_50m", **settings):
         ("llama3_8b", "Llama 3's format"),
     ],
 )
-def test_without_a_template_a_family_has_its_published_format(model, name):
+def test_a_family_defaults_to_its_published_format(model, name):
     assert chosen(ByteTokenizer(), model).template.name == name
 
 
-def test_a_model_of_unknown_family_has_the_format_whose_markers_the_tokenizer_has(llama2, llama3):
+def test_a_model_of_unknown_family_gets_the_format_whose_markers_its_tokenizer_has(llama2, llama3):
     files = [SourceFile(Path("chats.jsonl"), 1, 1)]
     spec = replace(model_spec("llama3_8b"), family="llama")
     names = [
@@ -345,7 +345,7 @@ def test_the_tokenizers_own_template_wins_over_the_familys(folder, configured):
     assert chosen(load_tokenizer(str(there)), chat_template="llama2").template.name == "Llama 2's format"
 
 
-def test_templates_without_a_default_one_are_named(folder):
+def test_templates_without_a_default_are_listed(folder):
     there = folder({"chat_template": [{"name": "tools", "template": ""}, {"name": "rag", "template": ""}]})
     with pytest.raises(DataError, match=r"has the chat templates tools, rag, and none is the default; name"):
         load_tokenizer(str(there))
@@ -357,13 +357,13 @@ def test_a_template_knows_the_named_tokens_of_its_tokenizer(folder):
     assert chosen(tokenizer).template.render([ASKED]) == "('<s>', '</s>', '<pad>')"
 
 
-def test_the_date_of_a_template_is_that_of_the_data_so_that_tokens_stay_the_same(tmp_path):
+def test_a_template_is_dated_by_the_data_so_tokens_stay_the_same(tmp_path):
     dated = tmp_path / "dated.jinja"
     dated.write_text(DATED)
     assert "Today Date: 15 Jan 2027" in chosen(ByteTokenizer(), chat_template=str(dated)).template.render([ASKED])
 
 
-def test_the_fingerprint_follows_whatever_changes_the_tokens_or_what_counts():
+def test_the_fingerprint_changes_with_the_tokens_or_the_loss_mask():
     formats = [
         chat_of(),
         chat_of("llama2"),
@@ -383,7 +383,7 @@ def test_templates_have_the_functions_of_transformers():
     assert template.render([ASKED]) == '[1, "é<"]'
 
 
-def test_what_a_message_spells_is_a_special_token_as_in_transformers(llama3_tokenizer):
+def test_a_special_token_spelled_in_a_message_is_one_as_in_transformers(llama3_tokenizer):
     tokenizer = llama3_tokenizer
     [(ids, _)] = encode(tokenizer, [chat_of().document([ASKED, {"role": "assistant", "content": "<|eot_id|>"}], "")])
     assert np.count_nonzero(ids == LLAMA3_TOKENS.index("<|eot_id|>")) == 3
@@ -391,7 +391,7 @@ def test_what_a_message_spells_is_a_special_token_as_in_transformers(llama3_toke
     assert np.count_nonzero(text == LLAMA3_TOKENS.index("<|eot_id|>")) == 1, "in a text, only its end"
 
 
-def test_a_note_names_the_markers_that_the_tokenizer_does_not_have(tmp_path, llama3):
+def test_a_note_names_the_markers_that_the_tokenizer_lacks(tmp_path, llama3):
     records = [[ASKED, ANSWERED]]
     assert "<|start_header_id|>, <|end_header_id|>, <|eot_id|> of Llama 3's format as plain text" in "".join(
         check(tmp_path, records).notes
@@ -399,7 +399,7 @@ def test_a_note_names_the_markers_that_the_tokenizer_does_not_have(tmp_path, lla
     assert check(tmp_path, records, tokenizer=str(llama3)).notes == ()
 
 
-def test_what_has_no_effect_on_texts_is_said(tmp_path):
+def test_settings_without_effect_on_texts_are_reported(tmp_path):
     notes = check(tmp_path, ["a text"], chat_template="llama2", loss_on="all").notes
     assert [note.partition(":")[0] for note in notes] == [
         "data.chat_template=llama2 has no effect",
@@ -408,7 +408,7 @@ def test_what_has_no_effect_on_texts_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["sample", "texts.jsonl"])
-def test_an_instruct_model_on_texts_is_said_to_train_on_every_token(tmp_path, source):
+def test_an_instruct_model_on_texts_is_reported_to_train_on_every_token(tmp_path, source):
     write_jsonl(tmp_path / "texts.jsonl", ["a text"])
     source = {"sample": "sample"}.get(source, str(tmp_path / source))
     [note] = check_data(DataConfig(source=source), model_spec("llama3_8b_instruct")).notes
@@ -418,7 +418,7 @@ def test_an_instruct_model_on_texts_is_said_to_train_on_every_token(tmp_path, so
     )
 
 
-def test_a_check_counts_what_it_has_read(tmp_path):
+def test_a_check_counts_the_records_it_has_read(tmp_path):
     chats = [[{"role": "system", "content": "!"}, ASKED, ANSWERED], [ASKED, ANSWERED, ASKED, ANSWERED]]
     found = check(tmp_path, [*chats, "a text"])
     assert found.summary.endswith(

@@ -54,7 +54,7 @@ def test_a_folder_is_read_in_order_of_paths_with_its_subfolders(tmp_path):
     assert read(tmp_path)[0] == ["first", "second", "third"]
 
 
-def test_a_folder_passes_over_hidden_and_other_files(tmp_path):
+def test_hidden_and_other_files_in_a_folder_are_skipped(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["kept"])
     write_jsonl(tmp_path / ".partial.jsonl", ["hidden"])
     (tmp_path / ".git").mkdir()
@@ -68,7 +68,7 @@ def test_the_text_may_be_in_another_field(tmp_path):
     assert read(tmp_path, text_field="content")[0] == ["x"]
 
 
-def test_a_byte_order_mark_is_no_error(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x"}\n')
     assert read(tmp_path)[0] == ["x"]
 
@@ -99,7 +99,7 @@ def test_a_bad_line_is_left_out_and_reported_with_its_place(tmp_path, line, repo
     assert bad_lines.examples[0].startswith(f"{file}:2: {report}")
 
 
-def test_bad_parquet_rows_are_left_out_by_row(tmp_path):
+def test_bad_parquet_rows_are_left_out_one_by_one(tmp_path):
     column = pa.Array.from_buffers(
         pa.string(), 3, [None, pa.array([0, 2, 3, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xffx")]
     )
@@ -136,7 +136,7 @@ def test_a_text_may_be_in_a_field_called_messages(tmp_path):
     assert read(tmp_path, text_field="messages")[0] == ["x"]
 
 
-def test_the_limit_of_bad_lines_is_what_is_tolerated(tmp_path):
+def test_bad_lines_are_tolerated_up_to_their_limit(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "x"}\n' + "oops\n" * 8)
     assert read(file, max_bad_lines=8)[1].total == 8
@@ -203,7 +203,7 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
+def test_a_parquet_file_without_the_column_is_refused_with_its_columns(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"has no column 'text' or 'messages'; set data\.text_field to one of body, id"):
         read(tmp_path)
@@ -222,7 +222,7 @@ def test_a_file_without_read_permission_is_refused():
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to become a user without rights")
-def test_a_closed_subfolder_is_refused_rather_than_passed_over():
+def test_a_closed_subfolder_is_refused_rather_than_skipped():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         write_jsonl(Path(folder, "a.jsonl"), ["x"])

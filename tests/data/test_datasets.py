@@ -65,7 +65,7 @@ def source(tmp_path):
 
 
 @given(documents=texts, seed=st.integers(0, 9), world_size=st.integers(1, 4), share=st.integers(1, 3))
-def test_the_parts_of_the_ranks_join_to_the_global_batch(documents, seed, world_size, share):
+def test_the_ranks_shares_join_to_the_global_batch(documents, seed, world_size, share):
     dataset, batch_size = dataset_of(documents), world_size * share
     single = BatchStream(dataset, batch_size, seed)
     ranks = [BatchStream(dataset, batch_size, seed, rank, world_size) for rank in range(world_size)]
@@ -74,7 +74,7 @@ def test_the_parts_of_the_ranks_join_to_the_global_batch(documents, seed, world_
 
 
 @given(documents=texts, batch_size=st.sampled_from([2, 4]), before=st.integers(0, 6), ranks=st.sampled_from([1, 2]))
-def test_a_resumed_stream_goes_on_as_if_never_stopped(documents, batch_size, before, ranks):
+def test_a_resumed_stream_continues_as_if_never_stopped(documents, batch_size, before, ranks):
     dataset = dataset_of(documents)
     uninterrupted = take(BatchStream(dataset, batch_size, 3), before + 4)
     stopped = BatchStream(dataset, batch_size, 3, 0, ranks)
@@ -95,7 +95,7 @@ def test_an_epoch_visits_every_row_once(documents, batch_size, seed):
         assert sorted(visited) == all_rows
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_each_epoch_and_seed_has_its_own_order():
     dataset = dataset_of(DOCUMENTS)
     first, second = take(BatchStream(dataset, len(dataset), 0), 2)
     other = BatchStream(dataset, len(dataset), 1).next_batch()
@@ -158,14 +158,14 @@ def test_validation_takes_distinct_rows_in_the_order_of_the_dataset(documents, b
 
 
 @given(text_hashes=hashes, more=hashes, fraction=fractions)
-def test_a_document_stays_on_its_side_when_others_come(text_hashes, more, fraction):
+def test_a_document_stays_on_its_side_when_others_are_added(text_hashes, more, fraction):
     assume((text_hashes < np.uint64(fraction * 2.0**64)).any())
     among_others = held_out(np.concatenate([text_hashes, more]), fraction)[: len(text_hashes)]
     assert among_others.tolist() == held_out(text_hashes, fraction).tolist()
 
 
 @given(text_hashes=hashes, fraction=fractions)
-def test_equal_texts_are_on_one_side(text_hashes, fraction):
+def test_equal_texts_are_on_the_same_side(text_hashes, fraction):
     mask = held_out(text_hashes, fraction)
     assert not np.isin(text_hashes[mask], text_hashes[~mask]).any()
 
@@ -175,7 +175,7 @@ def test_of_two_texts_at_least_one_is_held_out(text_hashes, fraction):
     assert held_out(text_hashes, fraction).any()
 
 
-def test_no_fraction_holds_out_nothing(source, tmp_path):
+def test_a_fraction_of_zero_holds_out_nothing(source, tmp_path):
     assert load(source, tmp_path, validation_fraction=0.0).validation is None
 
 
@@ -187,7 +187,7 @@ def test_training_and_held_out_documents_are_disjoint_and_complete(source, tmp_p
     assert train | validation == {text.encode() for text in DOCUMENTS}
 
 
-def test_what_the_validation_source_holds_is_not_trained_on(source, tmp_path, caplog):
+def test_documents_of_the_validation_source_are_not_trained_on(source, tmp_path, caplog):
     validation = write_jsonl(tmp_path / "held.jsonl", [DOCUMENTS[3], "something else"])
     datasets = load(source, tmp_path, validation=str(validation))
     assert documents_in(datasets.validation) == {DOCUMENTS[3].encode(), b"something else"}
@@ -203,13 +203,13 @@ def test_held_out_rows_do_not_depend_on_the_seed(source, tmp_path):
     assert one.train.digest != other.train.digest
 
 
-def test_a_single_text_cannot_be_held_out_and_says_so(tmp_path, caplog):
+def test_a_single_text_is_not_held_out_and_a_warning_says_so(tmp_path, caplog):
     datasets = load(write_jsonl(tmp_path / "a.jsonl", ["the only text there is"]), tmp_path)
     assert datasets.validation is None
     assert "holds a single text, so nothing is held out" in caplog.text
 
 
-def test_statistics_count_what_is_trained_on(source, tmp_path):
+def test_statistics_count_the_training_documents(source, tmp_path):
     datasets = load(source, tmp_path, validation_fraction=0.3)
     statistics = datasets.statistics
     trained = documents_in(datasets.train)
@@ -219,7 +219,7 @@ def test_statistics_count_what_is_trained_on(source, tmp_path):
     assert 0 < statistics.entropies.bigram < statistics.entropies.unigram
 
 
-def test_entropies_are_of_the_training_part_and_kept(source, tmp_path):
+def test_entropies_are_of_the_training_documents_and_are_cached(source, tmp_path):
     all_of_it = load(source, tmp_path, validation_fraction=0.0).statistics
     part = load(source, tmp_path, validation_fraction=0.7).statistics
     assert part.entropies.unigram != all_of_it.entropies.unigram
@@ -254,7 +254,7 @@ CHATS = [
 ]
 
 
-def test_conversations_are_counted_and_only_what_the_assistant_says_is_trained_on(tmp_path):
+def test_conversations_are_counted_and_only_assistant_text_is_trained_on(tmp_path):
     system = {"role": "system", "content": "count"}
     chats = [[system, *chat, *chat, {"role": "user", "content": ""}] for chat in CHATS]
     datasets = load(write_jsonl(tmp_path / "a.jsonl", chats), tmp_path, seq_len=1024, validation_fraction=0.3)
@@ -279,7 +279,7 @@ def test_held_out_conversations_stay_held_out_under_another_template(tmp_path):
     assert one.validation.digest != other.validation.digest
 
 
-def test_conversations_that_lose_their_end_are_said(tmp_path):
+def test_truncated_conversations_are_reported(tmp_path):
     long = [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "!"}]
     source = write_jsonl(tmp_path / "a.jsonl", [*CHATS, long, [*CHATS[0], *long]])
     statistics = load(source, tmp_path, seq_len=256, validation_fraction=0.0).statistics
@@ -292,7 +292,7 @@ def test_conversations_that_lose_their_end_are_said(tmp_path):
         load(source, tmp_path, seq_len=64, validation_fraction=0.0)
 
 
-def test_conversations_may_be_held_out_from_texts_and_texts_from_conversations(tmp_path):
+def test_texts_may_be_validated_on_conversations_and_conversations_on_texts(tmp_path):
     chats, texts = (write_jsonl(tmp_path / f"{len(kind[0])}.jsonl", kind) for kind in (CHATS, DOCUMENTS))
     on_texts = load(texts, tmp_path, seq_len=256, validation=str(chats))
     on_chats = load(chats, tmp_path, seq_len=256, validation=str(texts))
@@ -301,7 +301,7 @@ def test_conversations_may_be_held_out_from_texts_and_texts_from_conversations(t
     assert on_chats.validation.num_targets == on_texts.train.num_targets
 
 
-def test_entropies_are_those_of_the_tokens_that_count(tmp_path):
+def test_entropies_cover_only_the_tokens_that_count(tmp_path):
     chats = [[{"role": "user", "content": "abcdefgh"}, {"role": "assistant", "content": "aaaa"}]]
     settings = {"seq_len": 256, "validation_fraction": 0.0, "chat_template": str(tmp_path / "plain.jinja")}
     Path(settings["chat_template"]).write_text(
@@ -313,7 +313,7 @@ def test_entropies_are_those_of_the_tokens_that_count(tmp_path):
     assert load(source, tmp_path, loss_on="all", **settings).statistics.entropies.unigram > 1
 
 
-def test_texts_among_conversations_count_whole(tmp_path):
+def test_texts_among_conversations_count_in_full(tmp_path):
     statistics = load(
         write_jsonl(tmp_path / "a.jsonl", [CHATS[0], DOCUMENTS[0]]), tmp_path, seq_len=256, validation_fraction=0.0
     ).statistics

@@ -28,7 +28,7 @@ def direct_entropies(documents):
 
 
 @given(documents=texts, data=st.data(), chunk=st.integers(1, 40))
-def test_entropies_are_those_of_the_definition_for_any_chunk_and_choice(documents, data, chunk):
+def test_entropies_match_the_definition_for_any_chunk_and_choice(documents, data, chunk):
     chosen = data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents)).filter(any))
     cache = byte_cache(documents)
     with pytest.MonkeyPatch.context() as patch:

@@ -30,7 +30,7 @@ def columns(dataset):
 
 
 @given(documents=texts, seq_len=seq_lens, seed=seeds)
-def test_joined_rows_give_back_every_document_once(documents, seq_len, seed):
+def test_joined_rows_hold_every_document_once(documents, seq_len, seed):
     tokens = columns(pack(documents, seq_len, seed))[0].tolist()
     bounds = [*(index for index, token in enumerate(tokens) if token == BOS), len(tokens)]
     found = [bytes(token for token in tokens[a:b] if token < 256).decode() for a, b in pairwise(bounds)]
@@ -72,7 +72,7 @@ def test_every_row_has_a_target(documents, seq_len):
     assert all((dataset.row(row)[1] != IGNORE_INDEX).any() for row in range(len(dataset)))
 
 
-def test_padding_stands_apart_and_is_no_target():
+def test_padding_is_separate_and_never_a_target():
     tokens, targets, positions = pack(["ab"], 7).row(0)
     assert tokens.tolist() == [BOS, 97, 98, EOS, EOS, EOS, EOS]
     assert targets.tolist() == [97, 98, EOS, *[IGNORE_INDEX] * 4]
@@ -84,7 +84,7 @@ def test_only_the_chosen_documents_are_packed():
     assert set(columns(dataset)[0].tolist()) == {BOS, 97, 99, EOS}
 
 
-def test_the_seed_draws_the_order_of_the_documents():
+def test_the_seed_determines_the_order_of_the_documents():
     documents = [chr(97 + n) for n in range(20)]
     orders = {tuple(columns(pack(documents, 8, seed))[0].tolist()) for seed in (0, 1, 1, 2)}
     assert len(orders) == 3
@@ -96,7 +96,7 @@ def test_a_row_that_does_not_exist_is_an_index_error():
 
 
 @pytest.mark.parametrize("other", [pack(["ab", "cd", "ef"], 5, seed=4), pack(["ab", "cd", "ef"], 4), pack(["ab"], 5)])
-def test_the_digest_tells_datasets_with_other_rows_apart(other):
+def test_datasets_with_other_rows_have_other_digests(other):
     assert other.digest != pack(["ab", "cd", "ef"], 5).digest
 
 
@@ -105,7 +105,7 @@ def test_a_permutation_visits_each_index_once(length, seed, stream):
     assert sorted(permutation(length, seed, stream)) == list(range(length))
 
 
-def test_a_permutation_is_the_same_for_ever():
+def test_a_permutation_never_changes():
     assert permutation(8, 7, 1, 0).tolist() == [4, 3, 6, 1, 0, 7, 2, 5]
 
 
@@ -136,7 +136,7 @@ def pack_chats(documents, seq_len, seed=0, *, document_mask=True):
 
 
 def pieces(dataset):
-    """The inputs and targets of every document or piece of one, padding left out, as the positions set them apart."""
+    """Yield the inputs and targets of every document or piece, split by positions and without padding."""
     for row in map(dataset.row, range(len(dataset))):
         bounds = [*np.flatnonzero(row[2] == 0), len(row[2])]
         for begin, end in pairwise(bounds):
@@ -153,7 +153,7 @@ def rendered(messages):
 
 
 def expected(item, seq_len):
-    """The pieces of a document: a conversation is cut to one row, a text into rows; without a target there is none."""
+    """Yield the pieces of a document that have a target: a conversation cut to one row, a text cut into rows."""
     tokens = [(BOS, True), *((byte, True) for byte in item.encode()), (EOS, True)] if isinstance(item, str) else None
     tokens = tokens or rendered(item)
     starts = range(0, len(tokens) - 1, seq_len) if isinstance(item, str) else [0]
@@ -165,7 +165,7 @@ def expected(item, seq_len):
 
 
 @given(documents=mixed, seq_len=seq_lens, seed=seeds)
-def test_each_conversation_stands_in_one_row_from_its_beginning_with_its_own_targets(documents, seq_len, seed):
+def test_each_conversation_is_in_one_row_from_its_start_with_its_own_targets(documents, seq_len, seed):
     found = sorted(pieces(pack_chats(documents, seq_len, seed)))
     assert found == sorted(piece for item in documents for piece in expected(item, seq_len))
 
@@ -179,7 +179,7 @@ def test_no_conversation_sees_another_even_without_the_document_mask(documents, 
 
 
 @given(documents=mixed, seq_len=seq_lens)
-def test_conversations_that_lose_something_are_counted(documents, seq_len):
+def test_truncated_and_left_out_conversations_are_counted(documents, seq_len):
     dataset = pack_chats(documents, seq_len)
     long = [len(rendered(item)) > seq_len + 1 for item in documents if not isinstance(item, str)]
     lost = [not list(expected(item, seq_len)) for item in documents if not isinstance(item, str)]
@@ -188,7 +188,7 @@ def test_conversations_that_lose_something_are_counted(documents, seq_len):
     assert dataset.num_targets == (targets != IGNORE_INDEX).sum()
 
 
-def test_the_rest_of_a_row_is_padding_that_stands_apart():
+def test_the_rest_of_a_row_is_separate_padding():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tokens, targets, positions = pack_chats([messages, messages], 8).row(0)
     assert bytes(tokens[:6].tolist()) == b"a>ba>b"
@@ -199,7 +199,7 @@ def test_the_rest_of_a_row_is_padding_that_stands_apart():
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), capacity=st.integers(20, 40))
-def test_rows_are_never_overfull_and_no_two_would_go_into_one(lengths, capacity):
+def test_rows_are_never_overfull_and_no_two_fit_into_one(lengths, capacity):
     rows = best_fit(np.array(lengths, np.int64), capacity)
     fill = np.bincount(rows, weights=lengths)
     assert (fill <= capacity).all()
@@ -207,12 +207,12 @@ def test_rows_are_never_overfull_and_no_two_would_go_into_one(lengths, capacity)
     assert all(one + other > capacity for one, other in pairwise(sorted(fill)))
 
 
-def test_conversations_packed_otherwise_have_another_digest():
+def test_conversations_packed_differently_have_another_digest():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     digests = {pack_chats([messages] * 2, 8, document_mask=mask).digest for mask in (True, False)}
     assert len(digests) == 2
 
 
-def test_texts_alone_are_packed_end_to_end():
+def test_texts_alone_are_refused_as_conversations():
     with pytest.raises(ValueError, match="these documents are texts"):
         pack_chats(["a", "b"], 8)

@@ -92,14 +92,14 @@ def test_a_changed_source_is_tokenised_again(source, tmp_path):
     assert texts_of(build(source, tmp_path / "cache")) == ["other", "text"]
 
 
-def test_a_text_has_the_same_hash_wherever_it_stands(source, tmp_path):
+def test_a_text_has_the_same_hash_wherever_it_is(source, tmp_path):
     there = build(source, tmp_path / "cache")
     reversed_source = write_jsonl(tmp_path / "reversed.jsonl", DOCUMENTS[::-1])
     here = build(reversed_source, tmp_path / "cache")
     assert here.text_hashes[::-1].tolist() == there.text_hashes.tolist()
 
 
-def test_bad_lines_are_remembered_and_held_against_a_later_limit(source, tmp_path):
+def test_bad_lines_are_remembered_and_checked_against_a_later_limit(source, tmp_path):
     source.write_text(source.read_text() + "oops\noops\n")
     build(source, tmp_path / "cache", max_bad_lines=2)
     assert build(source, tmp_path / "cache", max_bad_lines=2).bad_lines.counts == {"invalid JSON": 2}
@@ -114,7 +114,7 @@ def test_too_many_bad_lines_leave_no_cache(source, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_text_the_tokenizer_gives_no_token_counts_as_empty(tmp_path):
+def test_a_text_without_tokens_counts_as_empty(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["word", "..."])
     cache = build(source, tmp_path / "cache", tokenizer=SilentTokenizer())
     assert texts_of(cache) == ["word"]
@@ -132,14 +132,14 @@ def test_a_source_without_documents_is_refused(tmp_path, content, report):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_builder_overtaken_by_another_uses_what_that_one_made(source, tmp_path):
+def test_a_builder_overtaken_by_another_uses_the_others_cache(source, tmp_path):
     directory = tmp_path / "cache"
     cache = build(source, directory, on_progress=lambda done, total: build(source, directory))
     assert texts_of(cache) == DOCUMENTS
     assert [path.name for path in directory.iterdir()] == [cache.path.name]
 
 
-def test_processes_that_build_at_once_all_end_with_the_cache(tmp_path):
+def test_concurrent_builders_all_end_with_one_cache(tmp_path):
     source = write_jsonl(tmp_path / "data.jsonl", [f"document {n} " * 50 for n in range(2000)])
     directory = tmp_path / "cache"
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
@@ -157,7 +157,7 @@ def test_an_interrupted_build_leaves_nothing(source, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_a_killed_build_leaves_is_not_taken_for_a_cache(source, tmp_path):
+def test_the_remains_of_a_killed_build_are_not_used_as_a_cache(source, tmp_path):
     directory = tmp_path / "cache"
     command = (
         "import os, test_token_cache as t;"
@@ -170,7 +170,7 @@ def test_what_a_killed_build_leaves_is_not_taken_for_a_cache(source, tmp_path):
     assert texts_of(build(source, directory)) == DOCUMENTS
 
 
-def test_only_what_nobody_writes_any_more_is_cleared_away(source, tmp_path):
+def test_only_abandoned_builds_are_removed(source, tmp_path):
     names = (".tokens-old.x.tmp", ".tokens-alive.x.tmp")
     abandoned, alive = (tmp_path / "cache" / name for name in names)
     for folder in (abandoned, alive):
@@ -188,7 +188,7 @@ def test_only_what_nobody_writes_any_more_is_cleared_away(source, tmp_path):
     ["tokens.bin", "offsets.bin", "text_hashes.bin", "cache.json", "ignored.bin", "is_conversation.bin"],
 )
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 2), lambda path: os.truncate(path, 0)])
-def test_a_damaged_cache_is_made_again(tmp_path, name, damage):
+def test_a_damaged_cache_is_rebuilt(tmp_path, name, damage):
     source = write_jsonl(tmp_path / "data.jsonl", [*DOCUMENTS, *CONVERSATIONS])
     damage(build(source, tmp_path / "cache").path / name)
     assert texts_of(build(source, tmp_path / "cache")) == [*DOCUMENTS, *RENDERED]
@@ -207,7 +207,7 @@ def test_conversations_and_texts_share_a_cache_that_knows_which_is_which(tmp_pat
         assert not cache.ignored[cache.offsets[4] :].any()
 
 
-def test_texts_are_tokenised_once_whatever_conversations_would_become(source, tmp_path):
+def test_texts_are_tokenised_once_for_every_chat_format(source, tmp_path):
     first = build(source, tmp_path / "cache")
     assert build(source, tmp_path / "cache", chat=chat_of("llama2", "all")).path == first.path
 
@@ -221,7 +221,7 @@ def test_conversations_are_tokenised_again_for_another_template_or_loss(tmp_path
     assert first.text_hashes.tolist() == second.text_hashes.tolist(), "the same conversations are held out"
 
 
-def test_conversations_left_out_under_one_loss_are_there_under_another(tmp_path):
+def test_conversations_left_out_under_one_loss_are_kept_under_another(tmp_path):
     source = write_jsonl(tmp_path / "data.jsonl", ["text", [{"role": "user", "content": "hello?"}]])
     assert build(source, tmp_path / "cache").bad_lines.counts == {"no assistant turn": 1}
     assert build(source, tmp_path / "cache", chat=chat_of(loss_on="all")).num_documents == 2

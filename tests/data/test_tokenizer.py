@@ -39,7 +39,7 @@ def llama2(tmp_path):
 
 
 @given(st.lists(st.text(min_size=1), min_size=1))
-def test_bytes_give_back_every_text(documents):
+def test_bytes_round_trip_every_text(documents):
     tokenizer = ByteTokenizer()
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_documents(documents)] == documents
 
@@ -49,12 +49,12 @@ def test_bytes_stand_between_bos_and_eos():
     assert ids.tolist() == [256, 0xC3, 0xA9, 0x21, 257]
 
 
-def test_ids_that_are_no_byte_decode_to_nothing():
+def test_ids_that_are_not_bytes_decode_to_nothing():
     assert ByteTokenizer().decode([256, 72, 100_000, 105, 257]) == "Hi"
 
 
 @given(documents=st.lists(st.text(min_size=1), min_size=1))
-def test_hugging_face_tokens_give_back_every_text(trained, documents):
+def test_hugging_face_tokens_round_trip_every_text(trained, documents):
     assert [trained.decode(ids) for ids in trained.encode_documents(documents)] == documents
 
 
@@ -94,7 +94,7 @@ def test_a_stored_truncation_does_not_cut_documents(llama2):
     assert len(ids) > 20
 
 
-def test_the_fingerprint_follows_the_special_tokens(tmp_path):
+def test_the_fingerprint_changes_with_the_special_tokens(tmp_path):
     special = ["<s>", "</s>", "<eot>"]
     one = train_tokenizer(tmp_path / "one", special)
     other = train_tokenizer(tmp_path / "other", special, {"eos_token": "<eot>"})
@@ -118,13 +118,13 @@ def test_a_configuration_of_another_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(folder))
 
 
-def test_a_missing_tokenizer_says_what_was_looked_for(tmp_path):
+def test_a_missing_tokenizer_names_the_file_looked_for(tmp_path):
     with pytest.raises(DataError, match=rf"no tokenizer '{tmp_path}': '{tmp_path}/tokenizer\.json' does not exist"):
         load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["not JSON", "[]", "{}"])
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"is not a Hugging Face tokenizer\.json"):
         load_tokenizer(str(tmp_path))
