@@ -1,4 +1,4 @@
-"""``make serve`` in a copy of the checkout, with a Prefect home of its own, and the other terminal beside it."""
+"""``make serve`` in a copy of the checkout with its own Prefect home, and a second terminal."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
 class Serving:
-    """A running ``make serve`` and what a person does in another terminal of its folder."""
+    """A running ``make serve``, and a person's commands in a second terminal."""
 
     def __init__(self, folder):
         self.home, self.checkout = folder / "home", folder / "checkout"
@@ -55,7 +55,7 @@ class Serving:
         self.process.wait()
 
     def prefect(self, *command):
-        """Run a command that knows of the server only what stands in the folder."""
+        """Run a Prefect command that finds the server only through files in the folder."""
         command = [sys.executable, "-m", "prefect", "--no-prompt", *command]
         return subprocess.run(
             command, cwd=self.checkout, env=self.other_terminal, capture_output=True, text=True, check=False
@@ -73,17 +73,17 @@ class Serving:
         return re.search(r"UUID: (\S+)", told.stdout)[1]
 
     def state(self, flow_run_id):
-        """Return the state of a flow run, once there is a server to ask."""
+        """Return the state of a flow run, once the server answers."""
         until(lambda: answers(self.url))
         return httpx.get(f"{self.url}/flow_runs/{flow_run_id}").json()["state"]
 
     def end(self, flow_run_id):
-        """Wait for the end of a flow run; return the name of its state."""
+        """Wait for a flow run to end; return the name of its state."""
         until(lambda: self.state(flow_run_id)["type"] in ENDED)
         return self.state(flow_run_id)["name"]
 
     def followed(self, flow_run_id, times=1):
-        """Wait until the flow run follows its job, for the given time; return its run."""
+        """Wait until the flow run follows its job for the ``times``-th time; return its run."""
         progress = {"artifacts": {"key": {"any_": ["training-progress"]}, "flow_run_id": {"any_": [flow_run_id]}}}
         until(lambda: len(httpx.post(f"{self.url}/artifacts/filter", json=progress).json()) == times)
         run = self.submitted(flow_run_id)
@@ -102,7 +102,7 @@ class Serving:
             time.sleep(0.1)
 
     def processes(self, word=""):
-        """Return the processes that this ``make serve`` has started, itself or through others, by a word of theirs."""
+        """Return the processes started by this ``make serve``, directly or not, with ``word`` in their command."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):

@@ -50,7 +50,7 @@ print(json.dumps({"report": str(report.resolve())}))
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """The directory of a sweep that the flow has run, in a folder of its own."""
+    """The directory of a sweep that the flow has run, in its own folder."""
     home = tmp_path_factory.mktemp("prefect")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -80,7 +80,7 @@ def test_the_sweep_knows_its_flow_run_so_that_a_retry_finds_it(sweep):
 
 @pytest.fixture
 def at_work(tmp_path, monkeypatch):
-    """A sweep that a flow run follows, one element of which is at work on this machine; with that flow run."""
+    """A sweep with one element running on this machine, the flow run that follows it, and the element's job."""
     monkeypatch.chdir(tmp_path)
     base = {"training": {"seq_len": 16, "batch_size": 1}, "launch": {"device": "cpu"}}
     config = SweepConfig.from_mapping({"name": "tiny", "base": base, "grid": {"parallel.microbatch_size": [1]}})
@@ -101,7 +101,7 @@ def test_cancelling_the_flow_run_cancels_the_jobs_and_leaves_a_report(at_work):
     assert "0 of 1 timed" in sweep.report.read_text()
 
 
-def test_a_sweep_that_another_flow_run_follows_by_now_goes_on(at_work):
+def test_a_sweep_followed_by_another_flow_run_keeps_running(at_work):
     sweep, flow_run, job = at_work
     write_json(sweep.path / "flow_run.json", {"flow_runs": [str(flow_run.id), str(uuid4())]})
     cancel_sweep(None, flow_run, None)

@@ -1,4 +1,4 @@
-"""The flow on PostgreSQL, which a server that many use has for its database."""
+"""The flow on PostgreSQL, the database of a shared Prefect server."""
 
 import os
 import shutil
@@ -22,12 +22,12 @@ benchmark: {warmup_steps: 0, steps: 1}
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """Run a PostgreSQL server of its own and return the URL of an empty database."""
+    """Run a PostgreSQL server and yield the URL of an empty database."""
     if "CI" not in os.environ and (not PROGRAMS or os.geteuid() != 0):
         pytest.skip("needs root, and Debian's postgresql")
     folder = tmp_path_factory.mktemp("postgresql")
     for parent in (folder, *folder.parents[:3]):
-        parent.chmod(parent.stat().st_mode | 0o111)  # its server refuses to be root, and has to get here
+        parent.chmod(parent.stat().st_mode | 0o111)  # the server refuses to run as root, and must reach this folder
     shutil.chown(folder, "postgres")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ def database(tmp_path_factory):
         as_postgres("pg_ctl", *server, "--mode=immediate", "stop")
 
 
-def test_the_flow_keeps_its_records_in_postgresql_where_asked_to(database, tmp_path):
+def test_the_flow_keeps_its_records_in_postgresql_if_asked(database, tmp_path):
     (tmp_path / "run.yaml").write_text(CONFIG)
     others = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     prefect = {

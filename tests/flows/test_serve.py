@@ -1,4 +1,4 @@
-"""``make serve`` as people meet it: runs from another terminal, killed, cancelled and refused ones, and its end."""
+"""``make serve`` as people use it: runs from another terminal, killed, cancelled and refused runs, and shutdown."""
 
 import pytest
 from serving import SECRET, Serving, until
@@ -16,7 +16,7 @@ TINY = {
 
 
 def endless(seed):
-    """Return a configuration of a run that ends only when it is told to."""
+    """Return the configuration of a run that ends only when told to."""
     return TINY | {"training": TINY["training"] | {"steps": 1_000_000, "seed": seed}}
 
 
@@ -29,7 +29,7 @@ def serving(tmp_path_factory):
         left.kill()
 
 
-def test_a_run_from_another_terminal_finishes_and_writes_no_secret_down(serving):
+def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving):
     (worker,) = serving.processes("worker")
     assert worker.environ()["WANDB_API_KEY"] == SECRET
     flow_run = serving.run(TINY)
@@ -40,7 +40,7 @@ def test_a_run_from_another_terminal_finishes_and_writes_no_secret_down(serving)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_a_flow_run_started_anew_follows_its_job_again_and_without_a_worker_can_still_be_cancelled(serving):
+def test_a_retried_flow_run_follows_its_job_again_and_can_be_cancelled_without_a_worker(serving):
     flow_run = serving.run(endless(seed=1))
     run = serving.followed(flow_run)
     job = run.job.read_text()
@@ -58,7 +58,7 @@ def test_a_flow_run_started_anew_follows_its_job_again_and_without_a_worker_can_
     assert run.job.read_text() == job
 
 
-def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_its_next_flow_run_ends_its_next_job(serving):
+def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow_run_ends_its_job(serving):
     first = serving.run(endless(seed=2))
     run = serving.followed(first)
     steps.attach(run).cancel()
@@ -88,8 +88,8 @@ def test_a_wrong_parameter_is_refused_before_anything_is_scheduled(serving, para
     assert "UUID" not in told.stdout
 
 
-def test_an_interrupt_stops_everything_and_leaves_a_run_that_can_go_on(serving):
-    """The last test here: it ends what the others use."""
+def test_an_interrupt_stops_everything_and_leaves_a_resumable_run(serving):
+    """The last test here, since it stops the server that the others use."""
     run = serving.followed(serving.run(endless(seed=3)))
     serving.stop()
     assert serving.process.returncode == 0

@@ -22,9 +22,9 @@ ARTIFACTS = {"plan", "environment", "memory-estimate", "dry-run", "training-prog
 
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory):
-    """Run a program with a Prefect home of its own, on the server that lives as long as the program."""
+    """Run a program with its own Prefect home, on a server that lives as long as the program."""
     home = tmp_path_factory.mktemp("prefect")
-    for name in ("tasks", "flows", "reports", "training", "config"):  # a folder of somebody's own, with common names
+    for name in ("tasks", "flows", "reports", "training", "config"):  # a user's own modules, with common names
         (home / f"{name}.py").write_text("raise ImportError('somebody has a module of this name')")
     environment = os.environ | {
         "PREFECT_HOME": str(home),
@@ -83,7 +83,7 @@ def test_the_flow_leaves_a_finished_run_and_its_report(prefect, flow_run):
     assert run.report.exists()
 
 
-def test_the_terminal_shows_a_line_for_each_step_and_nothing_of_prefect(flow_run):
+def test_the_terminal_shows_a_line_for_each_step_and_nothing_from_prefect(flow_run):
     assert steps_said(flow_run) == [
         "run",
         "validate",
@@ -116,7 +116,7 @@ one.launch_training(run_dir=sys.argv[1])
     [("-m", "training_infra.cli", "train", "--config", "run.yaml", "--run-dir"), ("-c", FACADE)],
     ids=["command", "facade"],
 )
-def test_every_front_says_does_and_records_what_the_flow_does(prefect, flow_run, front):
+def test_every_entry_point_prints_trains_and_records_the_same_as_the_flow(prefect, flow_run, front):
     other = prefect(sys.executable, *front, front[0].strip("-"), cwd=prefect.home)
     assert other.returncode == 0, other.stderr
     assert steps_said(other) == steps_said(flow_run)
@@ -139,7 +139,7 @@ def losses(run):
 
 
 def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
-    """Also on the server that ends with the run."""
+    """Even on a server that ends with the run."""
     told = prefect(sys.executable, "-c", READ_BACK)
     assert told.returncode == 0, told.stderr
     record = json.loads(told.stdout.splitlines()[-1])
@@ -176,7 +176,7 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
 
 
 def test_every_deployment_can_be_made(prefect):
-    """On a server started for this one command; the pool is made first, as the documentation says."""
+    """Uses a server started for this command, and makes the pool first, as the documentation says."""
     program = (
         "import subprocess, sys\n"
         "from prefect.server.api.server import SubprocessASGIServer\n"

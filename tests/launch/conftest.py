@@ -25,7 +25,7 @@ def config():
 
 @pytest.fixture
 def submit(run, config):
-    """Submit a job of fake workers; it is killed at the end of the test."""
+    """Submit a job of fake workers, and kill it at the end of the test."""
     handles = []
 
     def start(behaviour, *, num_ranks=1, only=None):

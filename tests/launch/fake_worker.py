@@ -30,7 +30,7 @@ def take_step(step):
 
 
 def announce():
-    """Leave what a test wants to know; its presence says that signals are handled from here on."""
+    """Write the facts that a test asks for; once the file exists, signals are handled."""
     facts = {"pid": os.getpid(), "supervisor": os.getppid(), "options": options, "environment": dict(os.environ)}
     write_json(run.path / f"worker-{rank}.json", facts)
 
@@ -56,7 +56,7 @@ def serve():
 
 
 def hang():
-    """Never end, whatever the signal, and have a child that does the same."""
+    """Never end, whatever the signal, and start a long-running child."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     announce()
     while True:
@@ -64,7 +64,7 @@ def hang():
 
 
 def start_slowly():
-    """At first die of any signal, as a worker does that still imports what it needs."""
+    """In the first attempt, die of any signal, like a worker that is still importing."""
     if os.environ[RESTART_VARIABLE] == "0":
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)

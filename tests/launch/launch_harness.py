@@ -12,7 +12,7 @@ FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
 
 def eventually(condition, *, seconds=300):
-    """Return the first true value of ``condition``, which must come before the test is given up."""
+    """Return the first true value of ``condition``; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -21,7 +21,7 @@ def eventually(condition, *, seconds=300):
 
 
 def is_alive(pid):
-    """Return whether a process is at work; one that only waits to be reaped is not."""
+    """Return whether a process is alive; a zombie is not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -36,12 +36,12 @@ class Job:
         self.num_ranks = num_ranks
 
     def worker(self, rank=0):
-        """Return what a rank left about itself, once its worker heeds signals."""
+        """Return a rank's facts about itself, once its worker handles signals."""
         path = self.handle.run.path / f"worker-{rank}.json"
         return read_json(eventually(lambda: path.exists() and path))
 
     def processes(self):
-        """Return the ids of the controller and everything below it, once every rank is at work."""
+        """Return the ids of the controller and its descendants, once every rank is running."""
         for rank in range(self.num_ranks):
             self.worker(rank)
         controller = psutil.Process(int(self.handle.record.job_id))

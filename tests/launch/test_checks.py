@@ -1,4 +1,4 @@
-"""The checks of the ranks on their nodes."""
+"""The checks that ranks make on their nodes."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def agree(run, config):
 
 
 def disagree(run, config):
-    """Train what another rank's side of the file system does not show."""
+    """Check a plan that differs on every rank, and return the refusal."""
     mine = RunDirectory(run.path.with_name(f"run-of-{torch.distributed.get_rank()}"))
     mine.create()
     mine.config.write_text(config.to_yaml())
@@ -39,7 +39,7 @@ def disagree(run, config):
     return str(refused.value)
 
 
-def test_ranks_that_agree_leave_what_they_run_on_beside_what_the_submitter_found(tmp_path):
+def test_ranks_that_agree_record_their_environment_beside_the_submitters(tmp_path):
     run, config = prepared(tmp_path)
     write_json(run.environment, {"facts": {"python": "Python 3.11"}})
     run_ranks(2, agree, run, config)
@@ -48,14 +48,14 @@ def test_ranks_that_agree_leave_what_they_run_on_beside_what_the_submitter_found
     assert [found["torch"] for found in record["ranks"]] == [torch.__version__] * 2
 
 
-def test_ranks_that_see_another_plan_refuse_to_train_all_of_them(tmp_path):
+def test_every_rank_refuses_to_train_if_the_plans_differ(tmp_path):
     run, config = prepared(tmp_path)
     told = run_ranks(2, disagree, run, config)
     assert told[0] == told[1]
     assert told[0].startswith("the ranks differ in request: ")
 
 
-def test_a_difference_names_the_machines_and_what_each_has():
+def test_a_difference_names_the_machines_and_their_values():
     ranks = [replace(FACTS, rank=rank, host=f"node{rank}") for rank in range(6)]
     ranks[5] = replace(ranks[5], torch="2.12.0")
     assert disagreements(ranks[:5]) == []
@@ -66,7 +66,7 @@ def test_a_difference_names_the_machines_and_what_each_has():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a node without CUDA")
-def test_a_node_without_the_device_that_was_planned_for_says_so(monkeypatch):
+def test_a_node_without_the_planned_device_says_so(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     config = RunConfig.from_mapping({"launch": {"device": "cuda", "launcher": "slurm"}})
     check_own_device(config.with_overrides("launch.device=cpu"))

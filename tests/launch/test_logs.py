@@ -7,7 +7,7 @@ def add(run, rank, text):
         file.write(text)
 
 
-def test_only_what_is_added_is_told_and_only_complete_lines(run):
+def test_only_new_and_complete_lines_are_returned(run):
     add(run, 0, "before\n")
     follower = LogFollower(run)
     add(run, 0, "first\nsec")
@@ -18,7 +18,7 @@ def test_only_what_is_added_is_told_and_only_complete_lines(run):
     assert list(follower.new_lines()) == []
 
 
-def test_the_last_lines_of_the_newest_attempt_come_first_where_asked_for(run):
+def test_a_follower_can_start_with_the_last_lines_of_the_newest_attempt(run):
     add(run, 0, f"{LOG_HEADER}1 ===\nold\n{LOG_HEADER}2 ===\none\ntwo\nthree\n")
     assert [line for _, line in LogFollower(run, last_lines=2).new_lines()] == ["two", "three"]
     assert [line for _, line in LogFollower(run, last_lines=9).new_lines()] == [

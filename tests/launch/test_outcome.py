@@ -15,7 +15,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File \"x.py\", line 1, in <mo
 
 
 def leave(run, *, rank=0, exit_code=None, by=None, log="", **facts):
-    """Leave what a rank that has ended leaves: its exit record and its log, after an earlier attempt's."""
+    """Write the exit record and the log of a rank that has ended; the log also holds an earlier attempt."""
     defaults = {"oom_killed": False, "stopped": False, "num_ranks": 1, "ended_at": 2000.0}
     job = JobRecord(**read_json(run.job))
     write_json(exit_path(run, job, 0, rank), RankExit(rank, exit_code, by, **defaults | facts))
@@ -28,7 +28,7 @@ def under_the_job(job, monkeypatch):
     return job
 
 
-def test_what_the_worker_recorded_stands(run, under_the_job):
+def test_the_workers_own_outcome_stands(run, under_the_job):
     recorded = record_outcome(run, "non-finite", reason="loss is NaN at step 7", next_action="lower the rate", step=7)
     leave(run, exit_code=1, log=TRACEBACK)
     assert conclude(run, under_the_job) == recorded
@@ -76,13 +76,13 @@ def test_the_reason_is_worked_out_from_exit_code_signal_and_log(run, job, ended,
     assert outcome.next_action
 
 
-def test_the_rank_that_failed_first_is_the_one_to_blame(run, job):
+def test_the_rank_that_failed_first_is_blamed(run, job):
     leave(run, rank=0, exit_code=1, log="connection reset by peer", num_ranks=2, ended_at=2001.0)
     leave(run, rank=1, exit_code=1, log=TRACEBACK, num_ranks=2, ended_at=2000.0)
     assert conclude(run, job).reason == "rank 1 ended with exit code 1: KeyError: 'tokens'"
 
 
-def test_a_rank_that_was_stopped_for_another_is_not_to_blame(run, job):
+def test_a_rank_that_was_stopped_for_another_is_not_blamed(run, job):
     leave(run, rank=0, by=signal.SIGKILL, stopped=True, num_ranks=2)
     assert conclude(run, job).reason.startswith("rank 1 vanished")
 
@@ -110,18 +110,18 @@ def test_a_job_that_could_not_start_quotes_the_submission_log(run, job):
         ("FAILED", "crashed"),
     ],
 )
-def test_the_state_slurm_ended_a_job_in_is_its_reason(run, job, state, status):
+def test_slurms_final_state_decides_the_status(run, job, state, status):
     leave(run, by=signal.SIGKILL)
     assert conclude(run, job, state).status == status
 
 
-def test_slurm_knows_better_than_the_worker_why_it_was_stopped(run, under_the_job):
+def test_slurms_state_overrides_the_workers_outcome(run, under_the_job):
     record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume", step=7)
     outcome = conclude(run, under_the_job, "PREEMPTED")
     assert (outcome.status, outcome.step, len(outcome.attempts)) == ("preempted", 7, 1)
 
 
-def test_a_job_that_was_asked_to_stop_was_cancelled_however_it_ended(run, job):
+def test_a_job_asked_to_stop_is_cancelled_however_it_ended(run, job):
     request_cancellation(run, job)
     leave(run, by=signal.SIGKILL)
     assert conclude(run, job).status == "cancelled"
@@ -137,13 +137,13 @@ def test_each_attempt_keeps_its_job_its_status_and_its_steps(run, job):
     assert (attempts[1]["first_step"], attempts[1]["last_step"]) == (3, 5)
 
 
-def test_an_attempt_that_took_no_step_has_none(run, job):
+def test_an_attempt_without_steps_has_no_first_or_last_step(run, job):
     write_json(run.heartbeat, step_record(5, at=900.0))
     outcome = conclude(run, job)
     assert (outcome.step, outcome.attempts[0]["first_step"], outcome.attempts[0]["last_step"]) == (5, None, None)
 
 
-def test_a_late_look_at_an_earlier_job_leaves_the_later_outcome(run, job):
+def test_concluding_an_earlier_job_keeps_the_later_outcome(run, job):
     conclude(run, job)
     later = conclude(run, replace(job, job_id="4343"))
     assert conclude(run, job) == later

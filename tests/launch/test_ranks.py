@@ -1,4 +1,4 @@
-"""Real runs of several ranks through the launcher, and what becomes of them when one of the ranks fails."""
+"""Real runs of several ranks through the launcher, and how they end when a rank fails."""
 
 import re
 
@@ -26,7 +26,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def submit(cache, tmp_path):
-    """Start a run under a plan; whatever is left of it is killed at the end of the test."""
+    """Start a run under a plan, and kill its remaining processes at the end of the test."""
     handles = []
 
     def start(name, *, resume=False, launch=None, training=None, **parallel):
@@ -75,7 +75,7 @@ ENDLESS = {"steps": 10_000, "checkpoint_every": 10_000}
 
 
 def test_four_ranks_end_with_the_losses_of_one(submit):
-    """In fp32, whose sums of other orders differ by some 1e-7 a step."""
+    """In fp32, where another order of summation changes a step by some 1e-7."""
     alone = submit("alone", gpus=1)
     assert alone.wait().status == "finished"
     four = submit("four", gpus=4, tp=2, pp=2)
@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(submit):
     assert not any(is_alive(worker.pid) for worker in workers)
 
 
-def test_a_silent_rank_is_given_up_and_named(submit):
+def test_a_silent_rank_ends_the_run_and_is_named(submit):
     handle = submit("silent", gpus=4, tp=2, pp=2, training=ENDLESS, launch={"collective_timeout_s": 5})
     eventually(lambda: steps_of(handle.run) >= 2)
     worker = worker_of(handle, 1)
@@ -119,7 +119,7 @@ def test_a_silent_rank_is_given_up_and_named(submit):
     ],
     ids=["another plan", "the same plan with DeepSpeed"],
 )
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(submit, plan, next_plan):
+def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(submit, plan, next_plan):
     steps = {"steps": 20}
     undisturbed = submit("undisturbed", gpus=1, training=steps)
     assert undisturbed.wait().status == "finished"
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(submit, plan, next_plan
     assert losses(again.run) == pytest.approx(losses(undisturbed.run), rel=1e-5)
 
 
-def test_one_process_can_leave_its_optimizer_to_host_memory(submit):
+def test_one_process_can_offload_its_optimizer_to_host_memory(submit):
     handle = submit("offloaded", gpus=1, zero_stage=2, zero_backend="deepspeed", offload="optimizer")
     assert handle.wait().status == "finished"
     alone = submit("alone", gpus=1)
@@ -140,7 +140,7 @@ def test_one_process_can_leave_its_optimizer_to_host_memory(submit):
     assert losses(handle.run) == pytest.approx(losses(alone.run), rel=1e-5)
 
 
-def test_a_deepspeed_run_resumed_under_another_backend_is_refused_and_left_as_it_was(submit):
+def test_a_deepspeed_run_resumed_under_another_backend_is_refused_and_unchanged(submit):
     training = {"steps": 2, "checkpoint_every": 2}
     handle = submit("run", gpus=2, zero_stage=1, zero_backend="deepspeed", training=training)
     assert handle.wait().status == "finished"

@@ -1,4 +1,4 @@
-"""Questions to Slurm, answered by a program that prints what Slurm 22.05 prints."""
+"""Queries to Slurm, answered by a program that prints the output of Slurm 22.05."""
 
 import pytest
 
@@ -14,7 +14,7 @@ JobId=4 ArrayJobId=3 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=sweep JobState=CO
 
 @pytest.fixture
 def questions(tmp_path, monkeypatch):
-    """Put a ``scontrol`` first on the path that knows the array 3 alone, and return what lists its questions."""
+    """Put a ``scontrol`` that knows only array 3 first on the path, and return a function that lists its queries."""
     log = tmp_path / "questions"
     (tmp_path / "answer").write_text(ARRAY)
     program = tmp_path / "scontrol"
@@ -38,11 +38,11 @@ def test_every_element_of_an_array_has_the_status_of_its_line(questions):
     }
 
 
-def test_an_array_of_another_name_is_another_users_under_a_reused_id(questions):
+def test_an_array_with_another_name_is_not_ours(questions):
     assert set(array_statuses("3", "mine").values()) == {JobStatus("UNKNOWN")}
 
 
-def test_all_elements_are_asked_about_in_one_question(questions):
+def test_one_query_covers_all_elements(questions):
     ask = SharedAnswers()
     states = [ask(f"3_{index}", "sweep").state for index in (0, 1, 2, 4, 7, 8, 9)]
     assert states == ["COMPLETED", "RUNNING", "RUNNING", *["PENDING"] * 4]
@@ -53,6 +53,6 @@ def test_an_element_that_the_controller_forgot_is_unknown(questions):
     assert SharedAnswers()("3_99", "sweep") == JobStatus("UNKNOWN")
 
 
-def test_a_job_that_is_no_element_is_asked_about_by_itself(questions):
+def test_a_job_outside_an_array_gets_its_own_query(questions):
     SharedAnswers()("17", "train")
     assert questions() == ["17"]

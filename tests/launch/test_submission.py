@@ -54,7 +54,7 @@ def test_every_rank_learns_its_place_among_the_others(submit):
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
 
 
-def test_the_part_asked_for_is_passed_to_the_worker(submit):
+def test_the_requested_part_is_passed_to_the_worker(submit):
     assert submit("finish", only="benchmark").worker()["options"] == ["--only", "benchmark"]
 
 
@@ -63,7 +63,7 @@ def test_the_job_is_recorded_when_submit_returns(submit, run):
     assert JobRecord(**read_json(run.job)) == record
 
 
-def test_a_run_with_a_job_at_work_takes_no_second_one(submit):
+def test_a_run_with_a_running_job_takes_no_second_one(submit):
     first, second = submit("serve").handle, submit("finish").handle
     assert second.record == first.record
 
@@ -74,14 +74,14 @@ def test_a_run_whose_job_has_ended_takes_another_and_remembers_both(submit):
     assert [attempt["status"] for attempt in outcome.attempts] == ["crashed", "finished"]
 
 
-def test_cancelling_lets_the_worker_stop_in_order(submit, run):
+def test_cancelling_lets_the_worker_stop_cleanly(submit, run):
     job = submit("serve")
     job.worker()
     assert job.handle.cancel().reason == "stopped by a signal"
     assert json.loads((run.path / "received.json").read_text()) == [signal.SIGTERM]
 
 
-def test_cancelling_kills_a_worker_that_does_not_stop_and_all_it_started(submit):
+def test_cancelling_kills_a_worker_that_does_not_stop_and_its_descendants(submit):
     job = submit("hang", num_ranks=2)
     processes = job.processes()
     assert job.handle.cancel(grace_seconds=0.5).status == "cancelled"
@@ -112,7 +112,7 @@ def test_a_job_cancelled_before_its_worker_starts_never_starts_it(submit, run):
         ("worker", "killed by signal 9 (possibly out of memory)"),
     ],
 )
-def test_kill_9_of_any_process_of_a_job_ends_all_of_it_and_is_noticed(submit, victim, reason):
+def test_kill_9_of_any_process_of_a_job_ends_all_of_it_and_is_reported(submit, victim, reason):
     job = submit("hang")
     processes = job.processes()
     worker = job.worker()
@@ -148,7 +148,7 @@ def test_a_job_outlives_the_process_that_submitted_it_and_is_found_again(run):
     assert attach(run) is None
 
 
-def test_an_interrupt_of_the_terminal_does_not_reach_the_job(submit):
+def test_an_interrupt_in_the_terminal_does_not_reach_the_job(submit):
     job = submit("serve")
     foreground = os.getpgrp()
     assert all(os.getpgid(pid) != foreground for pid in job.processes())
@@ -159,13 +159,13 @@ def test_a_run_without_a_job_has_nothing_to_attach_to(run):
     assert attach(run) is None
 
 
-def test_another_process_with_the_recorded_id_is_not_taken_for_the_job(run, job):
+def test_another_process_with_the_recorded_id_is_not_mistaken_for_the_job(run, job):
     stranger = replace(job, job_id=str(os.getpid()), folder=str(run.logs / "submitit" / "submission-00000"))
     assert psutil.pid_exists(os.getpid())
     assert not LocalJobHandle(run, stranger).is_running()
 
 
-def test_a_job_that_ended_unwatched_is_concluded_when_looked_for(submit, run):
+def test_a_job_that_ended_unwatched_is_concluded_on_attach(submit, run):
     job = submit("fail")
     eventually(lambda: not job.handle.is_running())
     assert not run.outcome.exists()
@@ -186,14 +186,14 @@ def test_output_of_all_attempts_stays_in_the_ranks_log(submit, run):
     assert log.index("unknown model 'llama9'") < log.index("about to fail")
 
 
-def test_exit_records_of_an_earlier_attempt_do_not_speak_for_the_next(submit, run):
+def test_exit_records_of_an_earlier_attempt_are_not_read_for_the_next(submit, run):
     submit("fail").handle.wait()
     submit("finish").handle.wait()
     record = JobRecord(**read_json(run.job))
     assert [rank_exit.exit_code for rank_exit in read_rank_exits(run, record, 0)] == [0]
 
 
-def test_without_slurm_a_slurm_job_is_refused_with_the_way_out(run, config, monkeypatch):
+def test_without_slurm_a_slurm_job_is_refused_with_the_remedy(run, config, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(EnvironmentMismatchError, match=r"no Slurm commands .* use --launcher local"):
         submission.submit(run, config.with_overrides("launch.launcher=slurm"), 1)
@@ -218,7 +218,7 @@ def test_slurm_is_asked_for_no_gpu_when_ranks_compute_on_the_cpu():
     assert "gpus_per_node" not in slurm_parameters(slurm_config("launch.device=cpu"), "run", num_ranks=1)
 
 
-def test_slurm_is_asked_for_what_the_configuration_names():
+def test_slurm_gets_every_setting_of_the_configuration():
     config = slurm_config(
         "launch.slurm.partition=train",
         "launch.slurm.account=lab",
@@ -241,7 +241,7 @@ def test_slurm_is_asked_for_what_the_configuration_names():
     assert asked | expected == asked
 
 
-def test_slurm_is_not_asked_for_what_the_configuration_leaves_open():
+def test_slurm_gets_no_setting_that_the_configuration_leaves_open():
     assert not {"partition", "account", "mem", "setup"} & set(slurm_parameters(slurm_config(), "run", num_ranks=1))
 
 
@@ -263,8 +263,8 @@ def test_a_slurm_job_name_has_no_character_that_slurm_splits_at():
     assert job_name("my run,2") == "my-run-2"
 
 
-def test_a_job_is_asked_after_under_the_name_it_was_given(tmp_path, monkeypatch):
-    """The accounting database is asked once the controller has forgotten the job."""
+def test_a_job_is_queried_by_the_name_it_was_given(tmp_path, monkeypatch):
+    """The accounting database is queried once the controller has forgotten the job."""
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
     (tmp_path / "sacct").write_text('#!/bin/sh\ncase "$*" in *--name=my-run-2*) echo TIMEOUT;; esac\n')
     for command in tmp_path.iterdir():

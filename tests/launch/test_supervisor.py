@@ -41,7 +41,7 @@ def page_faults(tunables):
 
 
 @on_glibc
-def test_the_allocator_settings_spare_the_page_faults_of_large_tensors():
+def test_the_allocator_settings_avoid_page_faults_for_large_tensors():
     assert page_faults(MALLOC_TUNABLES) < page_faults("") / 10
 
 
@@ -91,7 +91,7 @@ def test_the_signal_that_ended_a_worker_is_recorded(submit, run):
     assert outcome.reason == "rank 0 was killed by signal 11 (SIGSEGV)"
 
 
-def test_a_job_that_takes_no_more_steps_hangs_and_its_log_says_where(run, config):
+def test_a_job_that_stops_stepping_is_a_hang_and_its_log_says_where(run, config):
     worker = (sys.executable, str(FAKE_WORKER), "fall_silent")
     config = config.with_overrides("launch.hang_timeout_s=1")
     outcome = submission.submit(run, config, 1, worker=worker).wait()
@@ -133,7 +133,7 @@ def small_memory_group(tmp_path):
 
 
 @pytest.mark.root
-def test_a_worker_killed_by_the_kernel_for_want_of_memory_ran_out_of_memory(run, config, small_memory_group):
+def test_a_worker_killed_by_the_kernels_oom_killer_is_reported_as_out_of_memory(run, config, small_memory_group):
     enter = f'echo $$ > {small_memory_group}; exec "$@"'
     worker = ("/bin/sh", "-c", enter, "sh", sys.executable, str(FAKE_WORKER), "run_out_of_host_memory")
     outcome = submission.submit(run, config, 1, worker=worker).wait()

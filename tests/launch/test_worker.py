@@ -1,4 +1,4 @@
-"""The worker as a real process, on a model of few parameters, trained on the built-in sample."""
+"""The worker as a real process, training a tiny model on the built-in sample."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def cache(tmp_path_factory):
 
 
 def configuration(cache, **training):
-    # Steps of some tenths of a second, so that a checkpoint is on disk before many more are taken.
+    # Steps take tenths of a second, so that a checkpoint is on disk before many more follow.
     settings = {"batch_size": 16, "seq_len": 512, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10}
     return RunConfig.from_mapping(
         {
@@ -100,7 +100,7 @@ def test_a_finished_run_leaves_its_whole_record(undisturbed):
     assert list((undisturbed.logs / "tensorboard").glob("events*"))
 
 
-def test_a_run_killed_and_resumed_equals_an_undisturbed_one_to_the_bit(undisturbed, cache, tmp_path):
+def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undisturbed, cache, tmp_path):
     """Every logged loss and norm, every weight, every moment: kill -9 after the tenth step changes none of them."""
     run = prepared(tmp_path / "killed", cache)
     process = start(run)
@@ -122,7 +122,7 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_to_the_bit(undisturb
         assert torch.equal(ours["optimizer"][name], theirs["optimizer"][name]), name
 
 
-def test_a_run_that_was_trained_but_not_timed_is_only_timed_again(undisturbed):
+def test_a_trained_run_without_a_benchmark_is_only_timed(undisturbed):
     before = read_json(undisturbed.training)
     undisturbed.benchmark.unlink()
     undisturbed.outcome.unlink()
@@ -132,7 +132,7 @@ def test_a_run_that_was_trained_but_not_timed_is_only_timed_again(undisturbed):
     assert undisturbed.benchmark.exists()
 
 
-def test_a_run_asked_to_stop_saves_a_checkpoint_of_its_last_step_first(cache, tmp_path):
+def test_a_run_asked_to_stop_first_saves_a_checkpoint_of_its_last_step(cache, tmp_path):
     run = prepared(tmp_path / "stopped", cache, steps=1000, checkpoint_every=0)
     process = start(run)
     wait_until(lambda: step_of(run) >= 2)
@@ -143,7 +143,7 @@ def test_a_run_asked_to_stop_saves_a_checkpoint_of_its_last_step_first(cache, tm
     assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"
 
 
-def test_a_resumed_run_can_only_go_on_with_the_data_it_began_with(undisturbed, cache, tmp_path):
+def test_a_run_resumes_only_on_its_own_data(undisturbed, cache, tmp_path):
     run = prepared(tmp_path / "other-data", cache)
     texts = some_texts(tmp_path)
     undisturbed.checkpoints.rename(run.checkpoints)
@@ -158,7 +158,7 @@ def test_a_resumed_run_can_only_go_on_with_the_data_it_began_with(undisturbed, c
     assert "Traceback" not in output
 
 
-def test_a_learning_rate_that_diverges_ends_as_non_finite_with_the_last_good_checkpoint(cache, tmp_path):
+def test_a_diverging_run_ends_as_non_finite_with_its_last_good_checkpoint(cache, tmp_path):
     run = prepared(
         tmp_path / "diverges",
         cache,
@@ -178,7 +178,7 @@ def test_a_learning_rate_that_diverges_ends_as_non_finite_with_the_last_good_che
 
 
 @pytest.mark.root
-def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint_whole(cache, disk_of):
+def test_a_full_disk_ends_the_run_and_leaves_its_last_checkpoint_complete(cache, disk_of):
     run = prepared(disk_of("3m") / "run", cache, checkpoint_every=2)
     code, output = work(run)
     outcome = read_outcome(run)
@@ -193,7 +193,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint_whole(cache,
 
 
 def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
-    """Here they are lost between the submission and the start of the job."""
+    """Here the data disappears between submission and the start of the job."""
     texts = some_texts(tmp_path)
     run = prepare_run(configuration(cache).with_overrides(f"data.source={texts}"), tmp_path / "run")
     texts.write_text("")
@@ -204,7 +204,7 @@ def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
     assert "Traceback" not in output
 
 
-def test_a_run_refused_for_its_data_can_be_begun_again_once_they_are_mended(cache, tmp_path):
+def test_a_run_refused_for_its_data_can_start_once_the_data_is_fixed(cache, tmp_path):
     texts = some_texts(tmp_path)
     config = configuration(cache, steps=2).with_overrides(f"data.source={texts}")
     run = prepare_run(config, tmp_path / "run")

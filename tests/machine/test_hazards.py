@@ -1,4 +1,4 @@
-"""What runs fail on in practice: each finding, and the warning where it is one."""
+"""The hazards that break runs in practice: each finding, and its warning if it has one."""
 
 import resource
 import socket
@@ -17,7 +17,7 @@ def found(num_gpus=1, nodes=1):
     return {finding.name: finding for finding in look_at_machine(num_gpus, nodes)}
 
 
-def test_all_of_it_is_among_the_facts():
+def test_every_hazard_is_among_the_facts():
     facts = validate_environment().facts
     names = {"attention", "open files", "/dev/shm", "address", "prefect server", "slurm", "write speed", "clock"}
     assert names <= set(facts)
@@ -31,12 +31,12 @@ DRIVERS = [
 
 
 @pytest.mark.parametrize(("cuda", "driver", "problem"), DRIVERS)
-def test_a_driver_that_is_older_than_cuda_needs_is_named(cuda, driver, problem):
+def test_a_driver_too_old_for_cuda_is_named(cuda, driver, problem):
     assert problem in driver_problem(cuda, driver)
     assert bool(problem) == bool(driver_problem(cuda, driver))
 
 
-def test_few_open_files_are_a_warning(monkeypatch):
+def test_a_low_open_file_limit_is_a_warning(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 8192))
     assert found()["open files"].warning.endswith("exceed; run ulimit -n 8192")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -66,14 +66,14 @@ def test_a_prefect_server_that_does_not_answer_is_a_warning(monkeypatch):
     assert "make serve" in found()["prefect server"].warning
 
 
-def test_a_disk_is_timed_and_left_as_it_was(tmp_path):
+def test_a_disk_is_timed_and_left_unchanged(tmp_path):
     speed, clock = look_at_disk(tmp_path, 0)
     assert speed.fact.endswith(f"/s in {tmp_path}")
     assert not (speed.warning or clock.warning)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_that_takes_long_is_a_warning(tmp_path):
+def test_a_slow_checkpoint_is_a_warning(tmp_path):
     speed, _ = look_at_disk(tmp_path, 10**15)
     assert "raise training.checkpoint_every" in speed.warning
 

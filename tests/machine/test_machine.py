@@ -46,7 +46,7 @@ def test_a_cpu_that_computes_bf16_natively_does():
     assert resolved(config(), replace(CPU_MACHINE, cpu_native_bf16=True)).training.precision == "bf16"
 
 
-def test_an_unknown_gpu_is_planned_for_as_an_h100_and_says_so():
+def test_an_unknown_gpu_is_planned_as_an_h100_with_a_notice():
     chosen = resolve_machine_defaults(config(), replace(GPU_MACHINE, gpus=("Tesla V100",), gpu_type=None))
     assert chosen.config.launch.gpu_type == "h100"
     assert any("'Tesla V100' is not in the table of devices" in choice for choice in chosen.choices)
@@ -58,7 +58,7 @@ def test_a_slurm_job_uses_gpus_that_its_login_node_lacks():
 
 
 @pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
-def test_settings_that_were_made_are_kept_and_not_announced(machine):
+def test_explicit_settings_are_kept_and_not_announced(machine):
     request = config(launch={"device": "cpu"}, training={"precision": "fp32"})
     assert resolve_machine_defaults(request, machine) == ResolvedConfig(request, ())
 
@@ -114,7 +114,7 @@ def test_this_machine_has_memory_and_cores():
     assert 1 <= machine.cores <= os.cpu_count()
 
 
-def test_the_cores_a_process_is_bound_to_are_all_it_has():
+def test_a_process_has_only_the_cores_it_is_bound_to():
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -160,18 +160,18 @@ def nvidia_smi(tmp_path, monkeypatch):
     ("chosen", "indexes"),
     [("0", "0"), ("2,0", "20"), ("GPU-bb", "1"), ("", ""), ("-1", ""), ("0,7,1", "0"), ("NoDevFiles", "")],
 )
-def test_only_the_devices_that_cuda_shows_a_process_count(nvidia_smi, monkeypatch, chosen, indexes):
+def test_only_devices_visible_to_the_process_count(nvidia_smi, monkeypatch, chosen, indexes):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert "".join(gpu.index for gpu in visible_gpus()) == indexes
 
 
-def test_devices_are_listed_with_memory_driver_and_the_name_they_are_planned_by(nvidia_smi):
+def test_devices_are_listed_with_memory_driver_and_table_name(nvidia_smi):
     devices = validate_environment().facts["devices"]
     assert "NVIDIA H100 80GB HBM3 (81559 MiB, driver 570.86, known as h100)" in devices
     assert "Tesla T4 (15360 MiB, driver 570.86, not in the table of devices)" in devices
 
 
-def test_what_joins_devices_is_listed_and_a_pair_that_the_processor_joins_is_a_warning(nvidia_smi, monkeypatch):
+def test_device_links_are_listed_and_a_link_through_the_cpu_is_a_warning(nvidia_smi, monkeypatch):
     assert gpu_links() == {("0", "1"): "NV18", ("0", "2"): "SYS", ("1", "2"): "NODE"}
     (links,) = (finding for finding in look_at_machine(3, 1) if finding.name == "gpu links")
     assert links.fact == "NV18 between 1 of 3 pairs, SYS between 1 of 3 pairs, NODE between 1 of 3 pairs"
@@ -181,7 +181,7 @@ def test_what_joins_devices_is_listed_and_a_pair_that_the_processor_joins_is_a_w
     assert (links.fact, links.warning) == ("NV18 between 1 of 1 pairs", "")
 
 
-def test_a_device_is_called_what_its_driver_calls_it(nvidia_smi):
+def test_a_device_has_its_drivers_name(nvidia_smi):
     assert device_label("cuda") == "NVIDIA H100 80GB HBM3"
 
 
@@ -247,7 +247,7 @@ def test_a_machine_without_slurm_cannot_submit_to_it(monkeypatch):
     assert only.startswith("launch.launcher=slurm: this machine has no sbatch")
 
 
-def test_checkpoints_larger_than_the_disk_are_announced(tmp_path):
+def test_checkpoints_larger_than_the_disk_are_a_warning(tmp_path):
     report = validate_environment(config(model="llama3_405b", launch={"device": "cpu"}), tmp_path)
     assert any("checkpoints of llama3_405b take" in warning for warning in report.warnings)
 

@@ -1,4 +1,4 @@
-"""The Slurm cluster of this machine: bringing it up, what is in its queue, and nodes that fail."""
+"""The Slurm cluster of this machine: starting it, reading its queue, and failing its nodes."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ NUM_NODES = 8
 
 
 def why_not_here():
-    """Return what this machine lacks to have a cluster; empty where it has all."""
+    """Return why this machine cannot run a cluster, or an empty string if it can."""
     if os.geteuid() != 0:
         return "a Slurm cluster needs root"
     if shutil.which("slurmctld") is None and shutil.which("apt-get") is None:
@@ -26,7 +26,7 @@ def why_not_here():
 
 @contextmanager
 def brought_up():
-    """Have a cluster, shared with other test processes; the last one takes it down if a test brought it up."""
+    """Provide a cluster shared with other test processes; the last one takes it down if a test brought it up."""
     with Path(tempfile.gettempdir(), "slurm-dev-cluster.users").open("w") as users:
         fcntl.flock(users, fcntl.LOCK_SH)
         if "already up" not in _script("up"):
@@ -37,13 +37,13 @@ def brought_up():
 
 
 def _mark():
-    """Return the file that says that a test brought the cluster up, in the directory that goes down with it."""
+    """Return the file that marks a cluster brought up by a test; it is deleted with the cluster."""
     return Path("/etc/slurm/slurm.conf").resolve().with_name("brought-up-by-a-test")
 
 
 def _is_last(users):
     try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gives up this process's share where others have one too
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gives up this process's shared lock if others hold one
     except BlockingIOError:
         return False
     return True
@@ -56,18 +56,18 @@ def states():
 
 
 def jobs_named(beginning):
-    """Return the ids of the jobs in the queue whose names begin so."""
+    """Return the ids of the jobs in the queue whose names start with ``beginning``."""
     lines = _ask("squeue", "--noheader", "--format=%i %j").splitlines()
     return [job_id for job_id, name in map(str.split, lines) if name.startswith(beginning)]
 
 
 def job_fields(job_id):
-    """Return what Slurm shows of a job, such as ``{"JobState": "RUNNING", "NumNodes": "2"}``."""
+    """Return Slurm's fields of a job, such as ``{"JobState": "RUNNING", "NumNodes": "2"}``."""
     return dict(re.findall(r"(?<!\S)([\w/]+)=(\S*)", _ask("scontrol", "--oneliner", "show", "job", job_id)))
 
 
 def wait_for_state(job_id, *expected, seconds=120):
-    """Return what Slurm shows of a job once it is in one of the states."""
+    """Return Slurm's fields of a job once it is in one of the states."""
 
     def reached():
         fields = job_fields(job_id)
@@ -77,12 +77,12 @@ def wait_for_state(job_id, *expected, seconds=120):
 
 
 def cancel(job_id):
-    """End a job as its owner would from outside."""
+    """Cancel a job from outside, as its owner would."""
     _ask("scancel", job_id)
 
 
 def requeue(job_id):
-    """Have Slurm start a running job again."""
+    """Requeue a running job."""
     _ask("scontrol", "requeue", job_id)
 
 
@@ -98,12 +98,12 @@ def preempt(nodes, *, seconds=5):
 
 
 def kill_node(number):
-    """End the node's daemon and everything jobs have there, as if it had lost power; take care whose jobs these are."""
+    """Kill the node's daemon and every job process on it, as a power loss would; check whose jobs these are."""
     _script("kill-node", str(number))
 
 
 def kill_slurmd(number):
-    """End the node's daemon; what its jobs have there lives on."""
+    """Kill the node's daemon; its job processes live on."""
     _script("kill-slurmd", str(number))
 
 
@@ -115,9 +115,9 @@ def start_node(number):
 
 @contextmanager
 def held_node():
-    """Keep jobs from one node, so that a job of all nodes waits in the queue while smaller ones run on the others.
+    """Keep jobs off one node, so that a job of all nodes waits in the queue while smaller ones run on the others.
 
-    Every test process holds another one: none lets go of what the other still needs.
+    Every test process holds a different node, so that none releases a node that another still needs.
     """
     number = NUM_NODES - int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % NUM_NODES
     _ask("scontrol", "update", f"NodeName=node{number}", "State=DRAIN", "Reason=held by a test")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "launch"))  # the fake worker and its harness serve here too
+sys.path.append(str(Path(__file__).parents[1] / "launch"))  # for the fake worker and its harness
 
 import cluster
 from launch_harness import FAKE_WORKER, Job
@@ -16,7 +16,7 @@ from llama_core.records.directory import RunDirectory
 
 @pytest.fixture(scope="session", autouse=True)
 def slurm():
-    """A cluster that is up: brought up for the tests where there was none, and taken down after them."""
+    """A running cluster; if there was none, it is brought up for the tests and taken down after them."""
     missing = cluster.why_not_here()
     if missing and "CI" not in os.environ:
         pytest.skip(missing)
@@ -33,9 +33,9 @@ def run(tmp_path):
 
 @pytest.fixture
 def submit(run):
-    """Submit a job of fake workers to Slurm, on nodes of its own; it is cancelled at the end of the test.
+    """Submit a job of fake workers to Slurm, on its own nodes, and cancel it at the end of the test.
 
-    Settings of ``launch.slurm`` may be given.
+    Takes settings of ``launch.slurm``.
     """
     handles = []
 

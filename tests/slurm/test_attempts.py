@@ -1,4 +1,4 @@
-"""Runs that are interrupted go on, as if they had not been."""
+"""Interrupted runs continue as if nothing had happened."""
 
 import cluster
 import pytest
@@ -16,7 +16,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Submit a run of tp 2 x dp 2 on two nodes; whatever is left of it is cancelled in the end."""
+    """Submit a run of tp 2 x dp 2 on two nodes, and cancel it at the end."""
     cache, handles = tmp_path_factory.mktemp("cache"), []
     config = RunConfig.from_mapping(
         {
@@ -49,7 +49,7 @@ def train(tmp_path_factory):
 
 
 def history(run):
-    """Return the loss and gradient norm of every step, which tell two trainings apart to the last bit."""
+    """Return the loss and gradient norm of every step, which tell two trainings apart bit for bit."""
     table = read_metrics(run)
     return list(zip(table["step"].to_pylist(), table["loss"].to_pylist(), table["grad_norm"].to_pylist(), strict=True))
 
@@ -63,7 +63,7 @@ def undisturbed(train):
 
 @pytest.fixture
 def interrupted(train, undisturbed):
-    """Train a run, interrupt it after some steps, and return the attempts it took to the same end."""
+    """Train a run, interrupt it after some steps, and return the attempts it took to the undisturbed result."""
 
     def run_to_end(interrupt):
         handle = train("interrupted")
@@ -83,20 +83,20 @@ def nodes_of(job_id):
     return cluster.job_fields(job_id)["NodeList"]
 
 
-def test_a_run_that_is_requeued_goes_on(interrupted):
+def test_a_requeued_run_continues(interrupted):
     first, second = interrupted(cluster.requeue)
     assert first["status"] == "preempted"
     assert first["first_step"] == 1
     assert second["first_step"] <= first["last_step"] + 1
 
 
-def test_a_run_whose_time_runs_out_saves_a_checkpoint_and_starts_again(interrupted):
+def test_a_run_out_of_time_saves_a_checkpoint_and_restarts(interrupted):
     first, second = interrupted(lambda job_id: cluster.send_signal(job_id, "USR2"))
     assert first["status"] == "timeout"
     assert second["first_step"] == first["last_step"] + 1
 
 
-def test_a_run_that_a_more_urgent_job_displaces_saves_a_checkpoint_and_starts_again(interrupted):
+def test_a_preempted_run_saves_a_checkpoint_and_restarts(interrupted):
     first, second = interrupted(lambda job_id: cluster.preempt(nodes_of(job_id)))
     assert first["status"] == "preempted"
     assert second["first_step"] == first["last_step"] + 1
@@ -116,13 +116,13 @@ def last_node():
         cluster.start_node(number)
 
 
-def test_a_run_that_loses_a_node_starts_again_on_others(interrupted, last_node):
+def test_a_run_that_loses_a_node_restarts_on_others(interrupted, last_node):
     first, _ = interrupted(lambda job_id: cluster.kill_node(last_node(job_id)))
     assert first["status"] == "node-failure"
 
 
-def test_ranks_that_slurm_has_lost_end_once_the_next_attempt_has_begun(submit, last_node):
-    """They live on where only the daemon of the node has died, or the network to it."""
+def test_ranks_lost_by_slurm_end_once_the_next_attempt_starts(submit, last_node):
+    """They live on if only the node's daemon or its network has died."""
     job = submit("serve", nodes=1, ranks_per_node=1)
     lost = job.worker()
     cluster.kill_slurmd(last_node(job.handle.record.job_id))
@@ -134,7 +134,7 @@ def test_ranks_that_slurm_has_lost_end_once_the_next_attempt_has_begun(submit, l
     assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "cancelled"]
 
 
-def test_a_job_at_its_time_limit_starts_again_until_it_may_not(submit, run):
+def test_a_job_at_its_time_limit_restarts_up_to_max_attempts(submit, run):
     outcome = submit("serve", nodes=1, time_limit_min=1, max_attempts=2).handle.wait()
     assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [
         ("timeout", True),
@@ -144,7 +144,7 @@ def test_a_job_at_its_time_limit_starts_again_until_it_may_not(submit, run):
     assert [read_json(path)["exit_code"] for path in run.logs.glob("exits/*/rank-*.json")] == [STOPPED_EXIT] * 4
 
 
-def test_a_job_that_is_told_to_stop_before_its_ranks_can_heed_it_starts_again(submit, run):
+def test_a_job_told_to_stop_before_its_ranks_handle_signals_restarts(submit, run):
     job = submit("start_slowly", nodes=1)
     eventually(lambda: len(list(run.path.glob("starting-*.json"))) == 2)
     cluster.send_signal(job.handle.record.job_id, "USR2")
@@ -163,7 +163,7 @@ def test_a_job_that_may_not_be_requeued_ends_at_its_time_limit(submit):
     assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [("timeout", False)]
 
 
-def test_a_job_that_runs_out_of_memory_ends_and_does_not_start_again(submit):
+def test_a_job_that_runs_out_of_memory_ends_and_does_not_restart(submit):
     outcome = submit("run_out_of_host_memory", nodes=1, ranks_per_node=1, memory_gb_per_node=1).handle.wait()
     assert outcome.status == "oom"
     assert [attempt["requeued"] for attempt in outcome.attempts] == [False]

@@ -34,7 +34,7 @@ def test_every_rank_learns_its_place_among_the_others_from_slurm(submit):
     assert len({env["MASTER_PORT"] for env in environments}) == 1
 
 
-def test_a_job_submitted_from_inside_another_is_a_job_of_its_own(submit, monkeypatch):
+def test_a_job_submitted_from_inside_another_is_independent_of_it(submit, monkeypatch):
     inherited = {
         "SLURM_ARRAY_JOB_ID": "999",
         "SLURM_ARRAY_TASK_ID": "4",
@@ -50,13 +50,13 @@ def test_a_job_submitted_from_inside_another_is_a_job_of_its_own(submit, monkeyp
     assert (outcome.status, outcome.attempts[0]["restart"]) == ("finished", 0)
 
 
-def test_a_job_whose_submitter_died_before_it_recorded_it_is_found_in_the_queue(submit, run):
+def test_a_job_whose_submitter_died_before_recording_it_is_found_in_the_queue(submit, run):
     first = submit("serve").handle.record
     run.job.unlink()
     assert submit("serve").handle.record.job_id == first.job_id
 
 
-def test_cancelling_a_job_that_waits_takes_it_out_of_the_queue(submit, run):
+def test_cancelling_a_waiting_job_removes_it_from_the_queue(submit, run):
     with cluster.held_node():
         handle = submit("serve", nodes=cluster.NUM_NODES, ranks_per_node=1).handle
         assert cluster.job_fields(handle.record.job_id)["JobState"] == "PENDING"
@@ -65,7 +65,7 @@ def test_cancelling_a_job_that_waits_takes_it_out_of_the_queue(submit, run):
     assert not list(run.path.glob("worker-*.json"))
 
 
-def test_cancelling_a_job_at_work_lets_its_ranks_stop_in_order(submit, run):
+def test_cancelling_a_running_job_lets_its_ranks_stop_cleanly(submit, run):
     job = submit("serve")
     for rank in range(4):
         job.worker(rank)
@@ -82,14 +82,14 @@ def test_cancelling_kills_ranks_that_do_not_stop(submit):
     eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def test_a_job_cancelled_in_slurm_is_known_to_have_been(submit):
+def test_a_job_cancelled_in_slurm_is_recorded_as_cancelled(submit):
     job = submit("hang")
     job.worker()
     cluster.cancel(job.handle.record.job_id)
     assert job.handle.wait().status == "cancelled"
 
 
-def test_a_rank_that_fails_takes_down_ranks_on_other_nodes_and_is_the_one_to_blame(submit):
+def test_a_rank_that_fails_takes_down_ranks_on_other_nodes_and_is_blamed(submit):
     job = submit("fail_on_rank_1_while_others_hang")
     outcome = job.handle.wait()
     assert outcome.status == "crashed"
@@ -109,9 +109,7 @@ def test_a_rank_that_fails_takes_down_ranks_on_other_nodes_and_is_the_one_to_bla
         ({"memory_gb_per_node": 10**6}, "node configuration"),
     ],
 )
-def test_a_job_that_slurm_refuses_is_one_line_that_says_why_and_leaves_nothing_in_the_queue(
-    submit, run, request_, complaint
-):
+def test_a_job_refused_by_slurm_is_one_line_with_the_reason_and_is_not_recorded(submit, run, request_, complaint):
     with pytest.raises(EnvironmentMismatchError) as refusal:
         submit("finish", **request_)
     assert complaint in str(refusal.value)
@@ -119,7 +117,7 @@ def test_a_job_that_slurm_refuses_is_one_line_that_says_why_and_leaves_nothing_i
     assert not run.job.exists()
 
 
-def test_the_name_of_a_run_is_never_run_by_a_shell(submit, tmp_path, monkeypatch):
+def test_a_shell_never_executes_the_name_of_a_run(submit, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -131,7 +129,7 @@ def test_the_name_of_a_run_is_never_run_by_a_shell(submit, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["run-%j", "run\\", "run\nrun"])
-def test_a_run_directory_that_slurm_would_take_for_another_is_refused(submit, tmp_path, name):
+def test_a_run_directory_that_slurm_would_mistake_for_another_is_refused(submit, tmp_path, name):
     run = RunDirectory(tmp_path / name)
     run.create()
     with pytest.raises(EnvironmentMismatchError, match="run directory"):

@@ -1,4 +1,4 @@
-"""What people do at work: deployments on a Prefect server, jobs in a Slurm queue."""
+"""The everyday setup: deployments on a Prefect server, jobs in a Slurm queue."""
 
 import json
 import sys
@@ -35,13 +35,13 @@ def serving(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def log(serving):
-    """Show beside a failure what ``make serve`` printed last."""
+    """Show the last output of ``make serve`` beside a failure."""
     yield
     sys.stdout.write(serving.log.read_text()[-8000:])
 
 
 def request(seed, steps):
-    """Return a configuration of two nodes with two ranks each, tp 2 x dp 2, that a test can tell from others."""
+    """Return a configuration of two nodes with two ranks each, tp 2 x dp 2; each test has its own ``seed``."""
     return {
         "architecture": SMALL,
         "training": {"seq_len": 32, "batch_size": 4, "steps": steps, "seed": seed, "eval_sequences": 2},
@@ -67,7 +67,7 @@ def test_the_deployment_of_the_smoke_test_trains_on_two_nodes_and_its_report_arr
     assert [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()] == []
 
 
-def test_whatever_is_killed_the_job_goes_on_and_is_never_submitted_twice(serving):
+def test_a_job_survives_kills_of_prefect_and_is_never_submitted_twice(serving):
     flow_run = serving.run(request(seed=1, steps=600))
     run = serving.followed(flow_run)
     job = job_of(run)
@@ -84,7 +84,7 @@ def test_whatever_is_killed_the_job_goes_on_and_is_never_submitted_twice(serving
     assert run.report.exists()
 
 
-def test_cancelling_a_flow_run_takes_its_job_out_of_the_queue(serving):
+def test_cancelling_a_flow_run_removes_its_job_from_the_queue(serving):
     flow_run = serving.run(request(seed=2, steps=1_000_000))
     run = serving.followed(flow_run)
     job_id = job_of(run).job_id
@@ -104,7 +104,7 @@ def test_a_job_cancelled_in_slurm_shows_as_cancelled(serving):
 
 def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serving):
     with cluster.held_node():  # or it would start 64 ranks here
-        # One rank of one microbatch stands for all: what is planned otherwise is rehearsed for many minutes here.
+        # Rehearse one rank of one microbatch: the full plan would take many minutes here.
         named = yaml.safe_load((serving.checkout / "prefect.yaml").read_text())["deployments"]
         (config,) = (one["parameters"]["config"] for one in named if one["name"] == "llama3_405b")
         config["parallel"]["pp"] = 1

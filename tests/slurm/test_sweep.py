@@ -24,7 +24,7 @@ PARALLEL = 2
 
 @pytest.fixture
 def prepare(tmp_path, monkeypatch):
-    """Prepare a sweep of tiny runs of one rank; what is left of it in the queue is cancelled after the test."""
+    """Prepare a sweep of tiny runs of one rank, and cancel its remaining jobs after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prepared = []
 
@@ -63,7 +63,7 @@ def at_work(jobs):
     return sum(job.run.heartbeat.exists() for job in jobs)
 
 
-def test_twenty_queued_elements_of_one_array_all_arrive_in_one_report(prepare, capsys):
+def test_twenty_queued_elements_of_one_array_all_appear_in_one_report(prepare, capsys):
     sweep = prepare({"parallel.microbatch_size": [1, 2], "training.seq_len": [2 + 2 * i for i in range(10)]})
     jobs = sweeps.submit(sweep)
     assert list(arrays(jobs).values()) == [20]
@@ -78,12 +78,12 @@ def test_twenty_queued_elements_of_one_array_all_arrive_in_one_report(prepare, c
     assert sweeps.submit(sweep) == []
 
 
-def test_elements_that_ask_slurm_for_other_things_are_other_arrays(prepare):
+def test_elements_with_other_slurm_requests_form_other_arrays(prepare):
     sweep = prepare({"launch.slurm.time_limit_min": [4, 5], "parallel.microbatch_size": [1, 2]})
     assert sorted(arrays(submit(sweep, "finish")).values()) == [2, 2]
 
 
-def test_a_second_process_finds_what_is_at_work_and_submits_nothing(prepare):
+def test_a_second_process_finds_the_running_jobs_and_submits_nothing(prepare):
     sweep = prepare({"parallel.microbatch_size": [1, 2, 4]})
     first = submit(sweep, "serve")
     eventually(lambda: at_work(first))
