@@ -21,14 +21,14 @@ def steps_of(run):
     return read_metrics(run).column("step").to_pylist()
 
 
-def test_json_comes_back_as_it_went_without_its_schema_version(tmp_path):
+def test_json_round_trips_without_its_schema_version(tmp_path):
     write_json(tmp_path / "a.json", {"x": 1})
     assert json.loads((tmp_path / "a.json").read_text())["schema_version"] == 1
     assert read_json(tmp_path / "a.json") == {"x": 1}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', "{}"])
-def test_json_of_no_or_another_schema_is_refused(tmp_path, text):
+def test_json_without_the_current_schema_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(RunDirectoryError, match=r"a\.json"):
         read_json(tmp_path / "a.json")
@@ -48,7 +48,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_metrics_parts_come_back_as_one_table_in_order(run):
+def test_metrics_parts_are_read_as_one_table_in_order(run):
     write_metrics_part(run, [record(3), record(4)])
     write_metrics_part(run, [record(1), record(2, eval_loss=2.5)])
     table = read_metrics(run)
@@ -61,7 +61,7 @@ def test_a_run_without_metrics_has_an_empty_table(run):
     assert "loss" in read_metrics(run).column_names
 
 
-def test_resuming_forgets_the_steps_that_will_be_taken_again(run):
+def test_resuming_drops_the_steps_it_will_repeat(run):
     write_metrics_part(run, [record(1), record(2)])
     write_metrics_part(run, [record(3), record(4)])
     write_metrics_part(run, [record(5)])
@@ -76,7 +76,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
         RunDirectory(tmp_path / "file" / "run").create()
 
 
-def test_resuming_forgets_the_heartbeat_of_a_step_that_will_be_taken_again(run):
+def test_resuming_drops_the_heartbeat_of_a_step_it_will_repeat(run):
     write_json(run.heartbeat, record(5))
     drop_metrics_after(run, 5)
     assert run.heartbeat.exists()
@@ -84,7 +84,7 @@ def test_resuming_forgets_the_heartbeat_of_a_step_that_will_be_taken_again(run):
     assert not run.heartbeat.exists()
 
 
-def test_a_run_of_another_version_goes_on_though_its_steps_have_other_fields(run):
+def test_a_run_of_another_version_resumes_despite_other_step_fields(run):
     write_json(run.heartbeat, asdict(record(2)) | {"unknown": 1.0})
     drop_metrics_after(run, 1)
     assert read_heartbeat(run) is None

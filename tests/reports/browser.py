@@ -1,4 +1,4 @@
-"""What a browser draws of a page, with no network to ask."""
+"""The figures that a browser draws on a page, without a network."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 
 def drawn_figures(page, profile):
-    """Return what Chromium draws into each figure of a page, by its title; ``profile`` is a folder it may use."""
+    """Count what Chromium draws in each figure of a page, by title; ``profile`` is a folder it may use."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         missing = pytest.fail if "CI" in os.environ else pytest.skip
@@ -35,7 +35,7 @@ def drawn_figures(page, profile):
 
 
 class Drawn(HTMLParser):
-    """Counts, by the title of the figure, of what Plotly has drawn."""
+    """Counts of the marks that Plotly has drawn, by figure title."""
 
     def __init__(self, dom):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A synthetic run, written through the records that a real one is written through."""
+"""A synthetic run, written with the same records as a real one."""
 
 import math
 from dataclasses import replace

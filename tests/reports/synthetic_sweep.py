@@ -1,4 +1,4 @@
-"""A synthetic sweep, written through the records that a real one is written through."""
+"""A synthetic sweep, written with the same records as a real one."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ DOES_NOT_FIT = "tp=1 needs 91.2 GB of the 80 GB per device; use tp=2"
 
 
 def write_sweep(path, num_elements=4, *, skipped=1, failed=1, waiting=1):
-    """Write a sweep of ``num_elements`` timed elements, of which the last is the fastest, and others after them."""
+    """Write a sweep of ``num_elements`` timed elements, the last of them the fastest, followed by the others."""
     grid = {
         "parallel.microbatch_size": [2**i for i in range(-(-(num_elements + skipped + failed + waiting) // 2))],
         "parallel.recompute": ["none", "selective"],

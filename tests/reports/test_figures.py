@@ -1,4 +1,4 @@
-"""Figures show every record they are given, add up, and take what is missing as missing."""
+"""Figures show every record they get, add up, and leave out missing values."""
 
 import math
 from dataclasses import asdict
@@ -82,7 +82,7 @@ def test_held_out_points_are_the_steps_that_were_evaluated(steps):
     assert "held-out" not in traces(figures.loss(steps.assign(eval_loss=math.nan)))
 
 
-def test_skipped_steps_are_marked_where_a_finite_loss_can_be_seen(steps):
+def test_skipped_steps_are_marked_at_the_last_finite_loss(steps):
     skipped = traces(figures.loss(steps))["skipped step"]
     assert list(skipped.x) == [14]
     assert list(skipped.y) == [steps["loss"][12]]
@@ -95,7 +95,7 @@ def test_a_run_without_one_finite_loss_still_marks_its_skipped_steps(loss):
 
 
 @pytest.mark.parametrize(("unigram", "bigram"), list(product((None, 3.1), (None, 2.3))))
-def test_the_entropies_that_are_known_are_lines_at_their_values(unigram, bigram, steps):
+def test_each_known_entropy_is_a_line_at_its_value(unigram, bigram, steps):
     levels = [shape.y0 for shape in figures.loss(steps, unigram, bigram).layout.shapes]
     assert levels == [entropy for entropy in (unigram, bigram) if entropy is not None]
 
@@ -126,7 +126,7 @@ def test_the_stacked_times_of_a_step_add_up_to_the_whole_step(times):
     np.testing.assert_allclose(stack, steps["step_seconds"], rtol=1e-9, atol=1e-9)
 
 
-def test_parts_that_exceed_their_step_by_the_clocks_error_leave_nothing_negative():
+def test_parts_longer_than_their_step_by_clock_error_give_no_negative_time():
     steps = table([step_record(1, forward_backward_seconds=20.0, step_seconds=19.999)])
     assert all((trace.y >= 0).all() for trace in figures.step_time(steps).data)
 
@@ -143,13 +143,13 @@ def test_each_memory_bar_is_as_long_as_its_peak(estimated, rehearsed, measured):
 @pytest.mark.parametrize(
     ("estimated", "rehearsed", "measured"), list(product((None, ESTIMATE), (None, DRY_RUN), (None, 2**30)))
 )
-def test_what_is_not_known_has_no_memory_bar(estimated, rehearsed, measured):
+def test_an_unknown_peak_has_no_memory_bar(estimated, rehearsed, measured):
     given_ones = {"estimated": estimated, "rehearsed": rehearsed, "measured": measured}
     labels = rows(figures.memory_comparison(estimated, rehearsed, measured))
     assert list(labels) == [name for name, value in given_ones.items() if value is not None]
 
 
-def test_categories_keep_their_colour_and_order_whatever_the_profiles_hold():
+def test_categories_keep_their_colour_and_order():
     bars = figures.memory_comparison(ESTIMATE, DRY_RUN, None).data
     expected = [category for category in figures.CATEGORY_COLORS if category in ESTIMATE["phases"]["backward"]]
     assert [bar.name for bar in bars] == expected

@@ -1,4 +1,4 @@
-"""The report says what is there and what is not, escapes what users wrote, and loads nothing."""
+"""The report shows every piece of a run, names the missing ones, escapes users' text, and loads nothing."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ HOSTILE = "<script>alert('$title')<img src=x onerror=\"alert(1)\">&amp;"
 
 
 class Page(HTMLParser):
-    """The elements and the visible text of a page; what a script or style holds is neither."""
+    """The elements of a page and its visible text, which excludes scripts and styles."""
 
     def __init__(self, path):
         super().__init__()
@@ -76,7 +76,7 @@ def test_the_page_is_titled_after_the_run_and_every_figure_is_described(run):
     assert labels[0] == f"Loss. Steps 1 to 40: training loss from {first.loss:.4f} to {last.loss:.4f} nats per token."
 
 
-def test_headline_numbers_are_those_of_the_records(run):
+def test_headline_numbers_match_the_records(run):
     text = report(run).text
     assert "2.4518 nats per token" in text
     assert "0.701 below the byte-unigram entropy of 3.153." in text
@@ -107,7 +107,7 @@ def test_a_known_peak_rate_gives_the_mfu(run):
         ("auto", "the memory allocated by PyTorch on the GPU, or on the CPU the process's resident set, less"),
     ],
 )
-def test_the_caption_says_what_was_measured_as_memory(run, device, said):
+def test_the_caption_names_the_memory_measurement(run, device, said):
     run.config.write_text(run.config.read_text().replace("device: cpu", f"device: {device}"))
     text = report(run).text
     assert said in text
@@ -121,7 +121,7 @@ def test_a_finished_run_asks_for_nothing(run):
     assert "Attempts" not in text
 
 
-def test_a_failed_run_says_why_it_ended_what_to_try_and_what_was_tried(tmp_path):
+def test_a_failed_run_shows_its_reason_the_next_action_and_its_attempts(tmp_path):
     text = report(write_run(tmp_path / "failed", outcome=FAILED, records=step_records(23))).text
     assert "Ended as oom after step 23" in text
     assert FAILED.reason in text
@@ -129,7 +129,7 @@ def test_a_failed_run_says_why_it_ended_what_to_try_and_what_was_tried(tmp_path)
     assert "1 4711 preempted 1 11 2 4712 oom 12 23" in text.replace("  ", " ")
 
 
-def test_a_run_that_has_not_ended_tells_its_last_sign_of_life_and_how_to_continue(tmp_path):
+def test_an_unfinished_run_shows_its_last_sign_of_life_and_how_to_continue(tmp_path):
     run = write_run(tmp_path / "my run")
     run.outcome.unlink()
     text = report(run).text
@@ -146,17 +146,17 @@ def test_settings_that_differ_from_their_defaults_stand_out(run):
     assert "training.seed 12345" in page.text
 
 
-def test_a_page_begins_with_the_word_that_the_base_is_random(run):
+def test_a_page_warns_that_the_base_weights_are_random(run):
     assert "are random" not in report(run).text
     run.config.write_text(RunConfig.from_mapping({"strategy": "lora"}).to_yaml())
     assert "Base weights are random, so the trained model will be useless" in report(run).text
 
 
-def test_what_was_trained_on_is_said_with_what_may_not_be_as_meant(run):
+def test_the_page_describes_the_data_with_its_notes(run):
     assert "Data 120 conversations; loss on 40 of 90 tokens. 3 of them lose their end." in report(run).text
 
 
-def test_a_run_on_the_callers_dataloader_misses_no_statistics_of_the_data(run):
+def test_a_run_on_the_callers_dataloader_reports_no_missing_data_statistics(run):
     run.data.unlink()
     run.config.write_text(RunConfig().with_overrides("data.source=dataloader").to_yaml())
     assert "statistics of the data" not in report(run).text
@@ -176,14 +176,14 @@ MISSING = {
 
 
 @pytest.mark.parametrize("field", MISSING)
-def test_a_missing_piece_is_said_in_its_place(run, field):
+def test_a_missing_piece_is_named_in_its_place(run, field):
     getattr(run, field).unlink()
     assert MISSING[field] in report(run).text
 
 
 @pytest.mark.parametrize("field", MISSING)
 @pytest.mark.parametrize("damage", ["", "\x00 [", "[1, 2]", '{"schema_version": 1}', '{"schema_version": 99}', "\xff"])
-def test_a_damaged_piece_never_keeps_the_report_from_being_written(run, field, damage):
+def test_a_damaged_piece_never_prevents_the_report(run, field, damage):
     getattr(run, field).write_text(damage, encoding="latin-1")
     assert run.name in report(run).text
 
@@ -208,7 +208,7 @@ def test_damaged_metrics_leave_the_rest_of_the_report(run):
     assert "1.84 GiB measured" in text
 
 
-def test_a_run_that_has_just_been_made_has_a_report(tmp_path):
+def test_a_new_run_has_a_report(tmp_path):
     run = RunDirectory(tmp_path / "new")
     run.create()
     page = report(run)
@@ -217,7 +217,7 @@ def test_a_run_that_has_just_been_made_has_a_report(tmp_path):
     assert page.tags["script"] == 2
 
 
-def test_what_users_wrote_is_text_and_never_markup(tmp_path):
+def test_users_text_is_never_markup(tmp_path):
     plain, hostile = (
         report(written_by(tmp_path / name, text))
         for name, text in (("plain", "plain"), (HOSTILE.replace("/", ""), HOSTILE))
@@ -227,7 +227,7 @@ def test_what_users_wrote_is_text_and_never_markup(tmp_path):
 
 
 def written_by(path, text):
-    """Write a failed run in which ``text`` stands wherever a user's or a machine's own words do."""
+    """Write a failed run with ``text`` in place of all words of a user or a machine."""
     attempt = {text: text, "status": text}
     run = write_run(
         path, outcome=replace(FAILED, reason=text, next_action=text, ended_at=text, attempts=(attempt, attempt))
@@ -241,7 +241,7 @@ def written_by(path, text):
     return run
 
 
-def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path):
+def test_a_missing_directory_is_refused_and_not_created(tmp_path):
     with pytest.raises(RunDirectoryError, match="is not a directory; give the directory of a run"):
         write_report(RunDirectory(tmp_path / "absent"))
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The report as a browser shows it, with no network to ask."""
+"""The report as a browser shows it, without a network."""
 
 import pytest
 from browser import drawn_figures
@@ -14,7 +14,7 @@ def test_every_figure_is_drawn_with_all_its_lines_points_and_bars(run, tmp_path)
     drawn = drawn_figures(write_report(run), tmp_path / "profile")
     assert all(figure["main-svg"] >= 1 for figure in drawn.values())
     assert {title: (figure["trace"], figure["point"]) for title, figure in drawn.items()} == {
-        "Loss": (3, 39 + 4 + 1),  # one step of 40 was skipped with a loss that is no number
+        "Loss": (3, 39 + 4 + 1),  # one step of 40 was skipped with a NaN loss
         "Peak memory: estimated, rehearsed, measured": (7, 2 * 6 + 1),
         "Throughput": (1, 40),
         "Where the time of a step goes": (4, 0),
@@ -23,7 +23,7 @@ def test_every_figure_is_drawn_with_all_its_lines_points_and_bars(run, tmp_path)
     }
 
 
-def test_a_sweep_is_drawn_with_a_bar_for_each_element_and_each_way_to_know_its_peak(tmp_path):
+def test_a_sweep_is_drawn_with_a_bar_for_each_element_and_each_kind_of_peak(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", 5, failed=0)
     drawn = drawn_figures(write_sweep_report(sweep), tmp_path / "profile")
     assert {title: (figure["trace"], figure["point"]) for title, figure in drawn.items()} == {

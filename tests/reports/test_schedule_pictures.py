@@ -1,4 +1,4 @@
-"""The pictures of the documentation show the schedules that run, and every action is in them."""
+"""The pictures in the documentation show every action of the schedules that run."""
 
 import shutil
 import xml.etree.ElementTree as ET
@@ -31,7 +31,7 @@ def labels(svg, text_class=None):
 
 
 def legend(svg):
-    """Return the words over the lanes, whose own begin with rank."""
+    """Return the words above the lanes, whose labels start with rank 0."""
     texts = [text.text for text in ET.fromstring(svg).findall(f"{SVG}text")]
     return texts[: texts.index("rank 0")]
 
@@ -41,7 +41,7 @@ def timeline(request):
     return schedules.example(request.param)
 
 
-def test_the_committed_pictures_and_table_are_what_is_drawn_now(tmp_path):
+def test_the_committed_pictures_and_table_are_up_to_date(tmp_path):
     shutil.copy(DOCS / "schedules.md", tmp_path)
     schedules.write(tmp_path / "schedules")
     assert (tmp_path / "schedules.md").read_text() == (DOCS / "schedules.md").read_text()
@@ -49,7 +49,7 @@ def test_the_committed_pictures_and_table_are_what_is_drawn_now(tmp_path):
     assert drawn == {path.name: path.read_text() for path in (DOCS / "schedules").iterdir()}
 
 
-def test_a_table_that_is_out_of_date_is_replaced(tmp_path):
+def test_an_outdated_table_is_replaced(tmp_path):
     page = tmp_path / "schedules.md"
     page.write_text("before\n<!-- table -->\n| old |\n<!-- end of table -->\nafter\n")
     schedules.write(tmp_path / "schedules")
@@ -112,7 +112,7 @@ def test_a_shade_tells_the_stages_of_a_rank_apart(timeline):
     assert labels(schedules.timeline_svg(timeline), LIGHT) == further
 
 
-def test_every_chunk_has_a_shade_of_its_own():
+def test_every_chunk_has_its_own_shade():
     timeline = simulate(build_schedule("interleaved", num_ranks=2, num_microbatches=2, num_chunks=4))
     root = ET.fromstring(schedules.timeline_svg(timeline))
     fills = {rect.get("fill") for group in root.iter(f"{SVG}g") for rect in group.iter(f"{SVG}rect")}
@@ -128,7 +128,7 @@ def test_every_chunk_has_a_shade_of_its_own():
         ("zbv", ["forward", "input gradient", "weight gradient", "dark to light: chunk 1 to 2"]),
     ],
 )
-def test_the_legend_names_what_is_drawn(name, words):
+def test_the_legend_names_the_drawn_actions(name, words):
     svg = schedules.timeline_svg(schedules.example(name))
     assert legend(svg) == words
 

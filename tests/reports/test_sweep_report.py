@@ -45,18 +45,18 @@ def test_a_row_holds_speed_spread_and_the_three_peaks(page):
     assert row == "finished 2,031 1,998 to 2,048 8.067 s 32.0% 1.70 GiB 1.70 GiB 2.25 GiB"
 
 
-def test_what_was_skipped_or_failed_is_there_with_the_reason(page):
+def test_skipped_and_failed_elements_are_listed_with_the_reason(page):
     assert f"microbatch_size=4,recompute=selective {DOES_NOT_FIT}" in text_of(page, "Skipped")
     failed = text_of(page, "Ended without being timed")
     assert "microbatch_size=2,recompute=selective oom: the step asked for 2.1 GiB where 1.3 GiB were free" in failed
 
 
-def test_the_head_counts_what_has_been_timed(page):
+def test_the_header_counts_the_timed_elements(page):
     assert "3 of 5 timed" in page
     assert "llama3_8b" in page
 
 
-def test_elements_that_differ_by_less_than_their_spread_are_not_ranked_in_silence(tmp_path):
+def test_elements_closer_than_their_spread_are_ranked_with_a_warning(tmp_path):
     sweep = write_sweep(tmp_path / "close", 2, failed=0, waiting=0, skipped=0)
     fast, slow = (sweep.run(f"microbatch_size=1,recompute={how}") for how in ("selective", "none"))
     assert "overlaps" not in write_report(sweep).read_text()
@@ -64,7 +64,7 @@ def test_elements_that_differ_by_less_than_their_spread_are_not_ranked_in_silenc
     assert "Its middle half overlaps that of" in text_of(write_report(sweep).read_text(), "Fastest")
 
 
-def test_a_sweep_that_has_timed_nothing_yet_has_a_page_all_the_same(tmp_path):
+def test_a_sweep_without_timed_elements_has_a_page(tmp_path):
     page = write_report(write_sweep(tmp_path / "new", 0)).read_text()
     assert "0 of 2 timed" in page
     assert "No element has been timed yet." in page
@@ -93,6 +93,6 @@ def test_bars_are_as_long_as_the_medians_and_lines_span_the_middle_half(sweep):
     assert spread.arrayminus[0] == pytest.approx(timed.tokens_per_second - 16_384 / 12.3)
 
 
-def test_each_way_to_know_the_peak_is_a_bar_in_one_unit():
+def test_each_kind_of_peak_is_a_bar_in_one_unit():
     figure = memory_by_element({"a": {"estimated": 2 * GIB, "rehearsed": None, "measured": 3 * GIB}})
     assert {bars.name: bars.x for bars in figure.data} == {"estimated": (2,), "rehearsed": (None,), "measured": (3,)}

@@ -1,4 +1,4 @@
-"""Whatever text is put into a part of a page comes out of the browser as that text."""
+"""Any text put into a part of a page appears in the browser as that text."""
 
 import json
 from html.parser import HTMLParser
@@ -18,7 +18,7 @@ texts = st.text(st.characters(exclude_characters="\r\0", exclude_categories=["Cs
 
 
 class Parsed(HTMLParser):
-    """The elements of a part in order, each with the text that it holds itself."""
+    """The elements of a part in order, each with its own text."""
 
     def __init__(self, html):
         super().__init__()
@@ -68,7 +68,7 @@ def test_tables_hold_text_only(text):
 
 @given(texts)
 @example("</script><!--")
-def test_panels_hold_text_only_in_the_label_and_the_figure_too(text):
+def test_panels_hold_text_only_also_in_the_label_and_the_figure(text):
     figure = go.Figure(layout_title_text=text)
     parsed = Parsed(PARTS.panel(Panel(text, figure, text, [text])))
     assert " ".join(parsed.tags) == "figure h2 script div figcaption p"
@@ -85,6 +85,6 @@ def test_values_are_shown_as_people_read_them(value, shown):
     assert parsed.texts_of("td") == [shown]
 
 
-def test_a_value_that_a_template_is_not_given_is_an_error():
+def test_an_undefined_template_value_is_an_error():
     with pytest.raises(UndefinedError, match="forgotten"):
         TEMPLATES.from_string("{{ forgotten }}").render()

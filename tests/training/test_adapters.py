@@ -1,4 +1,4 @@
-"""Adapters in and out: what PEFT computes with those that are exported, and what is trained of those that it wrote."""
+"""Adapters in and out: PEFT computes the same with our exports, and training starts from adapters that PEFT wrote."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ BEGUN_UNDER = ("tp2 zero3 dp2, with adapters", "tp2 pp2")
 
 
 def adapted(base=None, **training):
-    """The configuration of a run that trains adapters over the weights in a folder, or over drawn ones."""
+    """The configuration of a run that trains adapters over the weights in a folder, or over random ones."""
     init_from = {} if base is None else {"init_from": str(base)}
     return RunConfig.from_mapping(
         UNTIED.model_dump() | {"strategy": "lora", "lora": LORA, "training": training | init_from}
@@ -63,7 +63,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written_by_peft(base):
-    """A folder that PEFT saved, and the logits of what it saved."""
+    """A folder that PEFT saved, and the logits of its model."""
     config = LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     generator = torch.Generator().manual_seed(2)
@@ -79,7 +79,7 @@ def written_by_peft(base):
 
 @torch.no_grad()
 def draw_small_adapters(model):
-    """Give every B values that change the logits by several units, and do not amplify how sums are rounded."""
+    """Give every B values that change the logits by several units without amplifying rounding errors."""
     draw_adapters(model)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B.weight"):
@@ -88,13 +88,13 @@ def draw_small_adapters(model):
 
 @pytest.fixture(scope="module")
 def four_ranks(base, written_by_peft, tmp_path_factory):
-    """A run whose adapters tp 2 x dp 2 trained, and what each of four ranks found wrong in what it began with."""
+    """A run with adapters trained under tp 2 x dp 2, and the wrong initial weights on each of four ranks."""
     run = new_run(tmp_path_factory.mktemp("trained") / "run", adapted(base))
     return run, run_ranks(4, on_a_rank, base, written_by_peft[0], run)
 
 
 def on_a_rank(base, written_by_peft, run):
-    logging.disable(logging.WARNING)  # torch's, on how a sharded tensor is gathered for the comparison
+    logging.disable(logging.WARNING)  # torch warns about gathering a sharded tensor for the comparison
     config = adapted(base)
     plan, _ = PLANS["tp2 zero1 dp2"]
     engine = native_engine(plan, SPEC)
@@ -113,7 +113,7 @@ def on_a_rank(base, written_by_peft, run):
     return wrong
 
 
-def test_every_rank_begins_with_the_adapters_and_the_base_of_one_process_to_the_bit(four_ranks):
+def test_every_rank_starts_with_the_adapters_and_base_of_one_process_bit_for_bit(four_ranks):
     _, found = four_ranks
     for rank, wrong in enumerate(found):
         assert len(wrong) == 1 + 2 * len(BEGUN_UNDER)
@@ -130,7 +130,7 @@ def assert_same_logits(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_a_folder_of_peft_is_begun_with_to_the_bit_and_computes_what_peft_does(base, written_by_peft):
+def test_a_peft_folder_loads_bit_for_bit_and_computes_the_same_logits(base, written_by_peft):
     folder, theirs = written_by_peft
     assert check_pretrained(SPEC, folder) == []
     model = filled(SPEC, folder)
@@ -143,7 +143,7 @@ def test_a_folder_of_peft_is_begun_with_to_the_bit_and_computes_what_peft_does(b
             part = f"embedding_{part.removesuffix('.weight')}"
         weight = adapters.pop(f"base_model.model.{matrix}.lora_{part}") if is_adapter else stored[f"{matrix}.weight"]
         assert torch.equal(parameter, weight), name
-    # PEFT saves the tables beside which there are adapters, too
+    # PEFT also saves the tables that have adapters
     assert sorted(adapters) == [
         "base_model.model.lm_head.base_layer.weight",
         "base_model.model.model.embed_tokens.base_layer.weight",
@@ -151,7 +151,7 @@ def test_a_folder_of_peft_is_begun_with_to_the_bit_and_computes_what_peft_does(b
     assert_same_logits(logits(model), theirs)
 
 
-def test_peft_computes_the_same_with_what_tp2_dp2_trained(four_ranks, base, tmp_path):
+def test_peft_computes_the_same_with_adapters_trained_under_tp2_dp2(four_ranks, base, tmp_path):
     run, _ = four_ranks
     told = []
     out = export_run(run, tmp_path / "out", tell=told.append)
@@ -160,20 +160,20 @@ def test_peft_computes_the_same_with_what_tp2_dp2_trained(four_ranks, base, tmp_
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = logits(model).logits
-    with warnings.catch_warnings(action="error", category=UserWarning):  # that a key is missing
+    with warnings.catch_warnings(action="error", category=UserWarning):  # such as a missing key
         theirs = logits(PeftModel.from_pretrained(model, out).eval()).logits
     assert (theirs - before).abs().max() > 1
     assert_same_logits(logits(filled(SPEC, run.checkpoints / "step-00000002")), theirs)
 
 
-def test_adapters_that_go_out_come_in_again_to_the_bit(four_ranks, tmp_path):
+def test_exported_adapters_load_again_bit_for_bit(four_ranks, tmp_path):
     run, _ = four_ranks
     expected = filled(SPEC, run.checkpoints / "step-00000002")
     assert differing(filled(SPEC, export_run(run, tmp_path / "out")), expected) == []
 
 
 @pytest.mark.parametrize(("alpha", "written"), [(None, 8), (6.0, 6), (2.5, 2.5)])
-def test_the_alpha_that_is_written_is_a_number(tmp_path, alpha, written):
+def test_the_exported_alpha_is_a_number(tmp_path, alpha, written):
     config = RunConfig.from_mapping(UNTIED.model_dump() | {"strategy": "lora", "lora": LORA | {"lora_alpha": alpha}})
     run = new_run(tmp_path / "run", config)
     save_run(run, native_engine(ALONE, config.spec), config, 1)
@@ -185,7 +185,7 @@ def test_the_alpha_that_is_written_is_a_number(tmp_path, alpha, written):
 
 
 def trained_over(kind, base, tmp_path):
-    """A run that has trained adapters, and the model that it held."""
+    """A run that has trained adapters, and its model."""
     if kind == "checkpoint":
         full = new_run(tmp_path / "full", UNTIED)
         engine = native_engine(ALONE, UNTIED.spec)
@@ -204,7 +204,7 @@ def trained_over(kind, base, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint", "drawn"])
-def test_merged_weights_compute_what_the_run_did(base, tmp_path, kind):
+def test_merged_weights_compute_the_runs_logits(base, tmp_path, kind):
     run, model = trained_over(kind, base, tmp_path)
     assert differing(filled(SPEC, run.checkpoints / "step-00000001"), model) == []
     out = export_run(run, tmp_path / "out", merged=True)
@@ -229,7 +229,7 @@ def test_each_adapted_matrix_is_merged_with_its_adapter_and_no_other_weight_chan
             assert torch.equal(weight, expected), name
 
 
-def test_adapters_that_went_on_from_others_are_over_the_base_of_those(written_by_peft, base, tmp_path):
+def test_adapters_trained_from_others_have_the_same_base(written_by_peft, base, tmp_path):
     folder, _ = written_by_peft
     config = adapted(folder)
     run, engine = new_run(tmp_path / "run", config), native_engine(ALONE, SPEC)
@@ -256,8 +256,8 @@ write_hugging_face(checkpoint, spec, Path(sys.argv[3]), dtype="bf16")
 """
 
 
-def test_merging_holds_no_more_than_a_few_weights_in_memory(tmp_path):
-    """The system refuses the process private memory for more than six of the 58 matrices, of which it needs two."""
+def test_merging_holds_only_a_few_weights_in_memory(tmp_path):
+    """The system limits the process to private memory for six of the 58 matrices; it needs two."""
     sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
     model = {"model": "llama3_8b", "architecture": sizes | {"ffn_size": 640, "vocab_size": 640}}
     full = lively(RunConfig.from_mapping(model).spec)
@@ -270,7 +270,7 @@ def test_merging_holds_no_more_than_a_few_weights_in_memory(tmp_path):
     command = [sys.executable, "-c", MERGE_UNDER_A_LIMIT, run.checkpoints / "step-00000001", limit, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    rounded = full.bfloat16().float()  # adapters that were not trained add nothing
+    rounded = full.bfloat16().float()  # untrained adapters add nothing
     assert differing(filled(full.spec, tmp_path / "out"), rounded) == []
 
 
@@ -281,7 +281,7 @@ def test_a_full_model_has_nothing_to_merge(tmp_path):
         export_run(run, tmp_path / "out", merged=True)
 
 
-def test_a_base_that_is_gone_is_refused_where_it_is_needed(base, tmp_path):
+def test_a_missing_base_is_refused_only_where_it_is_needed(base, tmp_path):
     run, _ = trained_over("folder", base, tmp_path)
     checkpoint = run.checkpoints / "step-00000001"
     (checkpoint / "config.yaml").write_text(adapted(tmp_path / "gone").to_yaml())

@@ -51,7 +51,7 @@ def names(run):
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_what_is_loaded_is_what_was_saved_to_the_bit(run):
+def test_a_checkpoint_loads_bit_for_bit(run):
     save(run, 3)
     loaded, expected = trained(0, seed=1), trained(3)
     state = Checkpointer(run, keep=1).load(loaded)
@@ -60,7 +60,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(run):
     assert_equal(loaded.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
 
 
-def test_training_on_while_the_checkpoint_is_written_does_not_change_it(run):
+def test_training_while_a_checkpoint_is_written_does_not_change_it(run):
     checkpointer = Checkpointer(run, keep=1)
     engine = trained(2)
     checkpointer.save(2, engine, {})
@@ -73,18 +73,18 @@ def test_training_on_while_the_checkpoint_is_written_does_not_change_it(run):
     assert_equal(loaded.model.state_dict(), trained(2).model.state_dict())
 
 
-def test_a_checkpoint_of_deepspeed_is_not_taken_for_a_damaged_one(run):
+def test_a_deepspeed_checkpoint_is_not_mistaken_for_a_damaged_one(run):
     save(run, 1, 2)
     (run.checkpoints / "step-00000002" / "deepspeed.json").write_text("{}")
     with pytest.raises(PlanError, match=r"step-00000002 was written by DeepSpeed.*parallel.zero_backend=deepspeed"):
         Checkpointer(run, keep=1).load(trained(0))
 
 
-def test_a_run_without_checkpoints_starts_from_nothing(run):
+def test_a_run_without_checkpoints_starts_from_scratch(run):
     assert Checkpointer(run, keep=1).load(trained(0)) is None
 
 
-def test_only_the_newest_are_kept_and_latest_names_the_last(run):
+def test_only_the_newest_checkpoints_are_kept_and_latest_names_the_last(run):
     save(run, 1, 2, 3, 4, keep=2)
     assert names(run) == ["latest", "step-00000003", "step-00000004"]
     assert (run.checkpoints / "latest").read_text() == "step-00000004\n"
@@ -109,7 +109,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_passed_over_and_said_so(run, caplog, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(run, caplog, damage):
     save(run, 1, 2)
     damage(run.checkpoints / "step-00000002")
     with caplog.at_level(logging.WARNING):
@@ -119,14 +119,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(run, caplog, damage):
     assert newest_checkpoint(run).name == "step-00000001"
 
 
-def test_bytes_that_changed_on_disk_are_refused_when_they_cannot_be_read(run, caplog):
+def test_a_checkpoint_with_corrupt_metadata_is_skipped(run, caplog):
     save(run, 1, 2)
     file = run.checkpoints / "step-00000002" / ".metadata"
     file.write_bytes(b"\0" * file.stat().st_size)
     assert Checkpointer(run, keep=2).load(trained(0))["step"] == 1
 
 
-def test_a_checkpoint_is_not_given_up_for_a_later_one_that_is_damaged(run):
+def test_a_checkpoint_is_not_deleted_in_favour_of_a_later_damaged_one(run):
     save(run, 1, 10, 20)
     for later in ("step-00000010", "step-00000020"):
         truncate(run.checkpoints / later / "__0_0.distcp")
@@ -134,14 +134,14 @@ def test_a_checkpoint_is_not_given_up_for_a_later_one_that_is_damaged(run):
     assert newest_checkpoint(run).name == "step-00000002"
 
 
-def test_when_no_checkpoint_can_be_read_the_run_does_not_start_over_silently(run):
+def test_a_run_without_a_readable_checkpoint_does_not_silently_start_over(run):
     save(run, 1)
     (run.checkpoints / "step-00000001" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
         Checkpointer(run, keep=1).load(trained(0))
 
 
-def test_what_a_killed_process_left_half_written_is_removed(run):
+def test_a_half_written_checkpoint_is_removed(run):
     save(run, 1)
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / ".step-00000002.writing")
     assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
@@ -149,7 +149,7 @@ def test_what_a_killed_process_left_half_written_is_removed(run):
 
 
 @pytest.mark.root
-def test_a_full_disk_keeps_the_checkpoint_before_and_says_so_in_one_line(disk_of):
+def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_of):
     small_disk = disk_of("1m")
     run = RunDirectory(small_disk / "run")
     run.create()
@@ -165,8 +165,8 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_so_in_one_line(disk_of
     assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
 
 
-def test_a_process_killed_while_saving_leaves_the_checkpoints_before_it(run):
-    """The process saves again and again, and is killed in the middle of it."""
+def test_a_process_killed_while_saving_leaves_the_earlier_checkpoints(run):
+    """The process saves repeatedly and is killed in the middle of a save."""
     program = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
         "from test_checkpoint import Checkpointer, RunDirectory, trained\n"

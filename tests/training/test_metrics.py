@@ -61,12 +61,12 @@ def test_weights_and_biases_works_offline_without_an_account(run, monkeypatch):
     assert log.stat().st_size > 0
 
 
-def test_tensorboard_can_be_left_out(run):
+def test_tensorboard_can_be_turned_off(run):
     write(run, [1], tensorboard=False)
     assert not (run.logs / "tensorboard").exists()
 
 
-def test_a_skipped_step_and_an_evaluation_are_said_in_the_log():
+def test_the_log_shows_skipped_steps_and_evaluations():
     line = format_record(
         record(3, skipped=True, eval_loss=1.5, mfu=0.412, memory_allocated_bytes=2**30, memory_peak_bytes=2**31)
     )

@@ -15,7 +15,7 @@ def training(**settings):
 
 
 @given(schedule=schedules, total=st.integers(1, 500), warmup=st.integers(0, 50), step=st.integers(1, 500))
-def test_the_rate_stays_between_nothing_and_the_peak(schedule, total, warmup, step):
+def test_the_rate_stays_between_zero_and_the_peak(schedule, total, warmup, step):
     rate = learning_rate(min(step, total), training(lr_schedule=schedule, warmup_steps=min(warmup, total)), total)
     assert 0 < rate <= 3e-4
 
@@ -28,7 +28,7 @@ def test_warmup_rises_in_equal_steps_to_the_peak(schedule, total):
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 3e-5), ("wsd", 3e-5), ("constant", 3e-4)])
-def test_the_last_step_has_the_rate_that_the_schedule_ends_at(schedule, last):
+def test_the_last_step_has_the_final_rate_of_its_schedule(schedule, last):
     assert learning_rate(200, training(lr_schedule=schedule), 200) == pytest.approx(last)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one plan is the checkpoint of every other."""
+"""A checkpoint of one plan loads under every other."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ PLANS = {
 
 
 def steps(path, plan, spec, first, last):
-    """Go on from the newest checkpoint, if any, to step ``last``, save it, and return losses, weights and moments."""
+    """Continue from the newest checkpoint, if any, to step ``last``; save it; return losses, weights and moments."""
     engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64)
     if first:
         engine.set_weights(undefined)
@@ -45,7 +45,7 @@ def steps(path, plan, spec, first, last):
 
 
 def everything(engine):
-    """Return every weight and moment that this rank has a part of, whole, by name."""
+    """Return the whole of every weight and moment that this rank has a part of, by name."""
     names = {parameter: name for name, parameter in engine.model.named_parameters()}
     tensors = dict(engine.model.named_parameters()) | {
         f"{names[parameter]}.{key}": value
@@ -91,7 +91,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("one", "other"), WAYS)
-def test_a_run_goes_on_under_another_plan_with_the_same_weights_moments_and_losses(path, tmp_path, one, other):
+def test_a_run_continues_under_another_plan_with_the_same_weights_moments_and_losses(path, tmp_path, one, other):
     _, _, saved = run_under(path, PLANS[one], UNTIED, 0, 3)
     losses, loaded, _ = run_under(path, PLANS[other], UNTIED, 3, 5)
     assert loaded.keys() == saved.keys()
@@ -106,7 +106,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_weights_moments_and_loss
     assert losses == pytest.approx(expected[3:], rel=1e-10)
 
 
-def test_a_tied_embedding_is_saved_once_and_found_by_both_ends_of_a_pipeline(path):
+def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(path):
     _, _, saved = run_under(path, PLANS["zero3 dp4"], TIED, 0, 2)
     _, loaded, _ = run_under(path, PLANS["tp2 pp2"], TIED, 2, 3)
     assert "output.weight" not in loaded

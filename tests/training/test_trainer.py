@@ -27,7 +27,7 @@ def run(tmp_path):
 
 
 class Counting:
-    """Batches that are a function of how many came before; some of them poisoned."""
+    """Batches that depend only on how many came before."""
 
     def __init__(self):
         self.taken = 0
@@ -96,7 +96,7 @@ def losses(run):
     return read_metrics(run).column("loss").to_pylist()
 
 
-def test_the_same_seed_gives_the_same_losses_and_weights_to_the_bit(tmp_path):
+def test_the_same_seed_gives_the_same_losses_and_weights_bit_for_bit(tmp_path):
     results = []
     for name in ("one", "other"):
         run = RunDirectory(tmp_path / name)
@@ -116,7 +116,7 @@ def test_another_seed_gives_other_losses(run, tmp_path):
     assert losses(run) != losses(other)
 
 
-def test_training_lowers_the_loss_of_a_batch_it_sees_again_and_again(run):
+def test_training_lowers_the_loss_of_a_repeated_batch(run):
     class Same(Counting):
         def next_batch(self):
             return batch(1)
@@ -126,7 +126,7 @@ def test_training_lowers_the_loss_of_a_batch_it_sees_again_and_again(run):
 
 
 @pytest.mark.parametrize("trained", [{}, {"strategy": "lora", "lora": {"lora_dropout": 0.2}}])
-def test_a_stopped_run_goes_on_to_the_bit(run, tmp_path, trained):
+def test_a_stopped_run_continues_bit_for_bit(run, tmp_path, trained):
     whole = RunDirectory(tmp_path / "whole")
     whole.create()
     undisturbed = trainer(whole, **trained)
@@ -145,13 +145,13 @@ def test_a_stopped_run_goes_on_to_the_bit(run, tmp_path, trained):
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_accumulated_gradients_are_those_of_the_whole_batch(microbatch_size):
+def test_accumulated_gradients_match_the_whole_batch(microbatch_size):
     """In float64, so that only the order of the sums differs: 1e-12 is some hundred roundings."""
 
     def stepped(size):
         engine = alone(BATCH_SIZE // size, torch.float64)
         whole = batch(3)
-        # rows of unequal numbers of targets: a mean of means would be another loss
+        # rows with unequal numbers of targets: a mean of means would be another loss
         whole.targets_BS[0, :9] = -100
         result = train_step(
             engine,
@@ -179,7 +179,7 @@ def test_gradients_are_clipped_to_their_global_norm():
     assert float(norms[0]) == pytest.approx(0.05, rel=1e-4)
 
 
-def test_the_loss_of_an_untrained_model_is_that_of_guessing():
+def test_an_untrained_model_has_the_loss_of_guessing():
     loss, num_targets = alone().evaluate([batch(1), batch(2)])
     assert loss / num_targets == pytest.approx(math.log(SPEC.vocab_size), rel=0.02)
     assert num_targets == 2 * BATCH_SIZE * (SEQ_LEN - 1)
@@ -209,12 +209,12 @@ def test_evaluation_happens_when_due_and_after_the_last_step(run):
     assert summary.eval_tokens == int(batch(99).num_targets())
 
 
-def test_nothing_is_dropped_out_of_an_evaluation(run, tmp_path):
+def test_evaluation_uses_no_dropout(run, tmp_path):
     evaluated = []
     for dropout in (0.0, 0.9):
         run = RunDirectory(tmp_path / str(dropout))
         run.create()
-        # steps of a size that no weight can be seen to take
+        # steps too small to change any weight
         settings = {"strategy": "lora", "lora": {"lora_dropout": dropout}, "learning_rate": 1e-30, "weight_decay": 0.0}
         one = trainer(run, steps=1, validation=lambda: [batch(99)], **settings)
         for name, parameter in one.engine.model.named_parameters():
@@ -226,7 +226,7 @@ def test_nothing_is_dropped_out_of_an_evaluation(run, tmp_path):
     assert trained_plain != trained_dropping
 
 
-def test_the_parts_of_a_step_make_up_its_time(run):
+def test_the_parts_of_a_step_add_up_to_its_time(run):
     trainer(run, steps=2).fit()
     for row in read_metrics(run).to_pylist():
         parts = row["data_seconds"] + row["forward_backward_seconds"] + row["optimizer_seconds"]
@@ -234,14 +234,14 @@ def test_the_parts_of_a_step_make_up_its_time(run):
         assert row["tokens_per_second"] == pytest.approx(BATCH_SIZE * SEQ_LEN / row["step_seconds"])
 
 
-def test_the_peak_is_never_below_what_is_held(run):
+def test_peak_memory_is_never_below_held_memory(run):
     trainer(run, steps=3).fit()
     for row in read_metrics(run).to_pylist():
         assert row["memory_peak_bytes"] >= row["memory_allocated_bytes"] > 0
 
 
 class Poisoned(Counting):
-    """From a given batch on, the model's weights meet a gradient that is not finite."""
+    """Makes a gradient of the model NaN for a range of batches."""
 
     def __init__(self, trainer_of, first, last):
         super().__init__()
@@ -256,7 +256,7 @@ class Poisoned(Counting):
         return super().next_batch()
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(run):
+def test_a_non_finite_step_is_skipped_and_the_run_continues(run):
     box = []
     one = trainer(run, steps=6, batches=Poisoned(lambda: box[0], 3, 4), max_skipped_steps=2)
     box.append(one)
@@ -266,7 +266,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(run):
     assert all(torch.isfinite(tensor).all() for tensor in one.engine.model.state_dict().values())
 
 
-def test_too_many_of_them_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(run):
+def test_too_many_non_finite_steps_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(run):
     box = []
     one = trainer(run, steps=20, batches=Poisoned(lambda: box[0], 7, 20), max_skipped_steps=2)
     box.append(one)
@@ -289,7 +289,7 @@ def test_timed_steps_are_counted_after_warmup_and_leave_no_trace(run):
     assert trainer(run, steps=2).step == 2
 
 
-def test_a_run_that_breaks_completes_the_checkpoint_being_written(run):
+def test_a_crashing_run_completes_the_checkpoint_being_written(run):
     one = trainer(run, checkpoint_every=3)
 
     class Broken(Counting):
@@ -299,7 +299,7 @@ def test_a_run_that_breaks_completes_the_checkpoint_being_written(run):
             return super().next_batch()
 
     one.batches = Broken()
-    one.checkpointer.poll = lambda: None  # as if the disk had not been fast enough
+    one.checkpointer.poll = lambda: None  # as if the disk were slow
     with pytest.raises(MemoryError):
         one.fit()
     assert trainer(run).step == 3
@@ -311,7 +311,7 @@ def test_the_held_out_loss_of_no_tokens_is_not_a_number(run):
     assert summary.eval_tokens == 0
 
 
-def test_a_run_begins_with_the_weights_of_another_and_needs_them_no_more_once_it_has_saved(run, tmp_path):
+def test_a_run_starts_with_the_weights_of_another_and_needs_them_only_until_it_has_saved(run, tmp_path):
     other = RunDirectory(tmp_path / "other")
     other.create()
     first = trainer(other, steps=3)
@@ -328,7 +328,7 @@ def test_a_run_begins_with_the_weights_of_another_and_needs_them_no_more_once_it
 
 
 @pytest.mark.parametrize("begins_with", ["seed", "checkpoint"])
-def test_adapters_go_on_over_the_frozen_weights_that_they_began_with(run, tmp_path, begins_with):
+def test_resumed_adapters_keep_their_frozen_base_weights(run, tmp_path, begins_with):
     other = RunDirectory(tmp_path / "other")
     other.create()
     trainer(other, steps=3, seed=7).fit()
@@ -343,6 +343,6 @@ def test_adapters_go_on_over_the_frozen_weights_that_they_began_with(run, tmp_pa
     assert changed == {name for name in before if "lora_" in name}
 
 
-def test_weights_that_are_gone_when_the_job_starts_are_one_line(run, tmp_path):
+def test_weights_missing_when_the_job_starts_are_one_line(run, tmp_path):
     with pytest.raises(WeightsError, match="does not exist; name a folder on this disk"):
         trainer(run, init_from=str(tmp_path / "gone"))

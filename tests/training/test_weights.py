@@ -1,4 +1,4 @@
-"""Weights in and out: the same on every rank of every plan as in the file, and back again to the bit."""
+"""Weights in and out: every rank of every plan has those of the file, and exports them bit for bit."""
 
 import json
 import logging
@@ -71,7 +71,7 @@ def lively(spec, seed=0):
 
 
 def save_folder(folder, model, dtype=torch.float32):
-    """Write two shards and an index, as the hub has them."""
+    """Write two shards and an index, as on the Hugging Face hub."""
     folder.mkdir()
     weights = {hugging_face_name(name): weight.detach().to(dtype) for name, weight in model.named_parameters()}
     names, weight_map = sorted(weights), {}
@@ -96,7 +96,7 @@ def whole(tensor):
 
 
 def differing(model, expected):
-    """Return the parameters of a rank's part of a model that are not those of the whole model, to the bit."""
+    """Return the parameters of a rank's part of a model that differ in any bit from the whole model."""
     weights = dict(expected.named_parameters())
     parts = {name: whole(parameter) for name, parameter in model.named_parameters()}
     assert parts
@@ -104,7 +104,7 @@ def differing(model, expected):
 
 
 def fill_under_every_plan(folders):
-    """Return, for each plan and source, which parameters of this rank are not those of the source."""
+    """Return, for each plan and source, the parameters of this rank that differ from the source."""
     wrong = {}
     for name, (plan, config) in PLANS.items():
         for kind, source in folders[config.model].items():
@@ -151,18 +151,18 @@ def train(engine, steps, plan=ALONE):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A tied and an untied run that have not begun."""
+    """A tied and an untied run that have not started."""
     return {config.model: new_run(tmp_path_factory.mktemp("trained") / "run", config) for config in (UNTIED, TIED)}
 
 
 @pytest.fixture(scope="module")
 def four_ranks(folders, runs):
-    """What each of four ranks found: parameters that are wrong, then weights that tp 2 x pp 2 trained."""
+    """Each of four ranks' wrong parameters, then its weights trained under tp 2 x pp 2."""
     return run_ranks(4, on_a_rank, folders, runs)
 
 
 def on_a_rank(folders, runs):
-    logging.disable(logging.WARNING)  # torch's, on how a sharded tensor is gathered for the comparison
+    logging.disable(logging.WARNING)  # torch warns about gathering a sharded tensor for the comparison
     trained = {
         config.model: train_under_a_plan(folders[config.model]["folder"], runs[config.model], config)
         for config in (UNTIED, TIED)
@@ -171,7 +171,7 @@ def on_a_rank(folders, runs):
 
 
 def train_under_a_plan(folder, run, config):
-    """Begin with the weights of a folder, train under tp 2 x pp 2, save, and return this rank's weights."""
+    """Start with the weights of a folder, train under tp 2 x pp 2, save, and return this rank's weights."""
     plan, _ = PLANS["tp2 pp2"]
     engine = native_engine(plan, config.spec)
     engine.set_weights(Pretrained(config.spec, folder).fill)
@@ -180,14 +180,14 @@ def train_under_a_plan(folder, run, config):
     return {name: whole(parameter).numpy() for name, parameter in engine.model.named_parameters()}
 
 
-def test_every_rank_of_every_plan_has_the_weights_of_one_process_to_the_bit(four_ranks):
+def test_every_rank_of_every_plan_has_the_weights_of_one_process_bit_for_bit(four_ranks):
     for rank, (wrong, _) in enumerate(four_ranks):
         assert len(wrong) == 2 * len(PLANS)
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
 
 
 @pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
-def test_what_tp2_pp2_trained_is_exported_and_taken_in_again_to_the_bit(four_ranks, folders, runs, tmp_path, config):
+def test_weights_trained_under_tp2_pp2_are_exported_and_loaded_bit_for_bit(four_ranks, folders, runs, tmp_path, config):
     trained = {
         name: torch.from_numpy(weight) for _, weights in four_ranks for name, weight in weights[config.model].items()
     }
@@ -200,7 +200,7 @@ def test_what_tp2_pp2_trained_is_exported_and_taken_in_again_to_the_bit(four_ran
 
 
 @pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
-def test_weights_are_those_of_the_file_converted_to_the_parameters_dtype(folders, config):
+def test_weights_match_the_file_converted_to_the_parameters_dtype(folders, config):
     folder = folders[config.model]["folder"]
     stored = {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -210,7 +210,7 @@ def test_weights_are_those_of_the_file_converted_to_the_parameters_dtype(folders
             assert torch.equal(parameter, stored[hugging_face_name(name)].to(dtype)), name
 
 
-def test_files_that_were_replaced_are_read_anew(tmp_path):
+def test_replaced_files_are_read_again(tmp_path):
     for seed in (0, 1):
         model = lively(TIED.spec, seed)
         folder = save_folder(tmp_path / "folder", model)
@@ -218,7 +218,7 @@ def test_files_that_were_replaced_are_read_anew(tmp_path):
         shutil.rmtree(folder)
 
 
-def test_reading_is_told_of_as_it_goes_on(folders, caplog, monkeypatch):
+def test_reading_reports_its_progress(folders, caplog, monkeypatch):
     monkeypatch.setattr("llama_core.training.weights.SECONDS_BETWEEN_LINES", 0.0)
     source = folders[TIED.model]["folder"]
     pretrained, model = Pretrained(TIED.spec, source), Llama(TIED.spec)
@@ -230,7 +230,7 @@ def test_reading_is_told_of_as_it_goes_on(folders, caplog, monkeypatch):
     assert caplog.messages[-1].startswith(f"weights of {source} read: ")
 
 
-def test_files_whose_tensors_are_not_aligned_are_read_all_the_same(tmp_path):
+def test_files_with_unaligned_tensors_can_be_read(tmp_path):
     model = lively(TIED.spec)
     file = save_folder(tmp_path / "folder", model) / "model-00001-of-00002.safetensors"
     content = file.read_bytes()
@@ -253,7 +253,7 @@ def logits_of_transformers(folder, tokens):
 
 
 @pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
-def test_logits_are_those_of_transformers_before_training_and_after_an_export(folders, tmp_path, config):
+def test_logits_match_transformers_before_training_and_after_an_export(folders, tmp_path, config):
     tokens = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
     source = folders[config.model]
     exported = export_run(RunDirectory(source["checkpoint"].parents[1]), tmp_path / "out")
@@ -273,7 +273,7 @@ def test_an_export_in_16_bits_is_rounded_once(run, tmp_path, dtype):
     assert AutoConfig.from_pretrained(tmp_path / "out").dtype == theirs
 
 
-def test_many_small_files_hold_what_one_file_holds(run, tmp_path):
+def test_many_small_files_hold_the_same_weights_as_one(run, tmp_path):
     checkpoint, told = Path(resolve_pretrained(str(run.path))), []
     for name, size in (("one", 10**9), ("many", 20_000)):
         (tmp_path / name).mkdir()
@@ -288,7 +288,7 @@ def test_many_small_files_hold_what_one_file_holds(run, tmp_path):
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in expected.parameters())
 
 
-def test_the_folder_has_what_transformers_looks_for(run, tmp_path):
+def test_the_exported_folder_has_the_files_transformers_needs(run, tmp_path):
     told = []
     out = export_run(run, tmp_path / "out", tell=told.append)
     assert sorted(path.name for path in out.iterdir()) == [
@@ -302,7 +302,7 @@ def test_the_folder_has_what_transformers_looks_for(run, tmp_path):
 
 
 def run_with(tmp_path, checkpoint, **data):
-    """A run of other data, with the weights of a checkpoint."""
+    """A run on other data, with the weights of a checkpoint."""
     config = RunConfig.from_mapping(TIED.model_dump() | {"data": data})
     run, engine = new_run(tmp_path / "run", config), native_engine(ALONE, TIED.spec)
     engine.set_weights(Pretrained(TIED.spec, checkpoint).fill)
@@ -311,7 +311,7 @@ def run_with(tmp_path, checkpoint, **data):
 
 
 @pytest.mark.parametrize("config", [None, {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 99}])
-def test_the_tokenizer_of_the_run_goes_with_its_weights(folders, tmp_path, config):
+def test_the_tokenizer_of_a_run_is_exported_with_its_weights(folders, tmp_path, config):
     from tokenizers import Tokenizer, models
 
     vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
@@ -338,7 +338,7 @@ def test_the_tokenizer_of_the_run_goes_with_its_weights(folders, tmp_path, confi
         ),
     ],
 )
-def test_where_the_tokenizer_is_not_known_the_weights_are_exported_without(folders, tmp_path, data, said):
+def test_weights_are_exported_without_an_unknown_tokenizer(folders, tmp_path, data, said):
     told = []
     out = export_run(run_with(tmp_path, folders[TIED.model]["checkpoint"], **data), tmp_path / "out", tell=told.append)
     assert any(line.startswith(said) for line in told)
@@ -358,7 +358,7 @@ def test_an_earlier_checkpoint_can_be_exported(folders, tmp_path):
         export_run(run, tmp_path / "3", step=3)
 
 
-def test_a_folder_with_files_is_left_alone_and_an_empty_one_is_taken(run, tmp_path):
+def test_a_folder_with_files_is_left_alone_and_an_empty_one_is_used(run, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
     (tmp_path / "empty").mkdir()
@@ -407,7 +407,9 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
         ),
     ],
 )
-def test_a_checkpoint_that_is_no_full_model_is_refused_and_nothing_is_left(folders, tmp_path, spoil, error, complaint):
+def test_a_checkpoint_that_is_not_a_full_model_is_refused_and_leaves_nothing(
+    folders, tmp_path, spoil, error, complaint
+):
     run = run_with(tmp_path, folders[TIED.model]["checkpoint"])
     spoil(run.checkpoints / "step-00000007")
     relist(run.checkpoints / "step-00000007")
@@ -422,7 +424,7 @@ def replaced(config, **changes):
 
 
 def relist(checkpoint):
-    """Have the checkpoint list its files as they are now."""
+    """Update the checkpoint's list of its files."""
     state = json.loads((checkpoint / "state.json").read_text())
     state["files"] = {name: (checkpoint / name).stat().st_size for name in state["files"]}
     (checkpoint / "state.json").write_text(json.dumps(state))
@@ -471,8 +473,8 @@ Pretrained(spec, folder / "out").fill(model)
 """
 
 
-def test_neither_way_holds_more_than_a_few_weights_in_memory(tmp_path):
-    """The system refuses the process private memory for more than three of the 58 matrices."""
+def test_import_and_export_hold_only_a_few_weights_in_memory(tmp_path):
+    """The system limits the process to private memory for three of the 58 matrices."""
     sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
     config = RunConfig.from_mapping(
         {"model": "llama3_8b", "architecture": sizes | {"ffn_size": 640, "vocab_size": 640}}
@@ -512,7 +514,7 @@ def with_deepspeed(sources, spec):
         return found
 
 
-def test_deepspeed_begins_with_the_same_weights(folders):
+def test_deepspeed_starts_with_the_same_weights(folders):
     sources = folders[TIED.model]
     for found in run_ranks(2, with_deepspeed, sources, TIED.spec):
         for kind, source in sources.items():
@@ -540,7 +542,7 @@ def train_with_deepspeed(run, config, stage):
 @pytest.mark.parametrize(
     ("stage", "precision", "strategy"), [(1, "fp32", "standard"), (2, "bf16", "lora"), (3, "bf16", "standard")]
 )
-def test_what_two_ranks_of_deepspeed_saved_is_read_and_exported_by_one_process(tmp_path, stage, precision, strategy):
+def test_one_process_reads_and_exports_a_checkpoint_of_two_deepspeed_ranks(tmp_path, stage, precision, strategy):
     lora = {"lora": {"target_modules": ["q_proj", "embed_tokens"]}} if strategy == "lora" else {}
     training = {"precision": precision, "seed": 3}
     config = RunConfig.from_mapping(UNTIED.model_dump() | {"strategy": strategy, "training": training} | lora)
@@ -548,7 +550,7 @@ def test_what_two_ranks_of_deepspeed_saved_is_read_and_exported_by_one_process(t
     weights, _ = run_ranks(2, train_with_deepspeed, run, config, stage)
     for source in (run.checkpoints / "step-00000002", export_run(run, tmp_path / "out")):
         if strategy == "lora" and source.name == "out":
-            break  # its base is drawn, and in no file
+            break  # its base is random and in no file
         read = dict(filled(config.spec, source).named_parameters())
         for name, weight in weights.items():
             assert torch.equal(read[name], torch.from_numpy(weight)), name
