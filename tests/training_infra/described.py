@@ -1,4 +1,4 @@
-"""The blocks of ``public_api.md``, and a place like the one they are run in: a directory with files of its own."""
+"""The blocks of ``public_api.md``, and a user's directory to run them in."""
 
 import json
 import re
@@ -14,7 +14,7 @@ class Block:
     """One fenced block."""
 
     name: str
-    """The headings it stands under, the page's title left out; numbered from the second of that name on."""
+    """The headings above it, without the page's title; numbered from the second of that name on."""
     language: str
     text: str
 

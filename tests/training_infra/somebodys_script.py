@@ -1,7 +1,7 @@
-"""Runs Python blocks one statement after the other in one namespace, as a user's script would that never gives up.
+"""Runs Python blocks one statement after the other in one namespace, and continues after errors.
 
-``python somebodys_script.py BLOCKS.json ENDS.json``: the blocks are a list of texts; of each comes back a list of its
-statements' first lines, and how each ended: null, or a record of the error.
+``python somebodys_script.py BLOCKS.json ENDS.json``: the blocks are a list of texts. For each, ENDS lists every
+statement's first line and how it ended: null, or a record of the error.
 """
 
 import ast
@@ -30,7 +30,7 @@ def run(statement, text, namespace):
 
 
 def supplied():
-    """Return what the page leaves to its reader: batches, and the functions of a pipeline's stage."""
+    """Return the names that the page leaves to its reader: batches, and the functions of a pipeline stage."""
     import torch
 
     batches = list(torch.randint(0, 1000, (4, 17), generator=torch.Generator().manual_seed(0)).split(2))

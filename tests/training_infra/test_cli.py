@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their output and exit codes."""
+"""The command line as a user sees it: real processes, their output and exit codes."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SMALL = [*FEW_PARAMETERS, "--device=cpu", "--seq-len=32", "--batch-size=2", "--s
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """Run the command line in an empty directory on the CPU, with a token cache of its own."""
+    """Run the command line in an empty directory on the CPU, with its own token cache."""
 
     def run(*arguments, **options):
         return subprocess.run(command(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False, **options)
@@ -99,14 +99,14 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_to_do(shell):
     assert "these would fit: parallel.gpus=128; launch.gpu_type=h200" in ended.stdout
 
 
-def test_an_estimate_gives_the_reasons_of_the_plan(shell):
+def test_an_estimate_gives_the_reasons_for_the_plan(shell):
     ended = shell("estimate-memory", "--model", "llama3_8b", "--gpus", "8")
     assert ended.returncode == 0
     assert "  recompute selective on " in ended.stdout
     assert "  cp 2: fewer than 8192 tokens per rank (sequence length 8192)" in ended.stdout
 
 
-def test_what_does_not_fit_is_not_trained_and_nothing_is_written(shell):
+def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
     ended = shell("train", "--model", "llama3_70b", "--device", "cpu")
     assert ended.returncode == 3
     assert ended.stderr.startswith("error: weights, gradients and moments alone take 1128.9")
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_not_trained_and_nothing_is_written(shell):
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
 )
-def test_a_wrong_request_is_one_line_each_exits_2_and_writes_nothing(shell, arguments, lines):
+def test_a_wrong_request_is_one_line_per_problem_exits_2_and_writes_nothing(shell, arguments, lines):
     ended = shell(*arguments)
     told = ended.stderr.splitlines()
     assert ended.returncode == 2
@@ -169,7 +169,7 @@ def test_a_wrong_request_is_one_line_each_exits_2_and_writes_nothing(shell, argu
     assert list(shell.path.iterdir()) == []
 
 
-def test_what_is_unlike_llama_in_a_folder_is_one_line_each_and_exits_2(shell):
+def test_each_difference_of_a_folder_from_llama_is_one_line_and_exits_2(shell):
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     unlike = {"model_type": "llama", "attention_bias": True, "hidden_act": "gelu"}
     (shell.path / "config.json").write_text(json.dumps(sizes | unlike))
@@ -222,7 +222,7 @@ def test_train_json_prints_one_record_of_everything(shell):
     assert set(record) == {"run_dir", *steps}
 
 
-def test_train_dry_run_says_what_the_dry_run_says_and_leaves_nothing(shell):
+def test_train_dry_run_prints_the_same_as_dry_run_and_leaves_nothing(shell):
     ended = shell("train", *SMALL, "--dry-run")
     assert ended.returncode == 0, ended.stderr
     without_times = partial(re.sub, r"(?<=counted in ).*", "")
@@ -231,12 +231,12 @@ def test_train_dry_run_says_what_the_dry_run_says_and_leaves_nothing(shell):
     assert list(shell.path.iterdir()) == []
 
 
-def test_the_long_names_of_dtypes_are_understood(shell):
+def test_the_long_names_of_dtypes_are_accepted(shell):
     ended = shell("train", *SMALL, "--dry-run", "--mixed-precision", "bfloat16")
     assert ended.returncode == 0, ended.stderr
 
 
-def test_data_with_no_document_are_one_line_and_nothing_is_written(shell):
+def test_data_without_a_document_is_one_line_and_nothing_is_written(shell):
     (shell.path / "empty.jsonl").write_text("\n")
     ended = shell("train", *SMALL, "--data", "empty.jsonl")
     assert ended.returncode == 2
@@ -246,7 +246,7 @@ def test_data_with_no_document_are_one_line_and_nothing_is_written(shell):
     assert "empty.jsonl:1" in ended.stderr
 
 
-def test_lines_that_cannot_be_used_are_said_and_the_rest_is_trained_on(shell):
+def test_unusable_lines_are_reported_and_the_rest_is_trained_on(shell):
     lines = [json.dumps({"text": f"line {number} " * 20}) for number in range(60)]
     (shell.path / "texts.jsonl").write_text("\n".join([*lines, "{", '{"txt": 1}']))
     ended = shell("train", *SMALL, "--steps", "2", "--data", "texts.jsonl")
@@ -255,7 +255,7 @@ def test_lines_that_cannot_be_used_are_said_and_the_rest_is_trained_on(shell):
     assert "texts.jsonl:61: invalid JSON" in ended.stderr
 
 
-def test_conversations_are_trained_and_evaluated_on_what_the_assistant_says(shell):
+def test_conversations_are_trained_and_evaluated_on_assistant_text(shell):
     said = [f"that is {2 * number}" for number in range(12)]
     chats = [
         {"messages": [{"role": "user", "content": f"twice {n}?"}, {"role": "assistant", "content": text}]}
@@ -279,7 +279,7 @@ def test_conversations_are_trained_and_evaluated_on_what_the_assistant_says(shel
     assert record["data"]["conversations"]["num_conversations"] == 15
 
 
-def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_go_on(shell):
+def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_continue(shell):
     process = subprocess.Popen(
         shell.command("train", *SMALL, "--steps", "100000"),
         cwd=shell.path,
@@ -319,7 +319,7 @@ def test_a_report_can_be_written_again(shell):
     assert (shell.path / "mine" / "report.html").exists()
 
 
-def test_weights_go_out_to_a_folder_and_come_in_again(shell):
+def test_weights_are_exported_to_a_folder_and_loaded_again(shell):
     assert shell("train", *SMALL, "--steps=2", "--run-dir=first").returncode == 0
     exported = shell("export-hf", "first", "--out", "hub")
     assert exported.returncode == 0, exported.stderr
@@ -336,7 +336,7 @@ def test_weights_go_out_to_a_folder_and_come_in_again(shell):
     assert f"weights of {shell.path / 'hub'} read: " in shell("logs", "second", "--lines=99").stdout
 
 
-def test_adapters_go_out_alone_or_merged_and_come_in_only_as_what_they_are(shell):
+def test_adapters_are_exported_alone_or_merged_and_loaded_only_with_their_settings(shell):
     lora = ["--strategy=lora", "--lora-rank=4", "--steps=1"]
     assert shell("train", *SMALL, *lora, "--run-dir=first").returncode == 0
     checkpoint = "first/checkpoints/step-00000001"
@@ -364,7 +364,7 @@ def test_benchmark_times_steps_without_training(shell):
     assert record["tokens_per_second"] == pytest.approx(64 / record["median_seconds"])
 
 
-def test_a_dry_run_counts_what_the_estimate_says(shell):
+def test_a_dry_run_agrees_with_the_estimate(shell):
     told = json.loads(shell("dry-run", *SMALL, "--json").stdout)
     assert told["dry_run"]["peak_bytes"] == pytest.approx(told["estimate"]["peak_bytes"], rel=0.05)
     assert told["fits"]
@@ -377,7 +377,7 @@ def test_a_dry_run_under_deepspeed_is_the_estimate_alone_and_says_so(shell):
     assert told.splitlines()[-1] == "note: dry run skipped: DeepSpeed needs real ranks"
 
 
-def test_a_dry_run_of_a_pipeline_has_every_rank_a_verdict_and_a_twin(shell):
+def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
     flags = ("--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2", "--batch-size=4")
     told = shell("dry-run", *SMALL, *flags, "--twin").stdout
     rows = told[told.index("pipeline rank") :].splitlines()[1:3]
@@ -386,14 +386,14 @@ def test_a_dry_run_of_a_pipeline_has_every_rank_a_verdict_and_a_twin(shell):
     assert re.search(r"^verdict: +peak .* fits the .* of this machine's memory$", told, re.MULTILINE)
 
 
-def test_a_gpu_that_is_not_here_can_be_rehearsed_for(shell):
+def test_a_dry_run_can_target_an_absent_gpu(shell):
     few = [*FEW_PARAMETERS, "--seq-len=32", "--batch-size=2"]
     ended = shell("dry-run", *few, "--gpu-type", "h200")
     assert ended.returncode == 0, ended.stderr
     assert "fits the 130.32 GiB of H200 141 GB" in ended.stdout
 
 
-def test_a_run_told_to_end_stops_its_job_too(shell):
+def test_a_terminated_command_stops_its_job(shell):
     process = subprocess.Popen(shell.command("train", *SMALL, "--steps", "100000"), cwd=shell.path)
     wait_for_a_step(shell.path)
     process.terminate()
@@ -401,14 +401,14 @@ def test_a_run_told_to_end_stops_its_job_too(shell):
     assert read_outcome(only_run(shell.path)).status == "cancelled"
 
 
-def test_validate_environment_lists_what_was_found(shell):
+def test_validate_environment_lists_its_findings(shell):
     ended = shell("validate-environment")
     assert ended.returncode == 0, ended.stdout
     assert "environment ready for training" in ended.stdout
     assert "torch" in ended.stdout
 
 
-def test_output_into_a_closed_pipe_is_no_traceback(shell):
+def test_output_into_a_closed_pipe_prints_no_traceback(shell):
     ended = subprocess.run(
         f"{sys.executable} -m training_infra.cli models | head -n 1",
         shell=True,

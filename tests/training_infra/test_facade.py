@@ -1,4 +1,4 @@
-"""The names of the public description beside the orchestrator: what they take, and that it takes effect."""
+"""The public names beside the orchestrator: their arguments are checked and take effect."""
 
 import subprocess
 import sys
@@ -23,14 +23,14 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_the_packages_of_the_facade_cost_nothing_to_import():
+def test_importing_the_facade_loads_neither_torch_nor_pydantic():
     packages = ("training_infra", "training_infra.distributed", "training_infra.models", "training_infra.parallelism")
     code = f"import sys, {', '.join(packages)}; assert not {{'torch', 'pydantic'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("package", ["training_infra", "training_infra.distributed", "training_infra.parallelism"])
-def test_every_name_of_a_package_is_there(package):
+def test_every_exported_name_of_a_package_exists(package):
     module = __import__(package, fromlist=["__all__"])
     assert set(module.__all__) == set(module._HOMES)
     assert all(getattr(module, name) is not None for name in module.__all__)
@@ -57,12 +57,12 @@ def test_an_instruct_405b_is_trained_on_conversations():
     assert training_infra.create_llama3_405b_orchestrator(64, instruct=True).config.spec.instruct
 
 
-def test_an_unknown_size_is_refused_with_those_there_are():
+def test_an_unknown_size_suggests_the_nearest_one():
     with pytest.raises(ConfigError, match="unknown model 'tiny_llama3_51m'; did you mean 'tiny_llama3_50m'"):
         training_infra.create_tiny_llama3_orchestrator(size="51m")
 
 
-def test_a_training_config_is_settings_by_their_short_names_and_names_the_run():
+def test_a_training_config_takes_short_setting_names_and_names_the_run():
     config = TrainingConfig(model_name="mine", batch_size=4, learning_rate=1e-5)
     assert (config.model_name, config.batch_size, config.learning_rate, config.epochs) == ("mine", 4, 1e-5, 1.0)
     one = training_infra.LlamaTrainingOrchestrator("tiny_llama3_50m", training_config=config, batch_size=8)
@@ -72,7 +72,7 @@ def test_a_training_config_is_settings_by_their_short_names_and_names_the_run():
         _ = config.batchsize
 
 
-def test_a_training_config_that_is_wrong_is_refused_where_it_is_made():
+def test_a_wrong_training_config_is_refused_when_built():
     with pytest.raises(ConfigError, match="unknown setting 'learning_rat'; did you mean 'learning_rate'"):
         TrainingConfig(learning_rat=1)
     with pytest.raises(ConfigError, match=r"training\.epochs=0"):
@@ -96,14 +96,14 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize(("config", "keys"), CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
-def test_a_distributed_config_takes_effect_where_it_is_assigned(config, keys):
+def test_a_distributed_config_takes_effect_when_assigned(config, keys):
     one = training_infra.quick_start("llama2_7b", num_gpus=1)
     one.distributed_config = config
     assert one.distributed_config == one.config.parallel == config
     assert {key: getattr(one.config.parallel, key) for key in keys} == keys
 
 
-def test_the_plan_is_as_the_distributed_config_has_it(capsys):
+def test_the_plan_follows_the_distributed_config(capsys):
     one = training_infra.quick_start("llama2_13b", num_gpus=8)
     one.distributed_config = ConfigurationFactory.create_hybrid_parallel_config(4, 2, 1, zero_stage=3)
     one.print_configuration()
@@ -122,7 +122,7 @@ def test_wrong_distributed_configs_are_refused():
         one.distributed_config = ConfigurationFactory.create_data_parallel_config(2)
 
 
-def test_without_auto_configuration_degrees_that_are_not_asked_for_are_1():
+def test_without_auto_configuration_unset_degrees_are_1():
     def degrees(**settings):
         parallel = training_infra.quick_start("llama3_8b", num_gpus=8, **settings).config.parallel
         return parallel.tp, parallel.pp, parallel.cp
@@ -135,7 +135,7 @@ def test_without_auto_configuration_degrees_that_are_not_asked_for_are_1():
     assert (one.config.parallel.tp, one.config.parallel.pp) == (2, 1)
 
 
-def test_a_configuration_is_planned_where_the_devices_are_not(capsys):
+def test_a_configuration_is_planned_without_its_devices(capsys):
     training_infra.create_llama3_405b_orchestrator(num_gpus=64).print_configuration()
     printed = capsys.readouterr().out
     assert "default   launch.gpu_type=h100 (no device here)" in printed
@@ -143,7 +143,7 @@ def test_a_configuration_is_planned_where_the_devices_are_not(capsys):
     assert "does not fit" in printed
 
 
-def test_what_the_devices_are_not_here_for_is_refused_in_arguments_of_python():
+def test_training_without_the_devices_is_refused_in_python_spelling():
     with pytest.raises(EnvironmentMismatchError) as caught:
         training_infra.create_llama3_8b_orchestrator(num_gpus=4).launch_training()
     assert str(caught.value).startswith('num_gpus=4: this machine has no CUDA device; add device="cpu" for 4 CPU')
@@ -205,7 +205,7 @@ def test_a_model_and_a_configuration_that_disagree_are_refused():
         create_distributed_trainer(model, distributed_config=ConfigurationFactory.create_tensor_parallel_config(4))
 
 
-def test_an_adaptive_trainer_searches_what_is_open_and_a_standard_one_takes_it_as_given():
+def test_an_adaptive_trainer_searches_open_settings_and_a_standard_one_fixes_them():
     def parallel(kind):
         return create_distributed_trainer(create_tiny_llama3_parallel(), trainer_type=kind).orchestrator.config.parallel
 
@@ -214,7 +214,7 @@ def test_an_adaptive_trainer_searches_what_is_open_and_a_standard_one_takes_it_a
         parallel("adaptiv")
 
 
-def test_a_trainer_without_data_trains_on_the_sample_says_so_and_the_model_has_the_weights(capsys, tmp_path):
+def test_a_trainer_without_data_says_it_uses_the_sample_and_fills_the_model(capsys, tmp_path):
     import json
 
     from transformers import LlamaConfig
@@ -257,7 +257,7 @@ def test_callbacks_run_once_for_each_chunk_and_microbatch_in_the_order_of_the_st
     assert calls.count("F3") == calls.count("B3") == chunks
 
 
-def test_results_are_those_of_the_last_chunk():
+def test_results_come_from_the_last_chunk():
     count = iter(range(100))
     one = scheduler("interleaved")
     results = one.execute_schedule(lambda microbatch: next(count), lambda output: None, lambda: None, range(8))
@@ -267,7 +267,7 @@ def test_results_are_those_of_the_last_chunk():
     assert results == [places[number] for number in range(8)]
 
 
-def test_the_printed_bubble_is_the_clocks(capsys):
+def test_the_printed_bubble_matches_the_simulated_one(capsys):
     one = scheduler()
     one.print_metrics()
     assert f"bubble {simulate(one.schedule).bubble_ratio:.1%}" in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_the_printed_bubble_is_the_clocks(capsys):
         (lambda: scheduler().execute_schedule(None, None, None, [1]), "1 microbatches for a schedule of 8"),
     ],
 )
-def test_what_a_scheduler_cannot_do_is_refused(make, message):
+def test_an_impossible_scheduler_request_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

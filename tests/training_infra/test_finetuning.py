@@ -1,4 +1,4 @@
-"""Fine-tuning as a user does it, from a Hugging Face folder to what PEFT and transformers load."""
+"""Fine-tuning as a user does it, from a Hugging Face folder to exports that PEFT and transformers load."""
 
 import json
 import os
@@ -45,7 +45,7 @@ TRAIN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty directory but for a small model with random weights, and conversations."""
+    """A directory with a small random model and conversations."""
     path = tmp_path_factory.mktemp("finetuning")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
@@ -69,7 +69,7 @@ def shell(folder, *arguments):
 
 
 def kill_a_rank(run):
-    """Kill one worker of a run with -9, once there is a checkpoint to go on from."""
+    """Kill one worker of a run with -9, once there is a checkpoint to resume from."""
     while not (run / "checkpoints" / "step-00000004" / "state.json").exists():
         time.sleep(0.05)
     for process in psutil.process_iter():
@@ -84,7 +84,7 @@ def kill_a_rank(run):
 
 @pytest.fixture(scope="module")
 def tuned(folder):
-    """A run of tp 2 x dp 2 that was killed, and what it said when it was started and when it went on."""
+    """A killed and resumed run of tp 2 x dp 2, with its output before the kill and after the resume."""
     first = subprocess.Popen(
         command("train", "--init-from=base", *TRAIN, "--run-dir=tuned"),
         cwd=folder,
@@ -101,14 +101,14 @@ def tuned(folder):
     return RunDirectory(folder / "tuned"), said, resumed.stdout
 
 
-def test_a_run_says_what_it_begins_with_and_what_is_tuned_by_default(tuned, folder):
+def test_a_run_prints_its_initial_weights_and_fine_tuning_defaults(tuned, folder):
     _, said, _ = tuned
     assert f"weights   of {folder / 'base'}\n" in said
     assert "default   training.weight_decay=0 (fine-tuning)\n" in said
     assert "; 48 conversations (" in said
 
 
-def test_a_run_that_was_killed_trains_every_step_and_learns(tuned):
+def test_a_killed_and_resumed_run_trains_every_step_once_and_learns(tuned):
     run, _, _ = tuned
     steps = read_metrics(run).column("step").to_pylist()
     losses = read_metrics(run).column("loss").to_pylist()
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_trains_every_step_and_learns(tuned):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_what_is_exported_computes_in_peft_and_transformers_what_was_trained(tuned, folder):
+def test_exports_compute_the_trained_logits_in_peft_and_transformers(tuned, folder):
     run, _, _ = tuned
     for flags in (["--out=adapters"], ["--out=merged", "--merged"]):
         done = shell(folder, "export-hf", "tuned", *flags)
@@ -135,7 +135,7 @@ def test_what_is_exported_computes_in_peft_and_transformers_what_was_trained(tun
     assert (ours - untuned).abs().max() > 0.01
 
 
-def test_adapters_take_less_memory_than_a_whole_model_as_it_was_estimated(folder):
+def test_adapters_save_the_estimated_memory(folder):
     measured, estimated = {}, {}
     for strategy in ("standard", "lora"):
         sizes = ["--seq-len=64", "--batch-size=2", "--steps=2", "--set=training.eval_sequences=1"]
@@ -145,13 +145,13 @@ def test_adapters_take_less_memory_than_a_whole_model_as_it_was_estimated(folder
         trained = read_json(folder / strategy / "training.json")
         measured[strategy] = trained["memory_peak_bytes"] - trained["memory_baseline_bytes"]
         estimated[strategy] = read_json(folder / strategy / "estimate.json")["peak_bytes"]
-    # the C library keeps some of what it is given back
+    # the C library keeps some freed memory
     saved, expected = (peaks["standard"] - peaks["lora"] for peaks in (measured, estimated))
     assert saved == pytest.approx(expected, rel=0.3)
     assert measured["lora"] < 0.5 * measured["standard"]
 
 
-def test_adapters_of_70b_are_rehearsed_as_they_were_estimated(folder):
+def test_the_rehearsal_of_70b_adapters_matches_the_estimate(folder):
     flags = ["--strategy=lora", "--lora-rank=64", "--gpus=8", "--set=architecture.num_layers=8", "--dry-run", "--json"]
     done = shell(folder, "train", "--model=llama3_70b_instruct", *flags)
     assert done.returncode == 0, done.stderr

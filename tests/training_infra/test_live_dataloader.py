@@ -1,4 +1,4 @@
-"""A dataloader that lives in the caller's process, for several devices: the numbers are those of one process."""
+"""A dataloader in the caller's process, for several devices: the numbers match those of one process."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def batches(rows=14):
 
 
 class Shuffled:
-    """Gives its batches in another order in every process."""
+    """Gives its batches in a different order in every process."""
 
     def __iter__(self):
         order = torch.randperm(4, generator=torch.Generator().manual_seed(os.getpid()))
@@ -52,7 +52,7 @@ def losses(one):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The losses of one process, and then the one on the held-out batches."""
+    """The losses of one process, then its held-out loss."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("alone"))
         one = orchestrator(1, steps=6)
@@ -61,20 +61,20 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("degrees", [{}, {"pp": 2, "tp": 1}], ids=["data-parallel", "pipeline"])
-def test_ranks_that_are_started_here_train_as_one_process_does(alone, degrees):
+def test_local_ranks_train_as_one_process_does(alone, degrees):
     one = orchestrator(2, steps=6, **degrees)
     summary = one.launch_training(batches(), batches(6))
     assert [*losses(one), summary.eval_loss] == pytest.approx(alone, rel=1e-4)  # sums in another order
     assert RunDirectory(one.run_dir).report.exists()
 
 
-def test_a_function_that_makes_the_loader_is_called_there_and_shuffled_batches_are_shared():
+def test_ranks_call_a_loader_function_and_share_its_batches():
     one = orchestrator(2, steps=2)
     one.launch_training(Shuffled)
     assert len(losses(one)) == 2
 
 
-def test_a_loader_that_cannot_be_sent_is_refused_with_the_line_that_starts_the_ranks(tmp_path):
+def test_a_loader_that_cannot_be_pickled_is_refused_with_the_torchrun_command(tmp_path):
     class Here(list):
         def __reduce__(self):
             raise TypeError("it holds a socket")
@@ -91,7 +91,7 @@ def test_a_larger_batch_than_the_first_is_refused():
     assert "\n" not in str(caught.value)
 
 
-def test_slurm_is_not_asked_to_start_ranks_for_a_loader():
+def test_slurm_starts_no_ranks_for_a_loader():
     with pytest.raises(ConfigError, match=r"launcher=slurm: a job cannot read the dataloader.*srun --ntasks=2"):
         orchestrator(2, launcher="slurm").launch_training(batches())
 
@@ -126,7 +126,7 @@ def torchrun(tmp_path, num_ranks, gpus):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500)
 
 
-def test_under_torchrun_the_ranks_are_those_that_were_started(tmp_path, alone):
+def test_under_torchrun_the_started_processes_are_the_ranks(tmp_path, alone):
     done = torchrun(tmp_path, 2, 2)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):

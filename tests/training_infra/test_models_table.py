@@ -1,4 +1,4 @@
-"""The fewest GPUs that each model can be trained on, as listed and as the README has them."""
+"""The fewest GPUs that can train each model, as listed and as shown in the README."""
 
 import json
 from pathlib import Path
@@ -41,12 +41,12 @@ def test_a_model_that_fits_one_device_needs_one():
     assert least_devices(request("tiny_llama3_50m", 1), H100).gpus == 1
 
 
-def test_the_table_of_the_readme_is_the_one_that_is_computed(capsys):
+def test_the_readmes_table_is_the_computed_one(capsys):
     assert main(["models", "--markdown"]) == 0
     assert capsys.readouterr().out in README.read_text(), "training-infra models --markdown makes the README's table"
 
 
-def test_larger_devices_do_with_fewer(capsys):
+def test_no_model_needs_more_of_a_larger_device(capsys):
     def fewest(gpu_type):
         assert main(["models", "--gpu-type", gpu_type, "--json"]) == 0
         return {name: one["min_gpus_full"] for name, one in json.loads(capsys.readouterr().out).items()}

@@ -36,7 +36,7 @@ def losses(orchestrator):
     return read_metrics(RunDirectory(orchestrator.run_dir)).column("loss").to_pylist()
 
 
-def test_every_name_of_the_package_is_there():
+def test_every_exported_name_of_the_package_exists():
     assert all(getattr(training_infra, name) for name in training_infra.__all__)
     assert set(training_infra.__all__) == set(training_infra._HOMES)
 
@@ -77,7 +77,7 @@ def test_the_configuration_is_printed_with_its_plan_and_memory(capsys):
         assert word in printed
 
 
-def test_the_dry_run_counts_what_the_estimate_says():
+def test_the_dry_run_agrees_with_the_estimate():
     one = orchestrator(batch_size=4, seq_len=64)
     assert one.dry_run().profile.peak_bytes == pytest.approx(one.estimate_memory().profile.peak_bytes, rel=0.05)
 
@@ -108,8 +108,8 @@ def test_a_shorter_last_batch_is_trained_on_too():
     assert (summary.steps, summary.tokens) == (3, 10 * (tokens().shape[1] - 1))
 
 
-def test_targets_that_are_masked_are_not_trained_on():
-    """The loss of half a batch is that of the half alone."""
+def test_masked_targets_are_not_trained_on():
+    """Masking half of a batch gives the loss of the other half alone."""
     half = batches(1)[0].clone()
     mask = torch.ones_like(half)
     mask[:, 9:] = 0
@@ -136,7 +136,7 @@ def test_training_without_a_loader_is_a_job_on_the_sample():
     assert RunDirectory(one.run_dir).job.exists()
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path):
     class Interrupted(list):
         """Raises a real interrupt after some batches, as Ctrl-C does."""
 
@@ -175,7 +175,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         ([torch.full((2, 9), -5)], "token -5 is not in the model's vocabulary of 128"),
     ],
 )
-def test_a_loader_that_gives_no_batches_of_tokens_is_refused_in_one_line(tmp_path, loader, message):
+def test_a_loader_without_token_batches_is_refused_in_one_line(tmp_path, loader, message):
     with pytest.raises(DataError, match=message):
         orchestrator().launch_training(loader)
     assert not (tmp_path / "runs").exists()
@@ -188,7 +188,7 @@ def test_a_wrong_validation_loader_is_refused_before_training(tmp_path):
         assert not (tmp_path / "run" / "training.json").exists()
 
 
-def test_a_run_on_a_loader_says_how_it_goes_on_from_python(tmp_path):
+def test_a_run_on_a_loader_says_how_to_continue_from_python(tmp_path):
     config = orchestrator().config.with_overrides("data.source=dataloader", "training.steps=3")
     run = RunDirectory(tmp_path)
     run.config.write_text(config.to_yaml())
@@ -204,7 +204,7 @@ def test_requirements_are_numbers_and_sentences():
     assert isinstance(needs["recommendations"], list)
 
 
-def test_what_does_not_fit_comes_with_a_recommendation():
+def test_a_model_that_does_not_fit_gets_a_recommendation():
     needs = training_infra.estimate_requirements("llama3_8b", num_gpus=1, gpu_type="h100")
     assert needs["fits"] is False
     assert "128.5 GB" in needs["recommendations"][0]
@@ -228,7 +228,7 @@ class Stream(IterableDataset):
         yield from tokens()
 
 
-def test_loaders_over_a_stream_train_for_the_steps_asked_for():
+def test_loaders_over_a_stream_train_for_the_requested_steps():
     loader = DataLoader(Stream(), batch_size=4)
     with pytest.raises(ConfigError, match="the dataloader has no length"):
         orchestrator().launch_training(loader)

@@ -1,8 +1,8 @@
-"""The project's public description, held to its word: every block of ``public_api.md`` works, or it is listed why not.
+"""The project's public description: every block of ``public_api.md`` works, or a list here says why not.
 
-Python runs in the order of the page in one namespace, statement by statement, and commands one by one, in a directory
-that holds somebody's own ``tasks.py``, ``reports.py`` and ``flows.py``. There is no GPU: what needs one is refused in
-one line. ``pytest -v -rA`` lists every block with its verdict.
+Python runs in page order in one namespace, statement by statement. Commands run one by one, in a directory that holds
+a user's own ``tasks.py``, ``reports.py`` and ``flows.py``. There is no GPU: a block that needs one is refused in one
+line. ``pytest -v -rA`` lists every block with its verdict.
 """
 
 import json
@@ -46,7 +46,7 @@ ABSENT = {
     },
     "LLaMA 3 Quick Examples / Manual Trainer Creation": {"trainer.fit()": absent(2)},
 }
-"""Statements that this machine is too small for: the beginning of the one line they are refused with."""
+"""Statements that this machine is too small for, with the start of the one line that refuses them."""
 
 REFUSED = {
     "train --model llama3_8b --gpus 4 --data path/to/training_data.jsonl --strategy standard": NO_CUDA.format(4),
@@ -62,7 +62,7 @@ REFUSED = {
         "launch.nodes=8: the local launcher uses only this machine; use --launcher slurm"
     ),
 }
-"""Commands that this machine is too small for, alike."""
+"""Commands that this machine is too small for, with the start of the one line that refuses them."""
 
 REHEARSED = ["--dry-run", "--seq-len=64"]
 A_STEP = ["--steps=1", "--seq-len=8", *(f"--set={key}" for key in ("training.eval_sequences=2", "benchmark.steps=1"))]
@@ -81,7 +81,7 @@ NOT_OURS = {
     "cd": "enters the repository",
     "pre-commit": "writes into the checkout's .git: its configuration is looked for",
 }
-"""Programs of the installation that are not run, and what takes their place."""
+"""Installation programs that are not run, and what is checked instead."""
 
 EXPERTS = ("strategy=moe: memory can be estimated", "mixtures of experts are estimated, but not trained yet")
 WAITING = {
@@ -89,7 +89,7 @@ WAITING = {
         "orchestrator.launch_training(train_dataloader, val_dataloader)": EXPERTS,
     },
 }
-"""Exemptions: statements that do not work yet, by block: how the one line begins that they end with, and why."""
+"""Exemptions: statements that do not work yet, by block, with the start of their one-line error and the reason."""
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def ends_of_python(place):
 
 
 def verdict(end, absent, waiting=None):
-    """Return how a statement or command is judged, given how it ended and how that is listed."""
+    """Return the verdict on a statement or command, given how it ended and how it is listed."""
     begins, why = waiting or (absent, "this machine has not the devices")
     if begins is None:
         return end or "runs"
@@ -162,7 +162,7 @@ def test_every_command_of_the_page_works_or_is_listed(place, command):
     assert ended.returncode in {0, 2, 3}
 
 
-def test_no_command_is_listed_that_the_page_has_not():
+def test_every_listed_command_is_on_the_page():
     assert {*REFUSED, *SHORTENED} <= COMMANDS.keys()
 
 
@@ -170,7 +170,7 @@ FLAGS = [command for block in blocks("bash") for command in block.commands if co
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_every_flag_of_the_page_is_one_of_train(flag):
+def test_every_flag_of_the_page_is_a_flag_of_train(flag):
     options = cli._parser().parse_args(["train", "--gpus=4", *shlex.split(flag)])
     cli._config(options)
 
@@ -184,12 +184,12 @@ def others():
     ]
 
 
-def test_nothing_else_is_run_than_the_programs_of_an_installation():
+def test_the_other_commands_of_the_page_are_installation_programs():
     assert {words[0] for words in others()} == set(NOT_OURS)
     assert (PROJECT.parent / ".pre-commit-config.yaml").exists()
 
 
-def test_what_the_page_installs_is_what_the_project_needs_and_offers():
+def test_the_page_installs_the_projects_own_requirements_and_extras():
     project = tomllib.loads(PROJECT.read_text())["project"]
     named = {word for words in others() if words[0] == "pip" for word in words[2:]}
     extras = {extra for word in named for extra in re.findall(r"\w+", word.partition("[")[2])}

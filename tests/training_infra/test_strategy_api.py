@@ -9,7 +9,7 @@ from training_infra import LlamaTrainingOrchestrator, TrainingStrategy, estimate
 from training_infra.cli import main
 
 
-def test_adapters_of_70b_are_estimated_from_python_and_from_the_command_line_alike(capsys):
+def test_python_and_the_command_line_estimate_70b_adapters_alike(capsys):
     strategy = TrainingStrategy(name="lora", parameters={"lora_rank": 64, "lora_alpha": 128})
     plan = {"tp": 8, "recompute": "full"}
     needs = estimate_requirements("llama3_70b", num_gpus=8, gpu_type="h100", strategy=strategy, **plan)

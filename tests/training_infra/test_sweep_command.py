@@ -45,14 +45,14 @@ def resume(sweep, capsys):
     return {element["name"]: element for element in json.loads(capsys.readouterr().out)["elements"]}
 
 
-def test_every_element_is_timed_and_what_cannot_be_run_is_skipped(finished, capsys):
+def test_every_possible_element_is_timed_and_the_impossible_one_skipped(finished, capsys):
     elements = resume(finished, capsys)
     assert {name: elements[name]["outcome"]["status"] for name in NAMES} == dict.fromkeys(NAMES, "finished")
     assert all(len(elements[name]["benchmark"]["step_seconds"]) == 3 for name in NAMES)
     assert "not a multiple of 3" in elements["microbatch_size=3"]["skipped"]
 
 
-def test_all_elements_arrive_in_one_report(finished):
+def test_all_elements_appear_in_one_report(finished):
     page = finished.report.read_text()
     assert "3 of 3 timed" in page
     assert all(page.count(name) >= 3 for name in NAMES)
@@ -69,7 +69,7 @@ def test_a_finished_sweep_runs_nothing_again(finished, capsys):
     assert {name: read_json(finished.run(name).job) for name in NAMES} == before
 
 
-def test_only_what_is_not_finished_runs_again(finished, capsys):
+def test_only_unfinished_elements_run_again(finished, capsys):
     before = {name: read_json(finished.run(name).job) for name in NAMES}
     finished.run(NAMES[1]).benchmark.unlink()
     elements = resume(finished, capsys)
