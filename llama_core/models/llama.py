@@ -176,8 +176,10 @@ def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: in
 
 
 def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:
-    if parameter.ndim == 1:
+    if name.endswith("norm.weight"):
         nn.init.ones_(parameter)
+    elif parameter.ndim == 1:
+        raise NotImplementedError(f"{name} has no initial values yet")
     elif name == "tok_embeddings.lora_B.weight":
         _draw_truncated_normal_(parameter, 1.0, generator)
     elif name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llama_core.config.models import model_names, model_spec
-from llama_core.models.llama import Llama, build_llama, initialize_weights
+from llama_core.models.llama import Llama, build_llama, initialize_parameter, initialize_weights
 
 TIED = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=256)
 UNTIED = replace(TIED, tied_embeddings=False)
@@ -129,6 +129,11 @@ def test_initial_weights_have_the_stated_moments_and_cut():
         assert weight.mean().item() == pytest.approx(expected[0], abs=sampling_error), name
         assert weight.std().item() == pytest.approx(expected[1], abs=sampling_error), name
         assert weight.abs().max().item() <= expected[2] * (1 + 1e-6), name
+
+
+def test_a_vector_that_is_not_a_norms_gets_no_initial_values_by_accident():
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.attention\.wq\.bias has no initial values"):
+        initialize_parameter("layers.0.attention.wq.bias", torch.empty(4), TIED, seed=0)
 
 
 def test_initial_weights_depend_on_seed_and_name_but_not_on_other_layers():
