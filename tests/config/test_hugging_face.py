@@ -1,10 +1,12 @@
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hugging_face import is_folder, read_folder
-from llama_core.config.models import LinearScaling
+from llama_core.config.models import LinearScaling, ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 
@@ -86,6 +88,11 @@ def test_adapters_bring_their_base_and_their_settings(folder, tmp_path):
 def test_a_damaged_file_brings_nothing(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).model == RunConfig().model
+
+
+def test_a_run_records_every_trait_of_its_model():
+    written_elsewhere = {"name", "family", "default_seq_len", "lora", "moe"}
+    assert {trait.name for trait in fields(ModelSpec)} - written_elsewhere <= set(ArchitectureConfig.model_fields)
 
 
 def test_settings_override_those_of_the_folder(folder):

@@ -26,6 +26,10 @@ PARAMETERS = {
 }
 
 
+def test_the_parameter_count_of_each_variant_is_written_down():
+    assert PARAMETERS.keys() == set(model_names())
+
+
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
 def test_each_variant_has_its_published_parameter_count(name, count):
     assert model_spec(name).num_parameters == count
