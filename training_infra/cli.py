@@ -28,7 +28,7 @@ from llama_core.errors import (
 )
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
-from training_infra.flags import MODEL_FLAGS, RUN_FLAGS, Flag
+from training_infra.flags import LAUNCHERS, MODEL_FLAGS, RUN_FLAGS, Flag
 from training_infra.tables import (
     print_choice,
     print_environment,
@@ -142,7 +142,7 @@ def _parser() -> _Parser:
         "--sweep-dir", type=Path, metavar="DIR", help="the sweep's directory; default: sweeps/<name>-<date>"
     )
     sweep.add_argument("--resume", action="store_true", help="run only the unfinished elements of a sweep")
-    sweep.add_argument("--launcher", metavar="local|slurm", help="launcher of all elements")
+    sweep.add_argument("--launcher", metavar=LAUNCHERS, help="launcher of all elements")
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
 
     validate = command("validate-environment", _validate_environment, "check whether a run can start on this machine")

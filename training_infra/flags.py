@@ -1,6 +1,9 @@
 """The command-line flags of a run, each with the configuration key that it sets."""
 
 from dataclasses import dataclass
+from typing import get_args
+
+from llama_core.config.run import LauncherName
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,7 @@ class Flag:
     """The value set by a flag that takes no argument."""
 
 
+LAUNCHERS = "|".join(get_args(LauncherName))
 MODEL_FLAGS = (
     Flag("--model", "model", "NAME|FOLDER"),
     Flag("--strategy", "strategy", "standard|lora|moe"),
@@ -50,7 +54,7 @@ RUN_FLAGS = (
     Flag("--deterministic", "training.deterministic", constant="true"),
     Flag("--eval-every", "training.eval_every"),
     Flag("--checkpoint-every", "training.checkpoint_every"),
-    Flag("--launcher", "launch.launcher", "local|slurm"),
+    Flag("--launcher", "launch.launcher", LAUNCHERS),
     Flag("--force", "launch.force", constant="true"),
     Flag("--wandb", "tracking.wandb", "off|offline|online"),
 )

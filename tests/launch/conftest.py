@@ -4,7 +4,7 @@ import sys
 import pytest
 from launch_harness import FAKE_WORKER, Job
 
-from llama_core.config.run import RunConfig
+from llama_core.config.run import LaunchConfig, RunConfig
 from llama_core.launch.jobs import submission
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
@@ -18,9 +18,10 @@ def run(tmp_path):
     return directory
 
 
-@pytest.fixture
-def config():
-    return RunConfig.from_mapping({"launch": {"device": "cpu"}})
+@pytest.fixture(params=[name for name in submission.LAUNCHERS if LaunchConfig(launcher=name).is_here])
+def config(request):
+    """A configuration with each launcher whose ranks run on this machine."""
+    return RunConfig.from_mapping({"launch": {"device": "cpu", "launcher": request.param}})
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.submission import submit
 
-config = RunConfig.from_mapping({"launch": {"device": "cpu"}})
+config = RunConfig.from_mapping({"launch": {"device": "cpu", "launcher": sys.argv[3]}})
 submit(RunDirectory(Path(sys.argv[1])), config, 1, worker=(sys.executable, sys.argv[2], "serve"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -139,8 +139,9 @@ def test_a_rank_whose_supervisor_is_killed_takes_down_the_others(submit):
     assert not is_alive(job.worker(0)["pid"])
 
 
-def test_a_job_outlives_the_process_that_submitted_it_and_is_found_again(run):
-    submitter = subprocess.run([sys.executable, "-c", SUBMIT_AND_DIE, str(run.path), str(FAKE_WORKER)], check=False)
+def test_a_job_outlives_the_process_that_submitted_it_and_is_found_again(run, config):
+    arguments = [str(run.path), str(FAKE_WORKER), config.launch.launcher]
+    submitter = subprocess.run([sys.executable, "-c", SUBMIT_AND_DIE, *arguments], check=False)
     assert submitter.returncode == -signal.SIGKILL
     handle = attach(run)
     eventually((run.path / "worker-0.json").exists)
