@@ -1,6 +1,9 @@
 """Real runs of several ranks through the launcher, and how they end when a rank fails."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,6 +72,17 @@ def steps_of(run):
 
 def losses(run):
     return read_metrics(run).column("loss").to_pylist()
+
+
+def test_the_script_of_the_debugging_page_profiles_ranks_that_shard_the_model(submit, tmp_path):
+    handle = submit("run", gpus=2, zero_stage=3)
+    assert handle.wait().status == "finished"
+    page = (Path(__file__).parents[2] / "docs/debugging.md").read_text()
+    (script,) = re.findall(r"```python\n(# trace\.py .*?)```", page, re.DOTALL)
+    (tmp_path / "trace.py").write_text(script)
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "trace.py", str(handle.run.path))
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert len(list(tmp_path.glob("trace-[01].json.gz"))) == 2
 
 
 ENDLESS = {"steps": 10_000, "checkpoint_every": 10_000}
