@@ -29,6 +29,7 @@ def results(tmp_path_factory):
     return {result["stage"]: result for result in json.loads((out / "gpu.json").read_text())}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stage", gpu.STAGES)
 def test_every_stage_measures_all_it_can_on_a_cpu(results, stage):
     result = results[stage]
@@ -38,6 +39,7 @@ def test_every_stage_measures_all_it_can_on_a_cpu(results, stage):
     assert stage == "peer" or not unexpected
 
 
+@pytest.mark.wide
 def test_every_kernel_on_a_cpu_is_close_to_fp64(results):
     rows = [row for row in results["parity"]["rows"] if "error" not in row]
     assert {row["what"] for row in rows} == {"mask", "causal", "ring of 4", "ring of 4, documents", "loss"}
@@ -47,6 +49,7 @@ def test_every_kernel_on_a_cpu_is_close_to_fp64(results):
         assert max(distances) < limits[row["dtype"]], row
 
 
+@pytest.mark.wide
 def test_a_step_makes_a_graph_if_and_only_if_it_is_compiled(results):
     rows = results["training"]["rows"]
     assert {(row["model"], row["compiled"], row["attention"], row["recompute"]) for row in rows} == {

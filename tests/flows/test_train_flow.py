@@ -111,6 +111,7 @@ one.launch_training(run_dir=sys.argv[1])
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "front",
     [("-m", "training_infra.cli", "train", "--config", "run.yaml", "--run-dir"), ("-c", FACADE)],
@@ -148,6 +149,7 @@ def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
     assert set(record["artifacts"]) == ARTIFACTS
 
 
+@pytest.mark.wide
 def test_a_wrong_request_is_one_line_under_prefect_too(prefect):
     command = ("train", "--flow", "--device", "cpu", "--data", "no.jsonl", "--run-dir", "nowhere")
     ended = prefect(sys.executable, "-m", "training_infra.cli", *command, cwd=prefect.home)
@@ -157,6 +159,7 @@ def test_a_wrong_request_is_one_line_under_prefect_too(prefect):
     assert not (prefect.home / "nowhere").exists()
 
 
+@pytest.mark.wide
 def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefect):
     """Ctrl-C goes to every process of the terminal's foreground group."""
     command = [sys.executable, "-m", "training_infra.cli", "train", "--flow", "--run-dir", "interrupted"]
@@ -175,6 +178,7 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
     assert run.report.exists()
 
 
+@pytest.mark.wide
 def test_every_deployment_can_be_made(prefect):
     """Uses a server started for this command, and makes the pool first, as the documentation says."""
     program = (

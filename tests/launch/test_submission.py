@@ -81,6 +81,7 @@ def test_cancelling_lets_the_worker_stop_cleanly(submit, run):
     assert json.loads((run.path / "received.json").read_text()) == [signal.SIGTERM]
 
 
+@pytest.mark.wide
 def test_cancelling_kills_a_worker_that_does_not_stop_and_its_descendants(submit):
     job = submit("hang", num_ranks=2)
     processes = job.processes()
@@ -104,6 +105,7 @@ def test_a_job_cancelled_before_its_worker_starts_never_starts_it(submit, run):
     assert job.handle.wait().status == "cancelled"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("victim", "reason"),
     [
@@ -132,6 +134,7 @@ def test_a_rank_that_fails_takes_down_ranks_that_wait_for_it(submit):
     assert not is_alive(hanging)
 
 
+@pytest.mark.wide
 def test_a_rank_whose_supervisor_is_killed_takes_down_the_others(submit):
     job = submit("hang", num_ranks=2)
     os.kill(job.worker(1)["supervisor"], signal.SIGKILL)

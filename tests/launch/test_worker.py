@@ -100,6 +100,7 @@ def test_a_finished_run_leaves_its_whole_record(undisturbed):
     assert list((undisturbed.logs / "tensorboard").glob("events*"))
 
 
+@pytest.mark.wide
 def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undisturbed, cache, tmp_path):
     """Every logged loss and norm, every weight, every moment: kill -9 after the tenth step changes none of them."""
     run = prepared(tmp_path / "killed", cache)
@@ -177,6 +178,7 @@ def test_a_diverging_run_ends_as_non_finite_with_its_last_good_checkpoint(cache,
     assert list(run.checkpoints.glob("step-*"))
 
 
+@pytest.mark.wide
 @pytest.mark.root
 def test_a_full_disk_ends_the_run_and_leaves_its_last_checkpoint_complete(cache, disk_of):
     run = prepared(disk_of("3m") / "run", cache, checkpoint_every=2)
@@ -204,6 +206,7 @@ def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.wide
 def test_a_run_refused_for_its_data_can_start_once_the_data_is_fixed(cache, tmp_path):
     texts = some_texts(tmp_path)
     config = configuration(cache, steps=2).with_overrides(f"data.source={texts}")

@@ -165,6 +165,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_
     assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
 
 
+@pytest.mark.wide
 def test_a_process_killed_while_saving_leaves_the_earlier_checkpoints(run):
     """The process saves repeatedly and is killed in the middle of a save."""
     program = (

@@ -199,6 +199,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert run.report.stat().st_size > 100_000
 
 
+@pytest.mark.wide
 def test_four_ranks_train_as_one_process_does(shell):
     request = ("train", "--model=tiny_llama3_50m", *SMALL, "--batch-size=4", "--steps=5", "--mixed-precision=fp32")
     ways = {"alone": [], "four": ["--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2"]}
@@ -222,6 +223,7 @@ def test_train_json_prints_one_record_of_everything(shell):
     assert set(record) == {"run_dir", *steps}
 
 
+@pytest.mark.wide
 def test_train_dry_run_prints_the_same_as_dry_run_and_leaves_nothing(shell):
     ended = shell("train", *SMALL, "--dry-run")
     assert ended.returncode == 0, ended.stderr
@@ -246,6 +248,7 @@ def test_data_without_a_document_is_one_line_and_nothing_is_written(shell):
     assert "empty.jsonl:1" in ended.stderr
 
 
+@pytest.mark.wide
 def test_unusable_lines_are_reported_and_the_rest_is_trained_on(shell):
     lines = [json.dumps({"text": f"line {number} " * 20}) for number in range(60)]
     (shell.path / "texts.jsonl").write_text("\n".join([*lines, "{", '{"txt": 1}']))
@@ -255,6 +258,7 @@ def test_unusable_lines_are_reported_and_the_rest_is_trained_on(shell):
     assert "texts.jsonl:61: invalid JSON" in ended.stderr
 
 
+@pytest.mark.wide
 def test_conversations_are_trained_and_evaluated_on_assistant_text(shell):
     said = [f"that is {2 * number}" for number in range(12)]
     chats = [
@@ -279,6 +283,7 @@ def test_conversations_are_trained_and_evaluated_on_assistant_text(shell):
     assert record["data"]["conversations"]["num_conversations"] == 15
 
 
+@pytest.mark.wide
 def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_continue(shell):
     process = subprocess.Popen(
         shell.command("train", *SMALL, "--steps", "100000"),
@@ -319,6 +324,7 @@ def test_a_report_can_be_written_again(shell):
     assert (shell.path / "mine" / "report.html").exists()
 
 
+@pytest.mark.wide
 def test_weights_are_exported_to_a_folder_and_loaded_again(shell):
     assert shell("train", *SMALL, "--steps=2", "--run-dir=first").returncode == 0
     exported = shell("export-hf", "first", "--out", "hub")
@@ -336,6 +342,7 @@ def test_weights_are_exported_to_a_folder_and_loaded_again(shell):
     assert f"weights of {shell.path / 'hub'} read: " in shell("logs", "second", "--lines=99").stdout
 
 
+@pytest.mark.wide
 def test_adapters_are_exported_alone_or_merged_and_loaded_only_with_their_settings(shell):
     lora = ["--strategy=lora", "--lora-rank=4", "--steps=1"]
     assert shell("train", *SMALL, *lora, "--run-dir=first").returncode == 0
@@ -377,6 +384,7 @@ def test_a_dry_run_under_deepspeed_is_the_estimate_alone_and_says_so(shell):
     assert told.splitlines()[-1] == "note: dry run skipped: DeepSpeed needs real ranks"
 
 
+@pytest.mark.wide
 def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
     flags = ("--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2", "--batch-size=4")
     told = shell("dry-run", *SMALL, *flags, "--twin").stdout
@@ -393,6 +401,7 @@ def test_a_dry_run_can_target_an_absent_gpu(shell):
     assert "fits the 130.32 GiB of H200 141 GB" in ended.stdout
 
 
+@pytest.mark.wide
 def test_a_terminated_command_stops_its_job(shell):
     process = subprocess.Popen(shell.command("train", *SMALL, "--steps", "100000"), cwd=shell.path)
     wait_for_a_step(shell.path)

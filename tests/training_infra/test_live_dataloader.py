@@ -126,6 +126,7 @@ def torchrun(tmp_path, num_ranks, gpus):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=500)
 
 
+@pytest.mark.wide
 def test_under_torchrun_the_started_processes_are_the_ranks(tmp_path, alone):
     done = torchrun(tmp_path, 2, 2)
     assert done.returncode == 0, done.stderr
@@ -136,6 +137,7 @@ def test_under_torchrun_the_started_processes_are_the_ranks(tmp_path, alone):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+@pytest.mark.wide
 def test_under_torchrun_another_number_of_processes_is_refused(tmp_path):
     done = torchrun(tmp_path, 2, 4)
     assert done.returncode != 0

@@ -131,6 +131,7 @@ def listed(absent, waiting=None):
     return f"refused: {waiting[1] if waiting else 'this machine has not the devices'}" if absent or waiting else "runs"
 
 
+@pytest.mark.wide
 def test_every_python_statement_of_the_page_works_or_is_listed(place):
     found, expected = {}, {}
     for name, lines in ends_of_python(place).items():
@@ -151,6 +152,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_page_works_or_is_listed(place, command):
     arguments = [*shlex.split(command), *SHORTENED.get(command, [])]
