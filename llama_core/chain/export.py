@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llama_core.chain.runs import load_config
+from llama_core.chain.runs import find_checkpoint, load_config
 from llama_core.config.run import DATALOADER, DataConfig, RunConfig
 from llama_core.data.tokenizer import BYTES, load_tokenizer
-from llama_core.errors import CheckpointError, DataError, RunDirectoryError, WeightsError
+from llama_core.errors import CheckpointError, DataError, WeightsError
 from llama_core.models.hf import config_json
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, saved_run
-from llama_core.records.checkpoints import checkpoint_name, is_complete, list_checkpoints
 from llama_core.records.directory import RunDirectory
 
 _BESIDE_TOKENIZER = (
@@ -58,7 +57,7 @@ def export_run(
         CheckpointError: if the weights cannot be read, or ``out`` cannot be written.
     """
     load_config(run)
-    checkpoint = _checkpoint(run, step)
+    checkpoint = find_checkpoint(run, step)
     config = saved_run(checkpoint)
     _refuse(config, checkpoint, out, merged=merged)
     tell(f"{checkpoint} in {dtype}")
@@ -126,19 +125,6 @@ def _base(checkpoint: Path, config: RunConfig) -> str:
     if origin.drawn_by is not None:
         return f"{config.model} as seed {origin.drawn_by.training.seed} draws it, which is in no file"
     return str(origin.base)
-
-
-def _checkpoint(run: RunDirectory, step: int | None) -> Path:
-    found = [path for path in list_checkpoints(run) if is_complete(path)]
-    if not found:
-        raise RunDirectoryError(f"{run.path} has no complete checkpoint; train the run until it saves one")
-    if step is None:
-        return found[-1]
-    wanted = run.checkpoints / checkpoint_name(step)
-    if wanted not in found:
-        there = ", ".join(str(int(path.name.rpartition("-")[2])) for path in found)
-        raise RunDirectoryError(f"{run.path} has no complete checkpoint of step {step}; there are {there}")
-    return wanted
 
 
 def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import checkpoint_name, is_complete, list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
@@ -31,6 +32,24 @@ def load_config(run: RunDirectory) -> RunConfig:
 def load_plan(run: RunDirectory) -> ParallelPlan:
     """Return the plan of ``run``."""
     return ParallelPlan.from_dict(read_json(run.plan))
+
+
+def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
+    """Return the directory of the complete checkpoint of ``step``, or of the newest one.
+
+    Raises:
+        RunDirectoryError: if there is none; the message names those that exist.
+    """
+    found = [path for path in list_checkpoints(run) if is_complete(path)]
+    if not found:
+        raise RunDirectoryError(f"{run.path} has no complete checkpoint; train the run until it saves one")
+    if step is None:
+        return found[-1]
+    wanted = run.checkpoints / checkpoint_name(step)
+    if wanted not in found:
+        there = ", ".join(str(int(path.name.rpartition("-")[2])) for path in found)
+        raise RunDirectoryError(f"{run.path} has no complete checkpoint of step {step}; there are {there}")
+    return wanted
 
 
 def is_finished(run: RunDirectory) -> bool:
