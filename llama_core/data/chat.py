@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
@@ -133,7 +134,8 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
     """Return how conversations in ``files`` become documents.
 
     The template is the one that ``data`` names, else the tokenizer's, else the published one of the model's family. If
-    the family is unknown, it is the published one whose markers the tokenizer has.
+    the family is unknown, it is the published one whose markers the tokenizer has. It sees the date of the newest file,
+    or today's if there are no files.
 
     Raises:
         DataError: if a template cannot be read.
@@ -145,8 +147,8 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
     else:
         name = name or OF_FAMILY.get(spec.family) or ("llama2" if missing else "llama3")
         source = BUILT_IN.get(name) or TemplateSource(read_template(Path(name).expanduser()), name)
-    newest = datetime.fromtimestamp(max(file.mtime_ns for file in files) // 10**9, UTC).date()
-    template = ChatTemplate(source, tokenizer.named_tokens, newest)
+    newest = max((file.mtime_ns // 10**9 for file in files), default=time.time())
+    template = ChatTemplate(source, tokenizer.named_tokens, datetime.fromtimestamp(newest, UTC).date())
     return ChatFormat(template, data.loss_on, missing_markers=tuple(missing) if name == "llama3" else ())
 
 

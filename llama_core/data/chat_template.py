@@ -131,6 +131,18 @@ class ChatTemplate:
         """
         return self._render(messages, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
 
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The text that follows the assistant's content, which tells it to stop; empty if there is none.
+
+        Raises:
+            DataError: if the template is not valid Jinja.
+            TemplateRefusalError: if the template raises.
+        """
+        content = secrets.token_hex(8)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        return self.render(turns).rpartition(content)[2].strip()
+
     def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
         """Return a conversation as text, and the assistant's spans: content and end of turn, without the header.
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,6 +19,8 @@ LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template knows by name, as in transformers' ``special_tokens_map``."""
+_REPLACEMENT = "\ufffd"
+"""Ends the text of tokens whose last character is incomplete."""
 
 
 class Encoded(NamedTuple):
@@ -208,6 +210,28 @@ def load_tokenizer(source: str) -> Tokenizer:
             "use 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one"
         )
     return HuggingFaceTokenizer(path)
+
+
+def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
+    """Yield the text of ``ids`` piece by piece; a character of several tokens comes whole.
+
+    Args:
+        tokenizer: the tokenizer.
+        before: the ids that precede them: some tokenizers drop a space at the beginning of a text.
+        ids: the ids, as they become known.
+    """
+    recent, shown = list(before), len(tokenizer.decode(before))
+    num_known = len(recent)
+    for index in ids:
+        recent.append(index)
+        text = tokenizer.decode(recent)
+        if len(text) > shown and not text.endswith(_REPLACEMENT):
+            yield text[shown:]
+            # only the last piece is decoded again, so that a long text does not become slow
+            recent = recent[num_known:]
+            num_known, shown = len(recent), len(tokenizer.decode(recent))
+    if rest := tokenizer.decode(recent)[shown:]:
+        yield rest
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
