@@ -97,16 +97,23 @@ class Pretrained:
         self._progress.end()
 
 
-def whole_model(spec: ModelSpec, run: Path | None = None) -> Llama:
-    """Return a whole model on the meta device or, given a run, on the CPU in fp32 with the run's newest weights.
+def whole_model(spec: ModelSpec, source: Path | None = None, *, device: str = "cpu", dtype: str = "fp32") -> Llama:
+    """Return a whole model on the meta device or, given a source, with its weights.
+
+    Args:
+        spec: the model, with its adapters.
+        source: a Hugging Face or PEFT folder, a run's directory (its newest weights), or one of its checkpoints.
+        device: where the weights go.
+        dtype: dtype of the weights and of the arithmetic: bf16, fp16 or fp32.
 
     Raises:
-        WeightsError: if the run has no weights, or those of another model.
+        WeightsError: if there are no weights, or those of another model.
     """
+    compute_dtype = _DTYPES[_FORMAT_NAMES[dtype]]
     with torch.device("meta"):
-        model = with_adapters(Llama(spec))
-    if run is not None:
-        Pretrained(spec, Path(resolve_pretrained(str(run)))).fill(model.to_empty(device="cpu"))
+        model = with_adapters(Llama(spec, compute_dtype=compute_dtype).to(compute_dtype))
+    if source is not None:
+        Pretrained(spec, Path(resolve_pretrained(str(source)))).fill(model.to_empty(device=device))
     return model
 
 

@@ -1,0 +1,181 @@
+"""Generate tokens one after another: a cache of keys and values, and the choice of each token.
+
+The cache goes where context parallelism does, into functions that ``Llama`` and ``Attention`` let others set. A model
+that trains never sees it.
+"""
+
+# Shape suffixes: B batch, S sequence (J keys), V vocabulary, D model dim, N query heads, K key/value heads, H head dim
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from llama_core.errors import ConfigError, WeightsError
+from llama_core.models.layers import Attention, Linear, TokenEmbedding, attend
+from llama_core.models.llama import Llama, logits
+
+
+class Cache:
+    """The keys and values of all tokens so far, in every block of a model.
+
+    From then on each forward of the model continues the rows of the forwards before it. It may take any number of
+    tokens, and computes what one forward over all of them would.
+
+    Args:
+        model: the whole model, changed in place; another cache replaces this one.
+    """
+
+    def __init__(self, model: Llama) -> None:
+        self._num_tokens = 0
+        self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
+        model.sequence_index, model.attention_mask = self._places, self._mask
+        for module in model.layers.modules():
+            if isinstance(module, Attention):
+                module.attend = partial(self._attend, module)
+
+    def _places(self, num_tokens: int, device: torch.device) -> Tensor:
+        before, self._num_tokens = self._num_tokens, self._num_tokens + num_tokens
+        return torch.arange(before, self._num_tokens, device=device)
+
+    def _mask(self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if len(index_S) == self._num_tokens:
+            return None  # the first tokens: causal, without a mask
+        hidden_SJ = torch.arange(self._num_tokens, device=index_S.device) > index_S[:, None]
+        return torch.zeros(hidden_SJ.shape, dtype=dtype, device=index_S.device).masked_fill_(hidden_SJ, -math.inf)
+
+    def _attend(self, block: Attention, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+        if block in self._kept:
+            keys_BKJH, values_BKJH = self._kept[block]
+            k_BKSH, v_BKSH = torch.cat((keys_BKJH, k_BKSH), dim=2), torch.cat((values_BKJH, v_BKSH), dim=2)
+        self._kept[block] = k_BKSH, v_BKSH
+        return attend(q_BNSH, k_BKSH, v_BKSH, mask)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each token is chosen: the likeliest one, or drawn at random.
+
+    Raises:
+        ConfigError: naming every value that is out of range or has no effect.
+    """
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; otherwise the logits are divided by it before one is drawn."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the fewest of the likeliest tokens that have at least this probability together."""
+    seed: int | None = None
+    """Repeats a draw; None draws anew each time."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        if not 0 <= self.temperature < math.inf:
+            yield f"temperature={self.temperature:g}: use 0 for the likeliest token, or a number above 0 to draw tokens"
+        if self.top_k is not None and self.top_k < 1:
+            yield f"top_k={self.top_k}: draw from at least 1 token"
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            yield f"top_p={self.top_p:g}: use a probability above 0 and up to 1"
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            yield f"seed={self.seed}: use an integer from 0 to 2**63 - 1"
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "seed"):
+                if getattr(self, name) is not None:
+                    yield f"{name} has no effect at temperature 0, which takes the likeliest token; use --temperature 1"
+
+    def probabilities(self, logits_V: Tensor) -> Tensor:
+        """Return the probability of each token to be drawn, [V]; ``temperature`` is above 0.
+
+        Source: the order and the limits are those of transformers' logits warpers; Holtzman et al. 2020,
+        arXiv:1904.09751, for ``top_p``.
+        """
+        scores_V = (logits_V - logits_V.max()) / self.temperature
+        if self.top_k is not None:
+            least = scores_V.topk(min(self.top_k, len(scores_V))).values[-1]
+            scores_V = scores_V.masked_fill(scores_V < least, -math.inf)
+        if self.top_p is not None:
+            ascending_V, order_V = scores_V.sort()
+            dropped_V = ascending_V.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            dropped_V[-1] = False
+            scores_V = scores_V.masked_fill(dropped_V.scatter(0, order_V, dropped_V), -math.inf)
+        return scores_V.softmax(-1)
+
+    def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
+        """Return the token that follows."""
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        return int(torch.multinomial(self.probabilities(logits_V), 1, generator=generator))
+
+
+def generate_tokens(
+    model: Llama,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    sampling: Sampling,
+    ends: Collection[tuple[int, ...]] = (),
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt, each as soon as it is known not to begin an end.
+
+    Args:
+        model: the whole model; it gets a ``Cache``.
+        prompt: at least one token.
+        num_tokens: the most tokens to generate.
+        sampling: how each is chosen.
+        ends: sequences of tokens that end the text; they are not yielded.
+
+    Raises:
+        WeightsError: if the model computes NaN or infinity.
+    """
+    return up_to(ends, islice(_continue(model, prompt, sampling), num_tokens))
+
+
+def _continue(model: Llama, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    generator = torch.Generator()  # on the CPU, which draws the same tokens for every device
+    if sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(sampling.seed)
+    device = next(model.parameters()).device
+    model.eval()
+    Cache(model)
+    model.head = _last_logits
+    tokens = list(prompt)
+    while True:
+        with torch.inference_mode():
+            logits_V = model(torch.tensor([tokens], device=device))[0, -1].cpu().double()  # no temperature overflows
+        if not logits_V.isfinite().all():
+            raise WeightsError(
+                "the model's next logits are not finite; its training diverged (choose an earlier checkpoint), or its "
+                "weights are too large for fp16 (choose another dtype)"
+            )
+        tokens = [sampling.choose(logits_V, generator)]
+        yield tokens[0]
+
+
+def _last_logits(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
+    return logits(x_BSD[:, -1:], table)  # those of a whole prompt would be its largest tensor by far
+
+
+def up_to(ends: Collection[tuple[int, ...]], tokens: Iterable[int]) -> Iterator[int]:
+    """Yield tokens up to the first of ``ends``; hold back those that may be the beginning of one."""
+    held: list[int] = []
+    longest_first = sorted(ends, key=len, reverse=True)
+    for token in tokens:
+        held.append(token)
+        for end in longest_first:
+            if end == tuple(held[-len(end) :]):
+                yield from held[: -len(end)]
+                return
+        while held and not any(tuple(held) == end[: len(held)] for end in ends):
+            yield held.pop(0)
+    yield from held
