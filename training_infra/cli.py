@@ -163,19 +163,15 @@ def _parser() -> _Parser:
     export = command("export-hf", _export_hf, "write a run's weights and tokenizer for transformers or PEFT")
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     export.add_argument("--out", type=Path, metavar="DIR", required=True, help="the folder to write; new or empty")
-    export.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; default: the newest complete one")
-    export.add_argument(
-        "--dtype",
-        type=lambda name: _LONG_NAMES.get(name, name),
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="dtype of the weights; default: fp32, as in training",
-    )
+    _add_weights_flags(export)
     export.add_argument(
         "--merged",
         action="store_true",
         help="for a run with strategy=lora: write the full model instead of a PEFT folder",
     )
+
+    generate = command("generate", _generate, "continue a prompt, to look at what a model has learnt")
+    _add_generate_flags(generate)
 
     models = command("models", _models, "list the model variants, with the fewest GPUs that can train each")
     models.add_argument("--gpu-type", metavar="NAME", default=DEFAULT_GPU_TYPE, help=f"default: {DEFAULT_GPU_TYPE}")
@@ -203,6 +199,31 @@ def _add_config_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) ->
     parser.epilog = "other keys, for --config and --set:\n" + "\n".join(
         f"  {key}\n      {text}" for key, text in texts.items() if key in others
     )
+
+
+def _add_weights_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; default: the newest complete one")
+    parser.add_argument(
+        "--dtype",
+        type=lambda name: _LONG_NAMES.get(name, name),
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="dtype of the weights; default: fp32, as in training",
+    )
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN_DIR|FOLDER", help="a run, or a Hugging Face or PEFT folder")
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; - reads standard input")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=128, help="stop after N; default: 128")
+    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="above 0, draw tokens; default: 0")
+    parser.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have P together")
+    parser.add_argument("--seed", type=int, metavar="N", help="repeat a draw; default: draw anew each time")
+    parser.add_argument("--tokenizer", metavar="PATH", help="'bytes' or a path; default: the run's or the folder's")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if present")
+    _add_weights_flags(parser)
 
 
 def _add_run_dir_flags(parser: argparse.ArgumentParser) -> None:
@@ -429,6 +450,19 @@ def _export_hf(options: argparse.Namespace) -> None:
     run, tell = RunDirectory(options.run_dir), partial(say, "export")
     exported = export_run(run, options.out, step=options.step, dtype=options.dtype, merged=options.merged, tell=tell)
     tell(str(exported))
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from llama_core.chain.generate import generate
+
+    names = ("chat", "step", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "tokenizer", "device", "dtype")
+    prompt = options.prompt
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")
+    tell = partial(print, file=sys.stderr)  # standard output has nothing but the text
+    for piece in generate(options.source, prompt, **{name: getattr(options, name) for name in names}, tell=tell):
+        print(piece, end="", flush=True)
+    print()
 
 
 def _models(options: argparse.Namespace) -> None:

@@ -1,0 +1,274 @@
+"""Text from a run or a folder: of its weights, with the tokenizer and the template that they were trained with."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from parity import draw_adapters, native_engine
+from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from llama_core.chain.export import export_run
+from llama_core.chain.generate import generate
+from llama_core.config.run import RunConfig
+from llama_core.data.chat_template import LLAMA3, LLAMA3_MARKERS
+from llama_core.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    EnvironmentMismatchError,
+    RunDirectoryError,
+    WeightsError,
+)
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.weights import Pretrained
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+SMALL = {"model": "llama3_405b", "architecture": SIZES | {"vocab_size": 320, "max_context": 64}}
+PROMPT = "Once upon"
+NUM_TOKENS = 24
+
+
+def text(source, prompt=PROMPT, **settings):
+    return "".join(generate(source, prompt, device="cpu", **({"max_new_tokens": NUM_TOKENS} | settings)))
+
+
+@torch.no_grad()
+def make_lively(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.normal_(mean=float(parameter.ndim == 1), std=0.25, generator=generator)
+
+
+def save_run(path, settings, prepare, steps=(1,)):
+    """Save a run whose weights ``prepare`` makes for each step, as if it had trained."""
+    config = RunConfig.from_mapping(SMALL | settings)
+    run = RunDirectory(path)
+    run.create()
+    run.config.write_text(config.to_yaml())
+    engine = native_engine(ParallelPlan(), config.spec)
+    checkpointer = Checkpointer(run, keep=3)
+    for step in steps:
+        prepare(engine, step)
+        checkpointer.save(step, engine, {})
+    checkpointer.finish()
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that was trained on bytes, with checkpoints of steps 1 and 2."""
+    path = tmp_path_factory.mktemp("full") / "run"
+    return save_run(path, {}, lambda engine, step: make_lively(engine.model, step), steps=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    return export_run(run, run.path.with_name("exported"))
+
+
+@pytest.fixture(scope="module")
+def adapted(run):
+    """A run with adapters over the weights of step 1 of the other run."""
+    base = run.checkpoints / "step-00000001"
+
+    def prepare(engine, step):
+        engine.set_weights(Pretrained(engine.model.spec, base).fill)
+        draw_adapters(engine.model)
+
+    settings = {"strategy": "lora", "lora": {"lora_rank": 4, "lora_dropout": 0.5}, "training": {"init_from": str(base)}}
+    return save_run(run.path.with_name("adapted"), settings, prepare)
+
+
+def text_of_transformers(folder, ids):
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    new = model.generate(torch.tensor([ids]), max_new_tokens=NUM_TOKENS, do_sample=False)[0, len(ids) :].tolist()
+    return bytes(index for index in new if index < 256).decode(errors="replace")
+
+
+def test_a_run_its_checkpoint_and_its_export_give_the_text_of_transformers(run, exported):
+    expected = text_of_transformers(exported, [256, *PROMPT.encode()])
+    assert len(expected) > NUM_TOKENS // 2
+    assert text(run.path) == expected
+    assert text(run.checkpoints / "step-00000002") == expected
+    assert text(exported, tokenizer="bytes") == expected
+
+
+def test_a_step_can_be_named(run):
+    assert text(run.path, step=1) == text(run.checkpoints / "step-00000001") != text(run.path)
+
+
+def test_a_run_with_adapters_gives_the_text_of_its_exports(run, adapted):
+    alone, merged = adapted.path.with_name("alone"), adapted.path.with_name("merged")
+    expected = text(adapted.path)
+    assert expected != text(run.path, step=1)
+    assert text(export_run(adapted, merged, merged=True), tokenizer="bytes") == expected
+    assert text(export_run(adapted, alone)) == expected, "with the tokenizer of the run below"
+
+
+def test_sixteen_bits_are_read_and_computed_with(adapted):
+    assert text(adapted.path, dtype="bf16", max_new_tokens=4)
+
+
+def test_a_text_ends_where_the_context_does(run):
+    told = []
+    assert text(run.path, "a" * 60, tell=told.append)
+    assert told[1:] == ["the context leaves room for 3 tokens"]
+
+
+def always(token):
+    """Make a model that says one token whatever it is told: all of its logits but one are zero."""
+
+    def prepare(engine, step):
+        make_lively(engine.model, step)
+        with torch.no_grad():
+            engine.model.norm.weight.fill_(1.0)
+            engine.model.tok_embeddings.weight.fill_(1.0)
+            engine.model.output.weight.zero_()
+            for block in engine.model.layers.values():
+                block.attention.wo.weight.zero_()
+                block.feed_forward.w2.weight.zero_()
+            engine.model.output.weight[token] = 1.0
+
+    return prepare
+
+
+def test_a_text_ends_with_its_document(tmp_path):
+    assert text(save_run(tmp_path / "ends", {}, always(257)).path) == ""
+    assert text(save_run(tmp_path / "goes-on", {}, always(ord("a"))).path) == "a" * NUM_TOKENS
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}#{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+)
+
+
+def test_an_answer_ends_with_its_turn(tmp_path):
+    (tmp_path / "template").write_text(TEMPLATE)
+    run = save_run(tmp_path / "run", {"data": {"chat_template": str(tmp_path / "template")}}, always(ord("#")))
+    assert text(run.path) == "#" * NUM_TOKENS
+    assert text(run.path, chat=True) == ""
+
+
+def test_a_chat_continues_what_the_template_makes_of_the_prompt(tmp_path, exported):
+    (tmp_path / "template").write_text(TEMPLATE)
+    settings = {"data": {"chat_template": str(tmp_path / "template")}}
+    chatting = save_run(tmp_path / "run", settings, lambda engine, step: make_lively(engine.model, step), steps=(2,))
+    expected = text_of_transformers(exported, list(b"user: Once upon#assistant:")).partition("#")[0]
+    assert len(expected) > 3
+    assert text(chatting.path, chat=True) == expected
+
+
+@pytest.fixture
+def instruct(tmp_path, exported):
+    """A folder with a tokenizer of Llama 3's kind and its chat template, whose model likes to end its turn."""
+    folder = Path(shutil.copytree(exported, tmp_path / "folder"))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", *LLAMA3_MARKERS[1:]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = LLAMA3.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][tokenizer.token_to_id("<|eot_id|>")] *= 1.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_an_answer_of_a_hugging_face_folder_is_that_of_transformers(instruct):
+    tokenizer = AutoTokenizer.from_pretrained(instruct)
+    asked = [{"role": "user", "content": "Hé?"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    model = LlamaForCausalLM.from_pretrained(instruct, dtype=torch.float32)
+    ends = tokenizer.convert_tokens_to_ids(["<|end_of_text|>", "<|eot_id|>"])
+    told = model.generate(**ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=0)[0]
+    answer = told[ids["input_ids"].shape[1] :]
+    assert answer[-1] == ends[1]
+    assert len(answer) > 3
+    assert text(instruct, "Hé?", chat=True) == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("knows", ["instruct", "conversations"])
+def test_instruct_models_and_those_trained_on_conversations_have_their_familys_template(tmp_path, knows):
+    settings = {"architecture": SMALL["architecture"] | {"instruct": knows == "instruct", "max_context": 256}}
+    run = save_run(tmp_path / "run", settings, always(ord("a")))
+    write_json(run.data, {"chat_template": "Llama 3's format" if knows == "conversations" else None})
+    assert text(run.path, chat=True) == "a" * NUM_TOKENS
+
+
+def test_the_weights_are_told_of(run):
+    told = []
+    text(run.path, tell=told.append)
+    assert told == [f"{run.checkpoints / 'step-00000002'} in fp32 on cpu, tokenizer bytes"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "complaint"),
+    [
+        ({"prompt": ""}, DataError, "the prompt is empty; give some text to continue"),
+        ({"prompt": "\udcff"}, DataError, "the prompt is invalid UTF-8 (lone surrogate at character 1)"),
+        ({"prompt": "a" * 63}, DataError, "the prompt has 64 tokens, which fill the context of llama3_405b (64)"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens=0: generate at least 1"),
+        ({"temperature": -1.0}, ConfigError, "temperature=-1: use 0"),
+        ({"step": 7}, RunDirectoryError, "has no complete checkpoint of step 7; there are 1, 2"),
+        ({"tokenizer": "/gone"}, DataError, "no tokenizer '/gone'"),
+        ({"chat": True}, DataError, "has no chat template: neither an instruct model, nor trained on conversations"),
+        ({"device": "cuda"}, EnvironmentMismatchError, "--device cuda: this machine has no CUDA device"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(run, monkeypatch, settings, error, complaint):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(error) as refused:
+        generate(run.path, **({"prompt": PROMPT} | settings))
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "error", "complaint"),
+    [
+        (lambda path: None, {}, WeightsError, "is no folder here; name a run's directory, or a folder of Hugging Face"),
+        (Path.mkdir, {}, WeightsError, "holds no model; name a run's directory, or a folder of Hugging Face or PEFT"),
+        (Path.mkdir, {"step": 3}, RunDirectoryError, "is no run's directory, so it has no step 3; drop --step"),
+        (
+            lambda path: save_run(path, {}, None, steps=()),
+            {},
+            RunDirectoryError,
+            "has no complete checkpoint; train the run until it saves one",
+        ),
+        (
+            lambda path: save_run(path, {"data": {"source": "dataloader"}}, always(1)),
+            {},
+            DataError,
+            "was trained on a dataloader, so its tokenizer is unknown; name it with --tokenizer",
+        ),
+    ],
+    ids=["nothing", "empty", "empty, a step", "no checkpoint", "dataloader"],
+)
+def test_a_source_that_cannot_be_used_is_refused(tmp_path, make, settings, error, complaint):
+    make(tmp_path / "source")
+    with pytest.raises(error) as refused:
+        generate(tmp_path / "source", PROMPT, **settings)
+    assert complaint in str(refused.value)
+
+
+def test_a_folder_without_a_tokenizer_asks_for_one(exported):
+    with pytest.raises(DataError, match=r"holds no tokenizer.json; name one with --tokenizer, or bytes if"):
+        generate(exported, PROMPT)
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(tmp_path, exported):
+    config = json.loads((exported / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DoesNotFitError, match=r"take .* in fp32, more than the .* of cpu memory here"):
+        generate(tmp_path, PROMPT, tokenizer="bytes", device="cpu")
