@@ -1,0 +1,27 @@
+"""The documentation names files and tests that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = (ROOT, ROOT / "llama_core", ROOT / "llama_core" / "planning", ROOT / "reports" / "training_reports")
+"""A page may name a file from any of these, or by its name alone."""
+SOURCES = {path for folder in ROOT.iterdir() if folder.name[0] != "." for path in folder.rglob("*.py")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_file_that_a_page_names_exists(page):
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text()))
+    anywhere = {path.name for path in SOURCES}
+    assert [name for name in named - anywhere if not any((folder / name).exists() for folder in FOLDERS)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_that_a_page_names_exists(page):
+    named = set(re.findall(r"\btest_\w+(?!\.py)\b", page.read_text()))
+    tests = [path for path in SOURCES if path.is_relative_to(ROOT / "tests")]
+    defined = {name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert named - defined - {path.stem for path in tests} == set()
