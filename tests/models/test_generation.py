@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hf import hugging_face_config, load, model_with_lively_weights, random_tokens, shrunk
+from test_hf import hugging_face_config, load, model_with_large_weights, random_tokens, shrunk
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -41,7 +41,7 @@ def greedy_without_cache(model):
 
 @every_spec
 def test_greedy_tokens_are_those_of_transformers_and_of_the_model_without_a_cache(spec):
-    ours = model_with_lively_weights(spec)
+    ours = model_with_large_weights(spec)
     theirs = LlamaForCausalLM(hugging_face_config(spec, bos_token_id=None, eos_token_id=None)).eval()
     load(theirs, ours)
     expected = theirs.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)[0, PROMPT.shape[1] :].tolist()
@@ -54,7 +54,7 @@ def test_greedy_tokens_are_those_of_transformers_and_of_the_model_without_a_cach
 @every_spec
 @given(lengths=st.lists(st.integers(1, 40), min_size=1))
 def test_forwards_with_a_cache_give_the_logits_of_one_forward_at_every_place(spec, lengths):
-    model = model_with_lively_weights(spec)
+    model = model_with_large_weights(spec)
     cuts = [0, *(end for end in accumulate(lengths) if end < 40), 40]
     with torch.no_grad():
         expected = model(PROMPT)
@@ -64,14 +64,14 @@ def test_forwards_with_a_cache_give_the_logits_of_one_forward_at_every_place(spe
 
 
 def test_a_seed_repeats_a_draw_and_another_one_does_not():
-    model = model_with_lively_weights(SPECS["untied, all heads"])
+    model = model_with_large_weights(SPECS["untied, all heads"])
     first, again, other = (generated(model, temperature=2.0, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert generated(model, temperature=2.0) != generated(model, temperature=2.0)
 
 
 def test_a_draw_from_one_token_is_the_likeliest():
-    model = model_with_lively_weights(SPECS["untied, all heads"])
+    model = model_with_large_weights(SPECS["untied, all heads"])
     assert generated(model, temperature=9.0, top_k=1) == generated(model, temperature=9.0, top_p=1e-9)
     assert generated(model, temperature=1e-300) == generated(model) == generated(model, temperature=9.0, top_k=1)
 
@@ -114,7 +114,7 @@ def test_a_token_that_begins_no_end_comes_at_once():
 
 
 def test_a_model_that_diverged_is_named_as_the_cause():
-    model = model_with_lively_weights(SPECS["untied, all heads"])
+    model = model_with_large_weights(SPECS["untied, all heads"])
     with torch.no_grad():
         model.norm.weight.fill_(torch.nan)
     with pytest.raises(WeightsError, match="logits are not finite; its training diverged"):

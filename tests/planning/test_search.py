@@ -189,6 +189,7 @@ def test_70b_on_96_devices_lists_the_divisions_never_tried():
     assert any("chimera" in line for line in rejected)
 
 
+@pytest.mark.wide
 def test_405b_on_64_h200_gets_a_pipeline_and_rejects_zero_0():
     choice = searched(request("llama3_405b", 64), "h200")
     assert choice.plan.pp > 1

@@ -106,6 +106,7 @@ def test_a_run_continues_under_another_plan_with_the_same_weights_moments_and_lo
     assert losses == pytest.approx(expected[3:], rel=1e-10)
 
 
+@pytest.mark.wide
 def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(path):
     _, _, saved = run_under(path, PLANS["zero3 dp4"], TIED, 0, 2)
     _, loaded, _ = run_under(path, PLANS["tp2 pp2"], TIED, 2, 3)

@@ -306,6 +306,7 @@ def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_conti
     assert (run.checkpoints / f"step-{outcome.step:08d}").exists()
 
 
+@pytest.mark.wide
 def test_resuming_needs_only_the_directory(shell):
     assert shell("train", *SMALL, "--steps", "4", "--run-dir", "mine").returncode == 0
     run = RunDirectory(shell.path / "mine")
@@ -316,6 +317,7 @@ def test_resuming_needs_only_the_directory(shell):
     assert read_metrics(run).num_rows == 4
 
 
+@pytest.mark.wide
 def test_a_report_can_be_written_again(shell):
     assert shell("train", *SMALL, "--steps", "2", "--run-dir", "mine").returncode == 0
     (shell.path / "mine" / "report.html").unlink()

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from width import wide
 
 import training_infra
 from llama_core.errors import ConfigError, RequestError
@@ -36,9 +38,13 @@ def batches(rows=14):
 
 
 class Shuffled:
-    """Gives its batches in a different order in every process."""
+    """Gives its batches in a different order in every process, and records that this process read them."""
+
+    def __init__(self, readers):
+        self.readers = readers
 
     def __iter__(self):
+        (self.readers / str(os.getpid())).touch()
         order = torch.randperm(4, generator=torch.Generator().manual_seed(os.getpid()))
         yield from (batches(16)[place] for place in order)
 
@@ -60,7 +66,7 @@ def alone(tmp_path_factory):
         return [*losses(one), summary.eval_loss]
 
 
-@pytest.mark.parametrize("degrees", [{}, {"pp": 2, "tp": 1}], ids=["data-parallel", "pipeline"])
+@pytest.mark.parametrize("degrees", [{}, wide({"pp": 2, "tp": 1})], ids=["data-parallel", "pipeline"])
 def test_local_ranks_train_as_one_process_does(alone, degrees):
     one = orchestrator(2, steps=6, **degrees)
     summary = one.launch_training(batches(), batches(6))
@@ -68,10 +74,13 @@ def test_local_ranks_train_as_one_process_does(alone, degrees):
     assert RunDirectory(one.run_dir).report.exists()
 
 
-def test_ranks_call_a_loader_function_and_share_its_batches():
-    one = orchestrator(2, steps=2)
-    one.launch_training(Shuffled)
+@pytest.mark.wide
+def test_ranks_call_a_loader_function_and_share_its_batches(tmp_path):
+    one, readers = orchestrator(2, steps=2), tmp_path / "readers"
+    readers.mkdir()
+    one.launch_training(partial(Shuffled, readers))
     assert len(losses(one)) == 2
+    assert len(list(readers.iterdir())) == 1  # two would train on batches of two orders
 
 
 def test_a_loader_that_cannot_be_pickled_is_refused_with_the_torchrun_command(tmp_path):

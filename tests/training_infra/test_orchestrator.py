@@ -212,7 +212,7 @@ def test_a_model_that_does_not_fit_gets_a_recommendation():
 
 def test_the_environment_is_a_record_of_errors_warnings_and_facts():
     found = training_infra.validate_environment()
-    assert set(found) == {"errors", "warnings", "facts"}
+    assert set(found) == {"errors", "warnings", "facts", "problems"}
     assert not found["errors"]
 
 
