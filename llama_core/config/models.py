@@ -103,11 +103,9 @@ class ModelSpec:
     """Experts that replace the feed-forward of some or all layers; None without experts."""
 
     def __post_init__(self) -> None:
-        outside = [layer for layer in (self.moe and self.moe.moe_layers) or () if not 0 <= layer < self.num_layers]
-        if outside:
-            raise ConfigError(
-                f"moe_layers={outside} are not layers of {self.name}, which has layers 0 to {self.num_layers - 1}"
-            )
+        problems = list(self.moe.misfits(self.name, self.num_layers)) if self.moe else []
+        if problems:
+            raise ConfigError(*problems)
         if self.lora and self.moe:
             raise ConfigError("adapters over experts are not supported; use either lora or moe")
 

@@ -1,9 +1,17 @@
 """Settings of the training strategies: low-rank adapters on a model's matrices, or experts in its layers."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from llama_core.config.section import Section
 from llama_core.errors import ConfigError, did_you_mean
@@ -19,8 +27,22 @@ TARGETS = (*MATRICES, EMBEDDING, HEAD)
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear layers but the head, which is all of ``MATRICES``."""
 
+GateSoftmax = Literal["chosen", "all"]
+
 _Listed = Field(strict=False)
 """Marks a tuple that YAML and JSON write as a list."""
+
+
+def _layers(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check some layers, and report wrong ones in one line."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("layers", "input should be a list of layers, or n for every n-th layer") from None
+
+
+_Layers = Annotated[Annotated[tuple[int, ...], _Listed] | int, WrapValidator(_layers)]
+"""Some layers, or every n-th layer."""
 
 
 class _Strategy(Section):
@@ -111,25 +133,46 @@ class MoE(_Strategy):
     Raises:
         ConfigError: naming every setting that is wrong.
 
-    Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1.
+    Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1; Fedus et al. 2021, arXiv:2101.03961, section 2.2, for the
+    balance loss and its weight; Zoph et al. 2022, arXiv:2202.08906, section 3.2, for the z-loss and its weight.
     """
 
     num_experts: int = Field(8, ge=1)
     """Experts per layer, each a feed-forward as wide as the model's."""
     experts_per_token: int = Field(2, ge=1)
     """Experts that each token is routed to."""
-    moe_layers: Annotated[tuple[int, ...], _Listed] | None = None
-    """Layers that have experts, counted from 0; default: all."""
+    moe_layers: _Layers | None = None
+    """Layers that have experts, counted from 0; a number n means every n-th layer, so n - 1 first; default: all."""
+    gate_softmax: GateSoftmax = "chosen"
+    """Softmax that makes the gates: over the chosen experts (as Mixtral's, they add up to 1), or over all experts."""
+    balance_loss_coefficient: float = Field(0.01, ge=0)
+    """Weight of the loss that spreads tokens evenly over experts, summed over layers; default: Switch Transformer's."""
+    z_loss_coefficient: float = Field(0.001, ge=0)
+    """Weight of the loss that keeps the router's logits small, summed over layers; default: ST-MoE's."""
 
     def _problems(self) -> Iterator[str]:
+        layers = self.moe_layers
         if self.experts_per_token > self.num_experts:
             yield f"experts_per_token={self.experts_per_token} is not between 1 and num_experts={self.num_experts}"
-        if self.moe_layers is not None and len(set(self.moe_layers)) < max(1, len(self.moe_layers)):
-            yield f"moe_layers={list(self.moe_layers)} must name at least one layer, and none twice"
+        if isinstance(layers, int) and layers < 1:
+            yield f"moe_layers={layers} is not at least 1; 1 gives every layer experts"
+        if isinstance(layers, tuple) and len(set(layers)) < max(1, len(layers)):
+            yield f"moe_layers={list(layers)} must name at least one layer, and none twice"
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
+        if isinstance(self.moe_layers, int):
+            return (layer + 1) % self.moe_layers == 0
         return self.moe_layers is None or layer in self.moe_layers
+
+    def misfits(self, name: str, num_layers: int) -> Iterator[str]:
+        """Yield a sentence for each reason why a model of ``num_layers`` layers cannot have these experts."""
+        layers = self.moe_layers
+        if isinstance(layers, int) and layers > num_layers:
+            yield f"moe_layers={layers} is above the {num_layers} layers of {name}, so none would have experts"
+        outside = [layer for layer in layers if not 0 <= layer < num_layers] if isinstance(layers, tuple) else []
+        if outside:
+            yield f"moe_layers={outside} are not layers of {name}, which has layers 0 to {num_layers - 1}"
 
 
 _ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}

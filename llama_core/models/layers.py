@@ -248,14 +248,19 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and feed-forward, each with a norm before it and a residual around it."""
+    """One transformer layer: attention and feed-forward, each with a norm before it and a residual around it.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Args:
+        spec: the architecture.
+        feed_forward: what the feed-forward is; default: a dense one.
+    """
+
+    def __init__(self, spec: ModelSpec, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.attention = Attention(spec)
         self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.feed_forward = FeedForward(spec)
+        self.feed_forward = FeedForward(spec) if feed_forward is None else feed_forward
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Return the residual stream after this layer."""

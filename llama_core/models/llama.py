@@ -16,6 +16,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Documents
 from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, rotation
 from llama_core.models.loss import linear_cross_entropy
+from llama_core.models.moe import feed_forward
 
 INIT_STD = 0.02
 INIT_CUTOFF = 3.0
@@ -45,7 +46,7 @@ class Llama(nn.Module):
         first, last = 0 in held, spec.num_layers - 1 in held
         self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.tied_embeddings) else None
         # a dict, so that a part keeps the parameter names of the whole model
-        self.layers = nn.ModuleDict({str(index): Block(spec) for index in held})
+        self.layers = nn.ModuleDict({str(index): Block(spec, feed_forward(spec, index)) for index in held})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps) if last else None
         self.output = Linear(spec.hidden_size, spec.vocab_size) if last and not spec.tied_embeddings else None
         self.sequence_shards = 1

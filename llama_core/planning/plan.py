@@ -51,7 +51,7 @@ class ParallelPlan:
     cp: int = 1
     """Context-parallel ranks, which divide every sequence."""
     ep: int = 1
-    """Expert-parallel ranks, which divide the experts of a mixture; taken from the data-parallel ones."""
+    """Expert-parallel ranks, which divide the experts of a mixture: so many neighbours among the data-parallel ones."""
     dp_shard: int = 1
     """Data-parallel ranks that shard optimizer states, gradients and weights."""
     dp_replicate: int = 1
@@ -134,8 +134,10 @@ class ParallelPlan:
             yield f"dp_shard={self.dp_shard} shards nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
         if self.attention == "math" and self.cp > 1:
             yield f"attention=math needs whole sequences, but cp={self.cp} divides them; use cp=1"
-        if self.ep > 1 and self.dp % self.ep:
+        if self.dp % self.ep:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
+        elif self.dp_shard % self.ep and self.ep % self.dp_shard:
+            yield f"ep={self.ep} neither divides dp_shard={self.dp_shard} nor is a multiple of it"
         yield from self._exclusions_of_split_backwards()
         yield from self._exclusions_of_deepspeed()
         yield from self._exclusions_of_compression()
@@ -166,7 +168,8 @@ class ParallelPlan:
     def _exclusions_of_compression(self) -> Iterator[str]:
         if self.gradient_compression == "powersgd" and not self._holds_whole_model:
             yield (
-                "gradient_compression=powersgd needs the whole model on every rank (zero_stage=0, tp=1, pp=1); use bf16"
+                "gradient_compression=powersgd needs the whole model on every rank (zero_stage=0, tp=1, pp=1, ep=1); "
+                "use bf16"
             )
 
     def check(self, spec: ModelSpec, *, seq_len: int, precision: Precision) -> None:
@@ -203,14 +206,23 @@ class ParallelPlan:
             yield f"seq_len={seq_len} is not a multiple of {cut} (2 x cp); use {-(-seq_len // cut) * cut}"
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
             yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
-        if self.ep > 1 and spec.moe is None:
-            yield f"ep={self.ep}: {spec.name} has no experts to divide; use ep=1"
-        elif spec.moe is not None and spec.moe.num_experts % self.ep:
-            yield f"ep={self.ep} does not divide the {spec.moe.num_experts} experts"
+        yield from self._misfits_of_experts(spec)
         if precision == "fp16" and self.zero_backend == "deepspeed":
             yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
         if precision == "fp16" and self.gradient_compression == "powersgd":
             yield "precision fp16 with gradient_compression=powersgd feeds back errors of another loss scale; use bf16"
+
+    def _misfits_of_experts(self, spec: ModelSpec) -> Iterator[str]:
+        if spec.moe is None:
+            if self.ep > 1:
+                yield f"ep={self.ep}: {spec.name} has no experts to divide; use ep=1"
+            return
+        count = spec.moe.num_experts
+        if count % self.ep:
+            legal = [n for n in range(1, count + 1) if count % n == 0]
+            yield f"ep={self.ep} does not divide the {count} experts; use one of {', '.join(map(str, legal))}"
+        if self.zero_backend == "deepspeed":
+            yield "zero_backend=deepspeed does not train experts; use native"
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Return the position of a global rank on one of ``AXES``."""
@@ -247,7 +259,7 @@ class ParallelPlan:
 
     @property
     def _holds_whole_model(self) -> bool:
-        return self.zero_stage == 0 and self.tp == self.pp == 1
+        return self.zero_stage == 0 and self.tp == self.pp == self.ep == 1
 
     @property
     def averages_every_backward(self) -> bool:

@@ -27,6 +27,11 @@ def test_only_sparse_layers_count_experts():
     assert spec.num_trainable_parameters == spec.num_parameters
 
 
+def test_every_second_layer_begins_with_the_second():
+    moe = RunConfig.from_mapping({"strategy": "moe", "moe": {"moe_layers": 2}}).spec.moe
+    assert [layer for layer in range(6) if moe.is_sparse(layer)] == [1, 3, 5]
+
+
 def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_if_it_is_frozen():
     dense = model_spec("llama3_8b")
     sparse, adapted = replace(dense, moe=MoE()), replace(dense, lora=LoRA(target_modules=MATRICES))
@@ -125,6 +130,18 @@ def test_other_adapters_make_another_run():
         (
             {"strategy": "moe", "moe": {"moe_layers": [3, 16]}},
             "moe_layers=[16] are not layers of tiny_llama3_50m, which has layers 0 to 15",
+        ),
+        (
+            {"strategy": "moe", "moe": {"moe_layers": 17}},
+            "moe_layers=17 is above the 16 layers of tiny_llama3_50m, so none would have experts",
+        ),
+        (
+            {"strategy": "moe", "moe": {"moe_layers": 0}},
+            "moe_layers=0 is not at least 1; 1 gives every layer experts",
+        ),
+        (
+            {"strategy": "moe", "moe": {"moe_layers": "even"}},
+            "moe.moe_layers='even': input should be a list of layers, or n for every n-th layer",
         ),
         (
             {"strategy": "moe", "moe": {"moe_layers": [3, 3]}},

@@ -1,0 +1,260 @@
+"""A mixture of experts in place of a feed-forward: a router sends each token through a few of many feed-forwards.
+
+No token is dropped and nothing is padded: an expert gets as many tokens as chose it. Two losses keep the router
+healthy: one is least if all experts get as many tokens, the other if the logits stay small. They are means over the
+rows of a step, so they do not depend on how the step is divided. Only their gradients enter the training, in the
+backward of the gates; the model's loss stays the cross-entropy.
+
+Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1; Fedus et al. 2021, arXiv:2101.03961, section 2.2, for the
+balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits.
+"""
+
+# Shape suffixes: B batch, S sequence, D model dim, E experts, K experts of a token, T tokens (B * S), R routed tokens
+# (T * K: a token counts once for each of its experts), I columns of a matrix, O its rows
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.fx.traceback import annotate
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.strategy import MoE
+from llama_core.models.grouped import grouped_product
+from llama_core.models.layers import KEPT, FeedForward, Linear
+
+_NUM_SUMS = 3
+"""Sums over tokens in the statistics of a layer, behind the tokens of each expert."""
+
+
+def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:
+    """Return the feed-forward of a layer, or the experts in its place."""
+    if spec.moe is None or not spec.moe.is_sparse(layer):
+        return FeedForward(spec)
+    return MixtureOfExperts(spec, spec.moe)
+
+
+class ExpertLinear(nn.Module):
+    """A matrix without bias for every expert, cast to the dtype of its input at use.
+
+    Args:
+        num_experts: number of matrices.
+        in_features: columns of each.
+        out_features: rows of each.
+    """
+
+    kept = False
+    """Whether selective recomputation keeps the result."""
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Multiplies rows by the weight, given where each expert's rows end."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.multiply = _multiply
+
+    def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+        """Return each row times the transposed matrix of its expert, [R, O]."""
+        with annotate({KEPT: self.kept}):
+            return self.multiply(x_RI, _local(self.weight), ends_E)
+
+
+def _multiply(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    out_RO: Tensor = grouped_product(x_RI, weight_EOI.to(x_RI.dtype).mT, ends_E)
+    return out_RO
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Experts(nn.Module):
+    """A SwiGLU feed-forward for every expert; see ``FeedForward``."""
+
+    def __init__(self, spec: ModelSpec, num_experts: int) -> None:
+        super().__init__()
+        self.w1 = ExpertLinear(num_experts, spec.hidden_size, spec.ffn_size)
+        self.w2 = ExpertLinear(num_experts, spec.ffn_size, spec.hidden_size)
+        self.w3 = ExpertLinear(num_experts, spec.hidden_size, spec.ffn_size)
+
+    def forward(self, x_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Return the output of each token's expert, [R, D]; the tokens are sorted by expert."""
+        ends_E = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        out_RD: Tensor = self.w2(F.silu(self.w1(x_RD, ends_E)) * self.w3(x_RD, ends_E), ends_E)
+        return out_RD
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, and the experts that it sends each token to.
+
+    Args:
+        spec: the architecture.
+        moe: the experts.
+    """
+
+    auxiliary_scale: Tensor | None = None
+    """Factor on the gradients of the auxiliary losses, summed over rows: a scalar. None leaves these losses out."""
+    statistics: Tensor | None = None
+    """Sums over the tokens of all forwards since ``prepare_routers``: tokens of each expert, and ``token_sums``."""
+
+    def __init__(self, spec: ModelSpec, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+        self.router = Linear(spec.hidden_size, moe.num_experts)
+        self.experts = Experts(spec, moe.num_experts)
+        self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = _run_here
+        """Sends tokens, sorted by expert, [R, D], through the experts, given the number of each expert's tokens."""
+        self.count_rows: Callable[[Tensor], Tensor] = _unchanged
+        """Returns the tokens of each row and expert, [B, E], over whole sequences, from those of the part held here."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the experts' outputs, weighted by the gates, in the shape and dtype of ``x_BSD``."""
+        wide = torch.promote_types(x_BSD.dtype, torch.float32)
+        logits_BSE = self.router(x_BSD.to(wide))
+        gates_BSK, chosen_BSK = choose_experts(logits_BSE, self.moe)
+        held_BE = _count(chosen_BSK, self.moe.num_experts)
+        if self.auxiliary_scale is not None and torch.is_grad_enabled():
+            gates_BSK = self._watched(gates_BSK, logits_BSE, held_BE, self.auxiliary_scale)
+        gates_TK1 = gates_BSK.to(x_BSD.dtype).flatten(0, 1)[:, :, None]
+        order_R = chosen_BSK.flatten().argsort(stable=True)
+        place_TK = order_R.argsort().view(gates_TK1.shape[:2])
+        tokens_RD: Tensor = _Spread.apply(x_BSD.flatten(0, 1), order_R, place_TK)  # type: ignore[no-untyped-call]
+        results_RD = self.run_experts(self.experts, tokens_RD, held_BE.sum(0))
+        results_TKD: Tensor = _Collect.apply(results_RD, order_R, place_TK)  # type: ignore[no-untyped-call]
+        return (results_TKD * gates_TK1).sum(1).view_as(x_BSD)
+
+    def _watched(self, gates_BSK: Tensor, logits_BSE: Tensor, held_BE: Tensor, scale: Tensor) -> Tensor:
+        """Return the gates, whose backward adds the gradients of the auxiliary losses; record the statistics."""
+        moe, whole_BE = self.moe, self.count_rows(held_BE)
+        sums = token_sums(logits_BSE, whole_BE)
+        tokens_B = whole_BE.sum(1) / moe.experts_per_token
+        losses_2 = torch.stack([(sums_B / tokens_B).sum() for sums_B in sums[:2]])
+        coefficients_2 = losses_2.new_tensor((moe.balance_loss_coefficient, moe.z_loss_coefficient))
+        if self.statistics is not None:
+            totals = torch.stack(sums).detach().sum(1)
+            add_once(self.statistics, torch.cat((held_BE.sum(0).to(totals.dtype), totals)))
+        gates: Tensor = _WithAuxiliaryLoss.apply(gates_BSK, losses_2 @ coefficients_2, scale)  # type: ignore[no-untyped-call]
+        return gates
+
+
+def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
+    """Return the gates of each token's experts, [B, S, K], and these experts, int64."""
+    best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
+    if moe.gate_softmax == "chosen":
+        return best_BSK.softmax(-1), chosen_BSK
+    return logits_BSE.softmax(-1).gather(-1, chosen_BSK), chosen_BSK
+
+
+def token_sums(logits_BSE: Tensor, tokens_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three sums over the tokens of each row, [B]: of the balance loss, the z-loss, and the router's entropy.
+
+    The balance loss of a row is ``E * sum(share * mean probability)`` over the experts. It is 1 if every expert gets as
+    many tokens, and E if one gets all of them. The z-loss is the mean square of the logits' log-sum-exp.
+
+    Args:
+        logits_BSE: the router's logits, for all tokens of each row or for a part of them.
+        tokens_BE: the number of tokens of each expert, in whole rows.
+    """
+    log_sum_exp_BS1 = logits_BSE.logsumexp(-1, keepdim=True)
+    log_probabilities_BSE = logits_BSE - log_sum_exp_BS1
+    probabilities_BSE = log_probabilities_BSE.exp()
+    shares_BE = tokens_BE / tokens_BE.sum(1, keepdim=True)
+    balance_B = logits_BSE.shape[-1] * (shares_BE * probabilities_BSE.sum(1)).sum(-1)
+    with torch.no_grad():
+        entropy_B = -(probabilities_BSE * log_probabilities_BSE).sum((1, 2))
+    return balance_B, log_sum_exp_BS1.square().sum((1, 2)), entropy_B
+
+
+def _count(chosen_BSK: Tensor, num_experts: int) -> Tensor:
+    """Return the number of tokens of each row and expert: int64, [B, E]."""
+    chosen_BT = chosen_BSK.flatten(1)
+    zeros_BE = chosen_BT.new_zeros((len(chosen_BT), num_experts))
+    return zeros_BE.scatter_add(1, chosen_BT, torch.ones_like(chosen_BT))
+
+
+def _run_here(experts: Experts, tokens_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    results_RD: Tensor = experts(tokens_RD, tokens_per_expert)
+    return results_RD
+
+
+def _unchanged(tokens_BE: Tensor) -> Tensor:
+    return tokens_BE
+
+
+class _Spread(torch.autograd.Function):
+    """Copies each token to its experts, sorted by expert. The backward adds without atomics, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return x_TD[order_R // place_TK.shape[1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        (place_TK,) = ctx.saved_tensors
+        return grad_RD[place_TK].sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Brings the results of each token together, in the order of its experts."""
+
+    @staticmethod
+    def forward(ctx: Any, results_RD: Tensor, order_R: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R)
+        return results_RD[place_TK]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TKD: Tensor) -> tuple[Tensor, None, None]:
+        (order_R,) = ctx.saved_tensors
+        return grad_TKD.flatten(0, 1)[order_R], None, None
+
+
+class _WithAuxiliaryLoss(torch.autograd.Function):
+    """Passes a tensor through; the backward gives ``loss`` the gradient ``scale`` whatever the tensor's own is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad, scale.to(ctx.dtype), None
+
+
+@torch.library.custom_op("llama::add_once", mutates_args=("total",))
+def add_once(total: Tensor, values: Tensor) -> None:
+    """Add values to a total, unless a backward is recomputing the forward that has added them."""
+    if torch._C._current_graph_task_id() == -1:
+        total.add_(values)
+
+
+@add_once.register_fake
+def _(total: Tensor, values: Tensor) -> None:
+    pass
+
+
+def mixtures(model: nn.Module) -> Iterator[MixtureOfExperts]:
+    """Yield the mixtures of a model, or of a part of one, from its first layer to its last."""
+    return (module for module in model.modules() if isinstance(module, MixtureOfExperts))
+
+
+def prepare_routers(model: nn.Module, scale: Tensor) -> None:
+    """Begin a step: set the factor on the gradients of the auxiliary losses, and set the statistics to zero.
+
+    Args:
+        model: a part of a model.
+        scale: factor on the gradients, summed over the rows of this rank: a scalar, fp32 or wider.
+    """
+    for module in mixtures(model):
+        module.auxiliary_scale = scale
+        module.statistics = scale.new_zeros(module.moe.num_experts + _NUM_SUMS)
