@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import TrainingConfig
-from llama_core.config.strategy import TARGETS, LoRA
+from llama_core.config.strategy import TARGETS, LoRA, MoE
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
@@ -33,6 +33,10 @@ UNTIED = replace(
     vocab_size=64,
 )
 TIED = replace(UNTIED, tied_embeddings=True)
+SPARSE = replace(
+    UNTIED,
+    moe=MoE(num_experts=4, moe_layers=2, balance_loss_coefficient=0.5, z_loss_coefficient=0.05),
+)
 ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
 TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 

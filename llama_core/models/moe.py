@@ -27,7 +27,7 @@ from llama_core.config.strategy import MoE
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import KEPT, FeedForward, Linear
 
-_NUM_SUMS = 3
+NUM_SUMS = 3
 """Sums over tokens in the statistics of a layer, behind the tokens of each expert."""
 
 
@@ -257,4 +257,4 @@ def prepare_routers(model: nn.Module, scale: Tensor) -> None:
     """
     for module in mixtures(model):
         module.auxiliary_scale = scale
-        module.statistics = scale.new_zeros(module.moe.num_experts + _NUM_SUMS)
+        module.statistics = scale.new_zeros(module.moe.num_experts + NUM_SUMS)

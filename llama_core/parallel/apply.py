@@ -13,7 +13,9 @@ from llama_core.models.batch import Batch
 from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
+from llama_core.models.moe import prepare_routers
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
+from llama_core.parallel.expert import divide_experts
 from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import OnPhase, Pipeline
@@ -27,9 +29,9 @@ from llama_core.planning.plan import ParallelPlan
 class ParallelModel:
     """One rank's part of a model, which trains with the others; built on the meta device, without memory.
 
-    The order is fixed. Pipeline parallelism cuts the stages, which get their adapters. Tensor parallelism divides
-    their matrices. Context parallelism, recomputation and compilation change how blocks run. Data parallelism comes
-    last, because it shards whatever parameters it finds.
+    The order is fixed. Pipeline parallelism cuts the stages, which get their adapters. Expert parallelism divides the
+    experts, and tensor parallelism every matrix. Context parallelism, recomputation and compilation change how blocks
+    run. Data parallelism comes last, because it shards whatever parameters it finds.
 
     Args:
         spec: the architecture of the whole model.
@@ -56,6 +58,8 @@ class ParallelModel:
         self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
         self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
         mesh = self.mesh
+        if mesh is not None:
+            divide_experts(self.model, mesh.experts)
         if mesh is not None and plan.tp > 1:
             apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
         if mesh is not None and mesh.cp_group is not None:
@@ -65,7 +69,7 @@ class ParallelModel:
         recompute_and_compile(self.model, plan, device)
         self._sharded: Sharded | None = None
         if mesh is not None and plan.uses_fully_shard:
-            self._sharded = Sharded(self.model, mesh.weights, plan, compute_dtype=compute_dtype)
+            self._sharded = Sharded(self.model, mesh, plan, compute_dtype=compute_dtype)
 
     def materialize(self) -> Self:
         """Allocate the parameters and return the model; its weights are still undefined."""
@@ -101,7 +105,11 @@ class ParallelModel:
         pieces = [self._own_columns(batch) for batch in microbatches]
         num_targets = self._num_targets(pieces).clamp(min=1)
         # data parallelism averages over the ranks, but the loss is the mean over all targets
-        scale = loss_scale * self.plan.dp * self.plan.cp / num_targets
+        ranks_averaged = self.plan.dp * self.plan.cp
+        scale = loss_scale * ranks_averaged / num_targets
+        num_rows = self.plan.dp * sum(len(batch.tokens_BS) for batch in microbatches)
+        # likewise the auxiliary losses are means over all rows; tensor-parallel ranks add up equal gradients
+        prepare_routers(self.model, scale.new_tensor(loss_scale * ranks_averaged / (num_rows * self.plan.tp)))
         losses = self.pipeline.forward_backward(pieces, scale, on_phase)
         self.gradients.complete()
         return self._sum_over_ranks(losses) / num_targets

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce
 
 from llama_core.errors import PlanError
 from llama_core.models.layers import Attention
 from llama_core.models.llama import Llama
+from llama_core.models.moe import mixtures
 from llama_core.parallel.block_attention import BlockMask
 from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts
 
@@ -42,6 +44,8 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
     for module in model.layers.modules():
         if isinstance(module, Attention):
             module.attend = attend
+    for mixture in mixtures(model):
+        mixture.count_rows = partial(all_reduce, reduceOp="sum", group=group)
 
 
 def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:

@@ -1,22 +1,61 @@
 """Expert parallelism: tokens travel to the ranks that hold their experts, and back.
 
 Rank r of a group of n holds the experts r * E / n to (r + 1) * E / n - 1. Each trip is one all-to-all of uneven parts;
-the gradients make the same trips in reverse.
+the gradients make the same trips in reverse. Tensor-parallel ranks divide every expert, as they divide a feed-forward.
 
 Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.1.
 """
 
 # Shape suffixes: T tokens of this rank (a token with k experts counts k times), R tokens that reached this rank,
-# D model dim, E experts
+# D model dim, B rows, E experts
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from llama_core.errors import PlanError
+from llama_core.models.llama import Llama
+from llama_core.models.moe import NUM_SUMS, Experts, mixtures
+from llama_core.planning.plan import ParallelPlan
+
+_DIVIDED_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "tp": {"w1": 1, "w2": 2, "w3": 1}}
+"""The dim of each matrix of the experts that an axis of ranks divides."""
+
+
+def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
+    """Divide the experts of ``model`` over the axes ep and tp of a mesh, and make their tokens travel.
+
+    Their parameters become DTensors if one of these axes has several ranks.
+
+    Args:
+        model: the model, or a part of it, on the meta device or with the same values on every rank.
+        mesh: the ranks; it may lack the axis ep.
+    """
+    axes = [axis for axis in _DIVIDED_DIMS if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1]
+    for mixture in mixtures(model) if axes else ():
+        for name, matrix in mixture.experts.named_children():
+            places = [Shard(_DIVIDED_DIMS[axis][name]) for axis in axes]
+            weight = distribute_tensor(matrix.get_parameter("weight"), mesh[tuple(axes)], places, src_data_rank=None)
+            matrix.register_parameter("weight", nn.Parameter(weight))
+        if "ep" in axes:
+            mixture.run_experts = partial(run_experts_elsewhere, group=mesh.get_group("ep"))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it needs the number of tokens that it gets
+def run_experts_elsewhere(
+    experts: Experts, tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Return the results of this rank's tokens, [T, D], from the ranks that hold their experts."""
+    sent = dispatch(tokens_TD, tokens_per_expert, group)
+    return sent.combine(experts(sent.tokens_RD, sent.tokens_per_expert))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +83,8 @@ class Dispatch:
 def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
     """Send every token to the rank that holds its expert. All ranks of ``group`` must call it.
 
-    It reads the token counts back once, because the buffers' sizes depend on them.
+    It reads the token counts back once, because the buffers' sizes depend on them. Fake tokens have no counts: they are
+    taken to be balanced.
 
     Args:
         tokens_TD: this rank's tokens, those of expert 0 first, then those of expert 1 and so on.
@@ -63,11 +103,15 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     sent = tokens_per_expert.view(num_ranks, -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent.contiguous(), group=group)
-    num_sent, num_received = sent.sum(1).tolist(), received.sum(1).tolist()
+    if isinstance(tokens_TD, FakeTensor):
+        num_sent = num_received = [len(part) for part in torch.tensor_split(tokens_TD, num_ranks)]
+    else:
+        num_sent, num_received = sent.sum(1).tolist(), received.sum(1).tolist()
     arrived_RD = _exchange(tokens_TD, num_received, num_sent, group)
     # tokens arrive by rank, and within a rank by expert; the stable sort keeps the order within an expert
     expert_R = torch.arange(received.shape[1], device=received.device).repeat(num_ranks)
-    order_R = expert_R.repeat_interleave(received.flatten()).argsort(stable=True)
+    expert_R = expert_R.repeat_interleave(received.flatten(), output_size=len(arrived_RD))
+    order_R = expert_R.argsort(stable=True)
     return Dispatch(arrived_RD[order_R], received.sum(0), group, num_sent, num_received, order_R)
 
 
@@ -75,3 +119,27 @@ def _exchange(x: Tensor, num_to_receive: list[int], num_to_send: list[int], grou
     exchange = all_to_all_single_autograd if torch.is_grad_enabled() and x.requires_grad else all_to_all_single
     out: Tensor = exchange(x.contiguous(), num_to_receive, num_to_send, group)
     return out
+
+
+@torch.no_grad()
+def routing_statistics(model: Llama, plan: ParallelPlan) -> Mapping[str, float]:
+    """Return the step's means over all tokens and sparse layers, as fields of a step's record; empty without experts.
+
+    All ranks must call it together. It waits for the device once.
+    """
+    if model.spec.moe is None:
+        return {}
+    moe, num_layers = model.spec.moe, model.spec.num_layers
+    total = torch.zeros((num_layers, moe.num_experts + NUM_SUMS), device=next(model.parameters()).device)
+    for name, block in model.layers.items():
+        for mixture in mixtures(block):
+            if mixture.statistics is not None:
+                total[int(name)] = mixture.statistics
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= plan.tp  # these ranks route the same tokens
+    total = total[[moe.is_sparse(layer) for layer in range(num_layers)]].cpu()
+    tokens_per_expert, sums = total[:, :-NUM_SUMS], total[:, -NUM_SUMS:]
+    balance, z, entropy = (sums.sum(0) * moe.experts_per_token / tokens_per_expert.sum()).tolist()
+    loads = tokens_per_expert.amax(1) / tokens_per_expert.mean(1)
+    return {"balance_loss": balance, "router_z_loss": z, "router_entropy": entropy, "expert_load": float(loads.max())}

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.llama import Llama
-from llama_core.parallel.mesh import Mesh
+from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
 
 
@@ -37,6 +37,8 @@ class Gradients:
         self.mesh = mesh
         self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
+        self._averaged_too_little: list[nn.Parameter] = []
+        self._ep = plan.ep
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if mesh is None:
             self._by_copies[1] = list(trained.values())
@@ -51,9 +53,11 @@ class Gradients:
         for name, parameter in trained.items():
             copies = ranks_per_stage // _num_shards(parameter) * len(holders[_module_of(name)])
             self._by_copies[copies].append(parameter)
+            if is_divided_over(parameter, "ep"):
+                self._averaged_too_little.append(parameter)
 
     def complete(self) -> None:
-        """Sum the gradients that several ranks share, so that each of them holds the sum.
+        """Sum the gradients that several ranks share, so that each of them holds the sum; average those of experts.
 
         Ranks share the gradients of norms, which each tensor-parallel rank computes over a part of the sequence, of an
         embedding tied to the head on another pipeline rank and, with Chimera, of every stage.
@@ -63,6 +67,10 @@ class Gradients:
                 grad = parameter.grad
                 if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
                     parameter.grad = grad.redistribute(placements=parameter.placements)
+        for parameter in self._averaged_too_little:
+            # the tokens of all data-parallel ranks reach an expert, but fewer of these ranks hold it and average
+            if parameter.grad is not None:
+                _local(parameter.grad).div_(self._ep)
         for group, parameters in self._shared:
             for parameter in parameters:
                 if parameter.grad is None:

@@ -1,10 +1,14 @@
 """The ranks of a job as a mesh, one axis for each way to divide the work."""
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from llama_core.planning.plan import ParallelPlan
 
@@ -17,6 +21,9 @@ class Mesh:
     weights: DeviceMesh
     """Axes pp, replicate, shard and tp. Context-parallel ranks hold the same weights, so they belong to the shard axis
     or, without sharding, to the replicate axis."""
+    experts: DeviceMesh
+    """The same for the weights of experts, with an axis ep before tp if expert-parallel ranks divide them. These ranks
+    are neighbours among the data-parallel ones, so fewer ranks hold or shard the same expert."""
     cp_group: dist.ProcessGroup | None
     """The ranks that hold the parts of this rank's sequences; None if sequences are whole."""
 
@@ -34,7 +41,7 @@ class Mesh:
             outer = plan.world_size // (plan.cp * plan.tp)
             rows = init_device_mesh(device_type, (outer, plan.cp, plan.tp), mesh_dim_names=("outer", "cp", "tp"))
             cp_group = rows.get_group("cp")
-        return cls(plan, weights, cp_group)
+        return cls(plan, weights, _of_experts(plan, device_type) if plan.ep > 1 else weights, cp_group)
 
     def rank(self, axis: str) -> int:
         """Return this rank's place on one of the plan's ``AXES``."""
@@ -58,3 +65,18 @@ class Mesh:
             group = dist.new_group(ranks)
             mine = group if dist.get_rank() in ranks else mine
         return mine
+
+
+def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
+    """Return the mesh of the experts' weights, whose ranks are in another order than those of the other weights."""
+    shard = plan.dp_shard // math.gcd(plan.dp_shard, plan.ep)  # a shard of the rest is several ranks' experts
+    replicate = plan.dp // plan.ep // shard
+    ranks = torch.arange(plan.world_size).view(plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp)
+    sizes = (replicate, shard * plan.cp) if plan.zero_stage else (replicate * plan.cp, 1)
+    ranks = ranks.transpose(3, 4).reshape(plan.pp, *sizes, plan.ep, plan.tp)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "replicate", "shard", "ep", "tp"))
+
+
+def is_divided_over(tensor: Tensor, axis: str) -> bool:
+    """Return whether the ranks of an axis hold different parts of a tensor."""
+    return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())

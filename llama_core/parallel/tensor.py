@@ -11,6 +11,8 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 # Shape suffixes: B batch, S sequence, D model dim, V vocabulary
 
+import re
+from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
@@ -30,11 +32,15 @@ from llama_core.models.layers import Linear, LowRank, TokenEmbedding
 from llama_core.models.llama import Llama, logits
 from llama_core.models.lora import AdaptedEmbedding
 from llama_core.models.loss import linear_cross_entropy
+from llama_core.models.moe import MixtureOfExperts
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
 
 
 def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Return how each module of a model is divided, by name; ``*`` stands for every layer."""
+    """Return how each module of a model is divided, by name; ``*`` stands for every layer.
+
+    Experts in place of a feed-forward have the name ``experts``.
+    """
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else Replicated()
     return {
@@ -52,6 +58,7 @@ def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyl
         "layers.*.feed_forward.w1": Columns(),
         "layers.*.feed_forward.w2": Rows(output_layouts=stream),
         "layers.*.feed_forward.w3": Columns(),
+        "experts": RoutedAlike(stream),
         "norm": norm,
         "output": VocabularyParallel(stream),
     }
@@ -69,13 +76,18 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
         sequence_parallel: divide the residual stream along the sequence.
     """
     styles = tensor_parallel_styles(sequence_parallel=sequence_parallel)
-    held = {name for name, _ in model.named_children()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    parallelize_module(model, mesh, {name: style for name, style in styles.items() if name.split(".")[0] in held})
+    by_name = {name: styles.get(_kind(name, module)) for name, module in model.named_modules()}
+    parallelize_module(model, mesh, {name: style for name, style in by_name.items() if style is not None})
     for name, parameter in model.named_parameters():  # these are new ones
         parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
     model.head = partial(_head, mesh)
+
+
+def _kind(name: str, module: nn.Module) -> str:
+    """Return the name of a module in the table of styles."""
+    return "experts" if isinstance(module, MixtureOfExperts) else re.sub(r"^layers\.\d+\.", "layers.*.", name)
 
 
 class Columns(ColwiseParallel):
@@ -112,6 +124,36 @@ class Replicated(ParallelStyle):
         )
 
 
+class RoutedAlike(ParallelStyle):
+    """A mixture whose experts are divided: every rank routes all tokens, and its part of the experts returns a part.
+
+    So the router and the input, which are whole, get a part of their gradients on every rank.
+
+    Args:
+        stream: placement of the residual stream.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        router = module.get_submodule("router")
+        router.__dict__["multiply"] = partial(_multiply_for_a_part, router.__dict__["multiply"])
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=self._gathered,  # type: ignore[arg-type]  # its result becomes the module's input
+            output_fn=self._summed,  # type: ignore[arg-type]
+        )
+
+    def _gathered(self, _: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Tensor:
+        stream = inputs[0] if isinstance(inputs[0], DTensor) else DTensor.from_local(inputs[0], mesh, [self.stream])
+        return _local(stream.redistribute(placements=[Replicate()]), Partial())
+
+    def _summed(self, _: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(part, mesh, [Partial()]).redistribute(placements=[self.stream]).to_local()
+
+
 class VocabularyParallel(ParallelStyle):
     """A table with one row per token, divided by rows; looking tokens up yields the residual stream.
 
@@ -134,6 +176,10 @@ class VocabularyParallel(ParallelStyle):
         for name, part in module.named_modules():
             _distribute(part, device_mesh, placements[name])
         return module
+
+
+def _multiply_for_a_part(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    return multiply(x, _local(weight, Partial()))
 
 
 def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from llama_core.models.llama import Llama
+from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
 
 POWERSGD_RANK = 4
@@ -116,13 +119,12 @@ class Sharded:
 
     Args:
         model: a rank's part of the model; its parameters become shards.
-        weights: a mesh with the axes replicate and shard.
+        mesh: the ranks.
         plan: the plan.
         compute_dtype: the dtype of gathered weights.
     """
 
-    def __init__(self, model: Llama, weights: DeviceMesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
-        mesh = weights["replicate", "shard"] if weights["replicate"].size() > 1 else weights["shard"]
+    def __init__(self, model: Llama, mesh: Mesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
         self.stage = plan.effective_zero_stage
         weight_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         policy = MixedPrecisionPolicy(
@@ -130,8 +132,10 @@ class Sharded:
             reduce_dtype=torch.bfloat16 if plan.gradient_compression == "bf16" else weight_dtype,
             cast_forward_inputs=False,
         )
+        axes = _data_axes(mesh.weights)
+        shard = partial(fully_shard, mesh=axes, mp_policy=policy, shard_placement_fn=_placement(mesh))
         for module in _groups(model):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.stage == 3)
+            shard(module, reshard_after_forward=self.stage == 3)
         embedding = model.tok_embeddings
         if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
             # the first layer's backward would prefetch the frozen embedding, which no backward needs; let it prefetch
@@ -140,7 +144,7 @@ class Sharded:
             first.set_modules_to_backward_prefetch([first])
         # the rest, that is the final norm and the head, stays gathered: without a pipeline, or on the last rank of a
         # 1F1B pipeline, their backward follows their forward
-        self.root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.root = shard(model, reshard_after_forward=False)
         self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.averages_every_backward = plan.averages_every_backward
         self.call: Callable[..., Tensor] = model
@@ -167,3 +171,36 @@ def _groups(model: Llama) -> list[nn.Module]:
     if model.tok_embeddings is not None and not model.spec.tied_embeddings:
         groups.append(model.tok_embeddings)
     return groups
+
+
+def _data_axes(weights: DeviceMesh) -> DeviceMesh:
+    return weights["replicate", "shard"] if weights["replicate"].size() > 1 else weights["shard"]
+
+
+def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
+    """Return how ``fully_shard`` is to shard each parameter; None for rows over the mesh that it is given."""
+    if mesh.experts is mesh.weights:
+        return partial(_shard_of_experts, mesh.weights)
+    # needs torch 2.13, and nothing else does
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
+    info: Any = _get_mesh_info(_data_axes(mesh.experts))
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        if not is_divided_over(parameter, "ep"):
+            return None
+        return ShardPlacementResult(_shard_of_experts(mesh.experts, parameter), info)
+
+    return place
+
+
+def _shard_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
+    """Return how to shard experts if their number does not divide evenly; None means by rows, like all else."""
+    num_shards = mesh["shard"].size()
+    uneven = parameter.ndim == 3 and len(_local(parameter)) % num_shards
+    return Shard(1) if uneven and _local(parameter).shape[1] % num_shards == 0 else None
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -138,6 +138,11 @@ class ParallelPlan:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
         elif self.dp_shard % self.ep and self.ep % self.dp_shard:
             yield f"ep={self.ep} neither divides dp_shard={self.dp_shard} nor is a multiple of it"
+        if self.compile and self.ep > 1 and self.recompute != "none":
+            yield (
+                f"compile with ep={self.ep} and recompute={self.recompute} would compile nothing, because tokens leave "
+                "the recomputed block; use recompute=none, or no compile"
+            )
         yield from self._exclusions_of_split_backwards()
         yield from self._exclusions_of_deepspeed()
         yield from self._exclusions_of_compression()

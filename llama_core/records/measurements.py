@@ -45,6 +45,15 @@ class StepRecord:
     """Mean cross-entropy on held-out tokens after this step, in nats; None if not measured."""
     time: float
     """Seconds since the epoch at the end of the step."""
+    balance_loss: float | None = None
+    """How unevenly routers spread tokens over experts, mean over sparse layers and rows: 1 is evenly, the number of
+    experts is worst. Like the next three, None without experts, and before its weight in the gradient."""
+    router_z_loss: float | None = None
+    """Mean square of the log-sum-exp of a router's logits, over sparse layers and tokens."""
+    router_entropy: float | None = None
+    """Mean entropy of a router's probabilities, over sparse layers and tokens, in nats."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert of a layer over those of its average one, in the layer where that is most."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """AdamW with weight-decay groups, and the learning-rate schedules as functions of the step."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llama_core.config.run import TrainingConfig
 
@@ -15,16 +17,16 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
 
     Norms are recognised by their module, because at DeepSpeed's stage 3 a parameter has no shape. The fused kernel
-    needs no temporaries and is the fastest on both CUDA and CPU.
+    needs no temporaries and is the fastest on both CUDA and CPU. It takes parameters of one mesh at a time.
     """
     norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if id(p) not in norms], "weight_decay": training.weight_decay},
-        {"params": [p for p in trained if id(p) in norms], "weight_decay": 0.0},
-    ]
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups[mesh, 0.0 if id(parameter) in norms else training.weight_decay].append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
         lr=training.learning_rate,
         betas=(training.beta1, training.beta2),
         eps=training.epsilon,

@@ -18,6 +18,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.models.batch import Batch
+from llama_core.parallel.expert import routing_statistics
 from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device, wait_for_all
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
@@ -226,6 +227,7 @@ class Trainer:
             skipped=not result.updated,
             eval_loss=eval_loss,
             time=time.time(),
+            **routing_statistics(self.engine.model, self.plan),
         )
         return record, bool(stop)
 

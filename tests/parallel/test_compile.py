@@ -13,13 +13,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from width import cases, wide
 
 from llama_core.config.models import model_spec
+from llama_core.config.strategy import MoE
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.llama import Llama
+from llama_core.parallel import expert
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.planning.plan import ParallelPlan
 
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
+SPARSE = replace(SPEC, moe=MoE(num_experts=4))
 RECOMPUTE = ["none", "selective", "full"]
 DIVISIONS = {
     "alone": {},
@@ -44,26 +47,46 @@ def graphs():
     torch._dynamo.reset()
 
 
-def take_step(plan):
-    model = ParallelModel(SPEC, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16).materialize()
+def take_step(plan, spec=SPEC):
+    model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16).materialize()
     model.initialize_weights(0)
     tokens = torch.randint(0, SPEC.vocab_size, (1, 64))
     batch = Batch(tokens, tokens, torch.arange(64)[None] % 20)
     model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
 
 
+def take_step_of_a_rank(plan, spec=SPEC):
+    """Take a step as one of the ranks of a plan, of which the others do not exist."""
+    if plan.world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
+    try:
+        take_step(plan, spec)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("case", cases(CASES, narrow={"alone-none", "FSDP-full", "PP-none", "TP x FSDP-selective"}))
 def test_all_blocks_share_one_graph_in_every_recompute_mode(graphs, case):
     division, recompute = case
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
-    if plan.world_size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
-    try:
-        take_step(plan)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    take_step_of_a_rank(plan)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("case", cases(CASES, narrow={"alone-full", "TP-none"}))
+def test_all_blocks_with_experts_are_one_graph_too(graphs, case):
+    division, recompute = case
+    plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
+    take_step_of_a_rank(plan, SPARSE)
+    assert graphs() == 1
+
+
+def test_blocks_whose_tokens_travel_are_four_graphs(graphs, monkeypatch):
+    # no other rank exists to say how many tokens it sends
+    monkeypatch.setattr(expert, "_exchange", lambda x, num_to_receive, num_to_send, group: x.clone())
+    take_step_of_a_rank(ParallelPlan(dp_replicate=2, ep=2, compile=True, num_microbatches=2), SPARSE)
+    assert graphs() == 4
 
 
 @pytest.mark.parametrize("recompute", ["none", wide("selective"), wide("full")])

@@ -2,9 +2,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from parity import SPARSE, native_engine, own_microbatches
+from width import cases
 
 from llama_core.errors import PlanError
-from llama_core.parallel.expert import dispatch
+from llama_core.parallel.expert import dispatch, routing_statistics
+from llama_core.planning.plan import ParallelPlan
 
 NUM_EXPERTS, DIM = 4, 8
 
@@ -58,3 +61,33 @@ def check_refusal():
 
 def test_experts_that_cannot_be_divided_are_refused():
     run_ranks(2, check_refusal)
+
+
+def statistics(plan):
+    """Return the statistics of two steps, in float64."""
+    engine = native_engine(plan, SPARSE, torch.float64, weight_dtype=torch.float64)
+    found = []
+    for step in range(2):
+        engine.forward_backward(own_microbatches(step, plan), loss_scale=2.0, on_phase=lambda phase: None)
+        engine.evaluate(own_microbatches(9, plan))
+        found.append(routing_statistics(engine.model, plan))
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    cases(
+        {
+            "ep2 tp2, full recompute": ParallelPlan(tp=2, dp_replicate=2, ep=2, recompute="full", num_microbatches=2),
+            "cp2": ParallelPlan(cp=2, num_microbatches=4),
+            "pp2 chimera": ParallelPlan(pp=2, schedule="chimera", num_microbatches=4),
+            "selective recompute": ParallelPlan(recompute="selective", num_microbatches=2, microbatch_size=2),
+            "compiled": ParallelPlan(compile=True, recompute="full", num_microbatches=4),
+        },
+        narrow={"ep2 tp2, full recompute", "cp2"},
+    ),
+)
+def test_every_plan_reports_the_same_routing(plan):
+    (expected,) = run_ranks(1, statistics, ParallelPlan(num_microbatches=4))
+    for found in run_ranks(plan.world_size, statistics, plan):
+        assert found == [pytest.approx(step, rel=1e-6) for step in expected]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_ranks
-from parity import ADAPTED, TIED, UNTIED, largest_differences, train, weights_by_rank
+from parity import ADAPTED, SPARSE, TIED, UNTIED, largest_differences, train, weights_by_rank
 from width import cases, wide
 
 from llama_core.config.strategy import LoRA
@@ -91,6 +91,44 @@ ADAPTED_PLANS = {
     )
 } | {"zero3 dp2, compiled": ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2, compile=True)}
 
+SPARSE_PLANS = {
+    name: PLANS[name]
+    for name in (
+        "zero1 dp2",
+        "zero2 dp2",
+        "hsdp2x2",
+        "zero3 dp4",
+        "tp2",
+        "tp2 cp2",
+        "tp2 zero3 dp2",
+        "tp2 pp2 zero2 dp2",
+        "cp2 zero3 dp2",
+        "pp2 interleaved",
+        "pp2 chimera zero2 dp2",
+        "pp2 zb_h1",
+        "pp2 zbv",
+        "zero3 dp2, full recompute",
+        "tp2 sp, selective recompute",
+    )
+} | {
+    "ep2": ParallelPlan(dp_replicate=2, ep=2, num_microbatches=2),
+    "ep2 dp2": ParallelPlan(dp_replicate=4, ep=2, num_microbatches=2),
+    "ep2 tp2": ParallelPlan(tp=2, dp_replicate=2, ep=2, num_microbatches=2),
+    "ep2 tp2 zero3": ParallelPlan(tp=2, dp_shard=2, ep=2, zero_stage=3, num_microbatches=2),
+    "ep2 pp2": ParallelPlan(pp=2, dp_replicate=2, ep=2, num_microbatches=4),
+    "ep2 pp2 chimera zero2": ParallelPlan(pp=2, schedule="chimera", dp_shard=2, ep=2, zero_stage=2, num_microbatches=4),
+    "ep2 cp2 zero1": ParallelPlan(cp=2, dp_shard=2, ep=2, zero_stage=1, num_microbatches=2),
+    "ep2 zero1 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=1, num_microbatches=2),
+    "ep2 zero2 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=2, num_microbatches=2),
+    "ep2 zero3 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=3, num_microbatches=2),
+    "ep2 hsdp2x2": ParallelPlan(dp_shard=2, dp_replicate=2, ep=2, zero_stage=3, num_microbatches=2),
+    "ep4 hsdp2x2": ParallelPlan(dp_shard=2, dp_replicate=2, ep=4, zero_stage=2, num_microbatches=2),
+    "ep2, full recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="full", num_microbatches=2),
+    "ep2, selective recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="selective", num_microbatches=2),
+    "compiled": ParallelPlan(compile=True, recompute="selective", num_microbatches=4),
+    "ep2, compiled": ParallelPlan(dp_shard=2, ep=2, zero_stage=3, compile=True, num_microbatches=2),
+}
+
 
 NARROW = {
     "dp2",
@@ -125,6 +163,21 @@ def test_a_tied_embedding_is_one_parameter_wherever_it_is_held(plan):
 )
 def test_adapters_match_one_process_and_nothing_else_trains(plan):
     differences = largest_differences(plan, spec=ADAPTED)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize(
+    "plan",
+    cases(SPARSE_PLANS, narrow={"ep2 tp2", "ep2 zero3 dp2", "cp2 zero3 dp2", "pp2 zbv", "ep2, selective recompute"}),
+)
+def test_experts_train_as_on_one_process(plan):
+    differences = largest_differences(plan, spec=SPARSE)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases({"zero3 dp4": PLANS["zero3 dp4"]}, narrow=()))
+def test_experts_that_the_sharding_ranks_cannot_share_are_sharded_by_their_rows(plan):
+    differences = largest_differences(plan, spec=replace(SPARSE, moe=SPARSE.moe.model_copy(update={"num_experts": 6})))
     assert max(differences.values()) < 1e-8, differences
 
 
@@ -204,6 +257,10 @@ def _tokens_of_a_block_reversed():
     ring._Hop.__init__ = broken
 
 
+def _experts_not_averaged():
+    gradients.is_divided_over = lambda parameter, axis: False
+
+
 FAULTS = {
     "dp2": _gradients_not_averaged,
     "hsdp2x2": _copies_not_averaged,
@@ -222,6 +279,12 @@ FAULTS = {
 def test_a_broken_collective_is_detected(name):
     differences = largest_differences(PLANS[name], fault=FAULTS[name])
     assert max(differences.values()) > 1e-6, differences
+
+
+@pytest.mark.parametrize(("name", "fault"), [("ep2", _experts_not_averaged), wide("tp2", _gradients_not_completed)])
+def test_a_broken_collective_of_experts_shows(name, fault):
+    differences = largest_differences(SPARSE_PLANS[name], spec=SPARSE, fault=fault)
+    assert differences["gradients"] > 1e-3, differences
 
 
 @pytest.mark.parametrize("spec", [UNTIED, wide(TIED)])

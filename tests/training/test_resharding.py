@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distributed import run_ranks
-from parity import TIED, UNTIED, native_engine, own_microbatches, undefined
+from parity import SPARSE, TIED, UNTIED, native_engine, own_microbatches, undefined
 from torch.distributed.tensor import DTensor
 from width import wide
 
@@ -23,6 +23,9 @@ PLANS = {
     "pp4 chimera": ParallelPlan(pp=4, schedule="chimera", num_microbatches=4),
     "pp2 interleaved": ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4),
     "cp2": ParallelPlan(cp=2, num_microbatches=4),
+    "ep2 tp2": ParallelPlan(tp=2, dp_replicate=2, ep=2, num_microbatches=2),
+    "ep2 pp2": ParallelPlan(pp=2, dp_replicate=2, ep=2, num_microbatches=2),
+    "ep2 zero3 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=3),
 }
 
 
@@ -111,5 +114,17 @@ def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(pa
     _, _, saved = run_under(path, PLANS["zero3 dp4"], TIED, 0, 2)
     _, loaded, _ = run_under(path, PLANS["tp2 pp2"], TIED, 2, 3)
     assert "output.weight" not in loaded
+    for name, value in saved.items():
+        assert (loaded[name] == value).all(), name
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("ep2 tp2", "alone"), wide("alone", "ep2 zero3 dp2"), wide("ep2 zero3 dp2", "ep2 pp2"), wide("ep2 pp2", "dp4")],
+)
+def test_experts_are_found_wherever_they_were(path, one, other):
+    _, _, saved = run_under(path, PLANS[one], SPARSE, 0, 2)
+    _, loaded, _ = run_under(path, PLANS[other], SPARSE, 2, 3)
+    assert loaded.keys() == saved.keys()
     for name, value in saved.items():
         assert (loaded[name] == value).all(), name

@@ -52,13 +52,14 @@ def batch(seed, rows=BATCH_SIZE, packed=True):
     return Batch(tokens_BS[:, :-1], targets_BS, positions_BS)
 
 
-def config(strategy="standard", lora=None, **training):
+def config(strategy="standard", lora=None, moe=None, **training):
     settings = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "precision": "fp32", "checkpoint_every": 5} | training
     return RunConfig.from_mapping(
         {
             "architecture": FEW_PARAMETERS,
             "strategy": strategy,
             "lora": lora or {},
+            "moe": moe or {},
             "training": settings,
             "launch": {"device": "cpu"},
             "tracking": {"tensorboard": False},
@@ -224,6 +225,35 @@ def test_evaluation_uses_no_dropout(run, tmp_path):
     (plain, trained_plain), (dropping, trained_dropping) = evaluated
     assert plain == dropping
     assert trained_plain != trained_dropping
+
+
+def test_a_step_records_its_routing_and_a_loss_without_the_auxiliary_ones(run, tmp_path):
+    moe = {"num_experts": 4, "balance_loss_coefficient": 0.0}
+    trainer(run, steps=1, strategy="moe", moe=moe).fit()
+    (first,) = read_metrics(run).to_pylist()
+    assert 1 < first["expert_load"] <= 4
+    assert 0.99 < first["balance_loss"] < 2
+    assert first["router_entropy"] == pytest.approx(math.log(4), abs=0.01)
+    assert first["router_z_loss"] == pytest.approx(math.log(4) ** 2, rel=0.01)
+    assert first["loss"] == pytest.approx(math.log(SPEC.vocab_size), rel=0.01)
+    dense = RunDirectory(tmp_path / "dense")
+    dense.create()
+    trainer(dense, steps=1).fit()
+    assert read_metrics(dense).column("expert_load").to_pylist() == [None]
+
+
+def test_the_balance_loss_spreads_tokens_that_all_went_to_one_expert(run):
+    moe = {"num_experts": 4, "experts_per_token": 1, "balance_loss_coefficient": 1.0}
+    unbalanced = trainer(run, steps=40, strategy="moe", moe=moe, learning_rate=1e-2, lr_schedule="constant")
+    with torch.no_grad():
+        for block in unbalanced.engine.model.layers.values():
+            router = block.feed_forward.router.weight
+            router[0], router[1:] = router[0].abs(), 0.0
+        unbalanced.engine.model.tok_embeddings.weight.abs_()
+    unbalanced.fit()
+    loads = read_metrics(run).column("expert_load").to_pylist()
+    assert loads[0] == 4.0
+    assert max(loads[-5:]) < 3.0
 
 
 def test_the_parts_of_a_step_add_up_to_its_time(run):
