@@ -24,7 +24,7 @@ class TrainingStrategy:
     name: str = "standard"
     """standard trains every weight, lora adapters over a frozen model, moe a mixture of experts."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Of lora: lora_rank, lora_alpha, target_modules; of moe: num_experts, experts_per_token, moe_layers."""
+    """The fields of ``LoRA`` or ``MoE``: lora_rank, lora_alpha, target_modules; num_experts, moe_layers and so on."""
 
     def __post_init__(self) -> None:
         if self.name not in literal_values(StrategyName):

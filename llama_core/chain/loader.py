@@ -16,7 +16,7 @@ from llama_core.chain import steps as chain_steps
 from llama_core.chain.chain import Steps, run_chain
 from llama_core.chain.console import watch
 from llama_core.chain.planned import with_keys
-from llama_core.chain.prepare import prepare_run, refuse_untrainable
+from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.run import DATALOADER, RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFailedError
@@ -50,7 +50,6 @@ def run_loader_chain(
     """
     from llama_core.launch.rank.loader import Loaders, pickled
 
-    refuse_untrainable(config)
     loaders, gpus = Loaders(train, validation), config.parallel.gpus
     num_ranks = _started_ranks()
     if num_ranks > 1:

@@ -9,7 +9,7 @@ from llama_core.data.chat_template import BUILT_IN
 from llama_core.data.check import check_data
 from llama_core.data.datasets import DataStatistics, load_datasets
 from llama_core.data.tokenizer import BYTES
-from llama_core.errors import ConfigError, DoesNotFitError, RunDirectoryError
+from llama_core.errors import DoesNotFitError, RunDirectoryError
 from llama_core.machine.detect import detect_machine
 from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -36,7 +36,6 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         ConfigError, DataError, WeightsError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is
             estimated not to fit the device and ``launch.force`` is not set. Nothing has been written then.
     """
-    refuse_untrainable(config)
     planned = plan_run(_seen_from_anywhere(config))
     try:
         run = existing_run(planned.config, run_dir, resume=resume)
@@ -64,19 +63,6 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     if statistics is not None:
         write_json(run.data, statistics.as_dict())
     return run
-
-
-def refuse_untrainable(config: RunConfig) -> None:
-    """Refuse a strategy that can be estimated but not trained.
-
-    Raises:
-        ConfigError: if the strategy is one of these.
-    """
-    if config.strategy == "moe":
-        raise ConfigError(
-            f"strategy={config.strategy}: memory can be estimated (estimate-memory), but the model cannot be rehearsed "
-            "or trained yet; use strategy=standard or lora"
-        )
 
 
 def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) -> list[str]:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu
-from llama_core.chain.prepare import check_initial_weights, refuse_untrainable
+from llama_core.chain.prepare import check_initial_weights
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
@@ -70,7 +70,6 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
     Raises:
         ConfigError, DataError, WeightsError, PlanError: if the request cannot be met.
     """
-    refuse_untrainable(config)
     check_initial_weights(config)
     planned = plan_anywhere(config) if here else plan_for_gpu(config)
     checked = check_data(planned.config.data, planned.config.spec) if data else None

@@ -365,12 +365,15 @@ class ParallelPlan:
         if self.zero_backend == "deepspeed":
             offload = "" if self.offload == "none" else f" with {self.offload} in host memory"
             zero = f"ZeRO {self.zero_stage} by DeepSpeed{offload}"
+        experts = f"experts over {self.ep}" if self.ep > 1 else ""
         schedule = self.schedule if self.pp > 1 else ""
         attention = "" if self.attention == "auto" else f"{self.attention} attention"
         compression = "" if self.gradient_compression == "none" else f"{self.gradient_compression} gradients"
         recompute = "" if self.recompute == "none" else f"recompute {self.recompute}"
         rows = f"{self.num_microbatches} x {self.microbatch_size} sequences per step and rank"
-        return ", ".join(part for part in (ranks, zero, schedule, rows, recompute, attention, compression) if part)
+        return ", ".join(
+            part for part in (ranks, zero, experts, schedule, rows, recompute, attention, compression) if part
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as a flat record, with derived sizes for readers."""

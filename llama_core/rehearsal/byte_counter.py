@@ -5,7 +5,7 @@ libraries' own memory are not counted. A sharded tensor counts with this rank's 
 """
 
 import weakref
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -48,14 +48,15 @@ def _documents_backward_flops(_: Tensor, query: Tensor, *others: Any, **__: Any)
     return 10 * query.numel() * longest
 
 
-_FLOP_FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
+_MISSING_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
     torch.ops.torch_attn._varlen_attn: _documents_forward_flops,
     torch.ops.torch_attn._varlen_attn_backward: _documents_backward_flops,
 }
-"""FLOPs of each operator, attention counted in full; the entries added here are missing from torch's table."""
+_FLOP_FORMULAS = ChainMap(_MISSING_FORMULAS, flop_registry)
+"""FLOPs of each operator, attention counted in full."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 

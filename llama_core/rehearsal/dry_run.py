@@ -212,13 +212,16 @@ class _Contents(NamedTuple):
 
     modes: tuple[RecomputeMode, ...]
     """Recomputation of each layer."""
+    sparse: tuple[bool, ...]
+    """Which layers have experts."""
     is_first: bool
     is_last: bool
 
 
 def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
-    modes = plan.recompute_modes(spec)
-    return _Contents(modes[stage], is_first=stage == 0, is_last=stage == len(modes) - 1)
+    modes, layers = plan.recompute_modes(spec), plan.stage_layers(spec)[stage]
+    sparse = tuple(spec.moe is not None and spec.moe.is_sparse(layer) for layer in layers)
+    return _Contents(modes[stage], sparse, is_first=stage == 0, is_last=stage == len(modes) - 1)
 
 
 def _idle_shares(plan: ParallelPlan, steps: Sequence[ComposedStep]) -> list[float]:

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llama_core.parallel.mesh import Mesh
 
-WORLD, HOLDERS, VOCABULARY = "world", "holders", "vocabulary"
+WORLD, HOLDERS, VOCABULARY, ROUTING = "world", "holders", "vocabulary", "routing"
 
 
 class Transfer(NamedTuple):
@@ -33,8 +33,9 @@ class CountedTraffic:
 
     collective: str
     axis: str
-    """An axis of the weights' mesh; ``cp``; ``holders``: pipeline ranks that hold the same weights; ``vocabulary``:
-    the exchange between tensor-parallel ranks for every token in the loss; or ``world``: scalars over all ranks."""
+    """An axis of the weights' mesh; ``ep``; ``cp``; ``holders``: pipeline ranks that hold the same weights; ``vocabulary``:
+    the exchange between tensor-parallel ranks for every token in the loss; ``routing``: numbers of tokens of experts; or
+    ``world``: scalars over all ranks."""
     num_ranks: int
     """Ranks of the group; 2 for a send."""
     count: int
@@ -55,10 +56,12 @@ _OPERATORS: Mapping[str, tuple[str, int, Callable[[tuple[Any, ...], Any], Any]]]
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 2, lambda args, out: [args[1]]),
     "c10d::allreduce_": ("all_reduce", 1, lambda args, out: args[0]),
     "c10d::broadcast_": ("broadcast", 1, lambda args, out: args[0]),
+    "c10d::alltoall_base_": ("all_to_all", 2, lambda args, out: [args[1]]),
     "c10d::send": ("send", 1, lambda args, out: args[0]),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 2, lambda args, out: [out]),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 3, lambda args, out: [args[0]]),
     "_c10d_functional::all_reduce": ("all_reduce", 2, lambda args, out: [args[0]]),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 3, lambda args, out: [args[0]]),
 }
 
 
@@ -73,6 +76,8 @@ def transfer_of(func: Any, args: tuple[Any, ...], out: Any) -> Transfer | None:
     tensors: list[Tensor] = list(whole(args, out))
     # scalars are summed over all ranks, and the group of all ranks may also be that of an axis
     name = WORLD if all(tensor.dim() == 0 for tensor in tensors) else group.group_name
+    if name != WORLD and not any(tensor.is_floating_point() for tensor in tensors):
+        name = ROUTING
     if func is torch.ops.c10d.allgather_.default:  # only the loss gathers into a list of tensors
         name = VOCABULARY
     return Transfer(collective, name, num_ranks, sum(tensor.nbytes for tensor in tensors))
@@ -89,6 +94,8 @@ def axes_by_group(mesh: Mesh | None) -> dict[tuple[str, bool], str]:
     axes: dict[tuple[str, bool], str] = {
         (mesh.weights.get_group(axis).group_name, False): axis for axis in ("replicate", "shard", "tp")
     }
+    if mesh.experts is not mesh.weights:
+        axes |= {(mesh.experts.get_group(axis).group_name, False): axis for axis in ("replicate", "shard", "ep")}
     axes[mesh.weights.get_group("pp").group_name, True] = "pp"
     if mesh.cp_group is not None:
         axes[mesh.cp_group.group_name, True] = "cp"
@@ -105,7 +112,7 @@ def on_axes(transfers: Mapping[Transfer, int], axes: Mapping[tuple[str, bool], s
     renamed: Counter[Transfer] = Counter()
     for transfer, count in transfers.items():
         axis = transfer.group
-        if axis not in {WORLD, VOCABULARY}:
+        if axis not in {WORLD, VOCABULARY, ROUTING}:
             axis = axes.get((transfer.group, transfer.collective == "send"), HOLDERS)
         renamed[transfer._replace(group=axis)] += count
     return renamed

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from llama_core.chain import steps as chain_steps
 from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
-from llama_core.chain.prepare import refuse_untrainable
 from llama_core.chain.runs import load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, StoppedError, TrainingFailedError
@@ -78,7 +77,6 @@ def compare(
     Raises:
         TrainingInfraError: if the request is wrong for every element, or the sweep is interrupted.
     """
-    refuse_untrainable(config.base)
     elements = config.elements()
     rows = {element.name: row for element in elements if (row := _without_running(element, config.base)) is not None}
     sweep = None

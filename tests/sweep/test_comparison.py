@@ -72,8 +72,3 @@ def test_the_command_saves_the_results_it_prints(tmp_path, capsys):
         assert f"{row['tokens_per_second']:,.0f}" in printed
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == record["rows"]
-
-
-def test_experts_are_refused_in_one_line(capsys):
-    assert main(["benchmark", "--model", "llama2_7b", "--strategy", "moe", "--batch-sizes", "8"]) == 2
-    assert capsys.readouterr().err.startswith("error: strategy=moe: memory can be estimated")

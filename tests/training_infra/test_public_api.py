@@ -44,10 +44,14 @@ ABSENT = {
     "LLaMA 3 Quick Examples / LLaMA 3 405B Mega Model Training": {
         "orchestrator.launch_training(massive_dataloader)": absent(64),
     },
+    "LLaMA 3 Quick Examples / Custom Configuration": {
+        "orchestrator.launch_training(train_dataloader, val_dataloader)": absent(8),
+    },
     "LLaMA 3 Quick Examples / Manual Trainer Creation": {"trainer.fit()": absent(2)},
 }
 """Statements that this machine is too small for, with the start of the one line that refuses them."""
 
+TOO_SMALL = "refused: this machine has not the devices"
 REFUSED = {
     "train --model llama3_8b --gpus 4 --data path/to/training_data.jsonl --strategy standard": NO_CUDA.format(4),
     "train --model llama3_8b --gpus 4 --data path/to/data.jsonl --batch-size 8": NO_CUDA.format(4),
@@ -83,14 +87,6 @@ NOT_OURS = {
 }
 """Installation programs that are not run, and what is checked instead."""
 
-EXPERTS = ("strategy=moe: memory can be estimated", "mixtures of experts are estimated, but not trained yet")
-WAITING = {
-    "LLaMA 3 Quick Examples / Custom Configuration": {
-        "orchestrator.launch_training(train_dataloader, val_dataloader)": EXPERTS,
-    },
-}
-"""Exemptions: statements that do not work yet, by block, with the start of their one-line error and the reason."""
-
 
 @pytest.fixture
 def place(tmp_path):
@@ -117,18 +113,17 @@ def ends_of_python(place):
     }
 
 
-def verdict(end, absent, waiting=None):
-    """Return the verdict on a statement or command, given how it ended and how it is listed."""
-    begins, why = waiting or (absent, "this machine has not the devices")
-    if begins is None:
+def verdict(end, absent):
+    """Return how a statement or command is judged, given how it ended and how that is listed."""
+    if absent is None:
         return end or "runs"
     if end is None:
-        return f"has started to work: no exemption is needed ({why})"
-    return f"refused: {why}" if re.match(rf"\w+Error: {re.escape(begins)}[^\n]*$", end) else end
+        return "has started to work: no exemption is needed"
+    return TOO_SMALL if re.match(rf"\w+Error: {re.escape(absent)}[^\n]*$", end) else end
 
 
-def listed(absent, waiting=None):
-    return f"refused: {waiting[1] if waiting else 'this machine has not the devices'}" if absent or waiting else "runs"
+def listed(absent):
+    return TOO_SMALL if absent else "runs"
 
 
 @pytest.mark.wide
@@ -136,12 +131,12 @@ def test_every_python_statement_of_the_page_works_or_is_listed(place):
     found, expected = {}, {}
     for name, lines in ends_of_python(place).items():
         for line, end in lines.items():
-            absent, waiting = (table.get(name, {}).get(line) for table in (ABSENT, WAITING))
-            found[name, line] = verdict(end, absent, waiting)
-            expected[name, line] = listed(absent, waiting)
+            absent = ABSENT.get(name, {}).get(line)
+            found[name, line] = verdict(end, absent)
+            expected[name, line] = listed(absent)
             print(f"{name} | {line} | {found[name, line]}")
     assert found == expected
-    assert {(name, line) for table in (ABSENT, WAITING) for name in table for line in table[name]} <= found.keys()
+    assert {(name, line) for name in ABSENT for line in ABSENT[name]} <= found.keys()
 
 
 COMMANDS = {

@@ -1,7 +1,4 @@
-"""The parameters of a mixture of experts: ``TrainingStrategy("moe", parameters)`` takes the fields of ``MoE``.
-
-Memory estimates work; training is refused.
-"""
+"""The parameters of a mixture of experts: ``TrainingStrategy("moe", parameters)`` takes the fields of ``MoE``."""
 
 from llama_core.config.strategy import MoE
 
