@@ -83,8 +83,14 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
         raise WeightsError(
             f"{checkpoint} holds a full model (strategy={config.strategy}) and no adapters to merge; drop --merged"
         )
+    spec = config.spec
+    if spec.moe is not None and (spec.num_sparse_layers < spec.num_layers or spec.moe.gate_softmax != "chosen"):
+        raise WeightsError(
+            f"{checkpoint} holds experts that transformers' Mixtral cannot describe: it has experts in every layer "
+            "(moe_layers) and gates over the chosen ones (gate_softmax=chosen)"
+        )
     if merged:
-        check_pretrained(config.spec, checkpoint)
+        check_pretrained(spec, checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
 

@@ -1,9 +1,10 @@
-"""Read the architecture of a Llama from the ``config.json`` of a Hugging Face folder, without transformers.
+"""Read the architecture of a Llama or Mixtral from the ``config.json`` of a Hugging Face folder, without transformers.
 
-Keys have the meaning and the defaults of transformers' ``LlamaConfig``, in the spelling of version 4 (``rope_theta``,
-``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the weights compute is refused. Other
-keys are ignored: ``attention_dropout`` and ``initializer_range`` are training settings, ``use_cache`` is a generation
-setting, and ``pretraining_tp`` only splits a product into slices that are added up again.
+Keys have the meaning and the defaults of transformers' ``LlamaConfig`` or ``MixtralConfig``, in the spelling of
+version 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the
+weights compute is refused. Other keys are ignored: ``attention_dropout``, ``initializer_range``,
+``router_jitter_noise`` and ``router_aux_loss_coef`` are training settings, ``use_cache`` is a generation setting, and
+``pretraining_tp`` only splits a product into slices that are added up again.
 """
 
 import json
@@ -23,12 +24,15 @@ from llama_core.config.models import (
     RopeScaling,
     model_names,
 )
+from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
 
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
 _THETA = 10_000.0
 """Default of ``rope_theta`` in transformers."""
+_MIXTRAL_THETA = 1_000_000.0
+"""The same for Mixtral."""
 
 _Size = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
@@ -73,10 +77,10 @@ def read_folder(model: str) -> ModelSpec:
     file = folder / _CONFIG
     given = {key: value for key, value in _read_json(file).items() if value not in (None, {})}
     try:
-        config = _LlamaJson.model_validate(given)
+        config = (_MixtralJson if given.get("model_type") == "mixtral" else _LlamaJson).model_validate(given)
     except ValidationError as error:
         problems = [problem for detail in error.errors() for problem in _describe(detail)]
-        if given.get("model_type", "llama") != "llama":  # other models name their sizes differently
+        if given.get("model_type", "llama") not in {"llama", "mixtral"}:  # other models name their sizes differently
             problems = [problem for problem in problems if not problem.endswith(_MISSING)]
         raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
     return ModelSpec(
@@ -96,6 +100,7 @@ def read_folder(model: str) -> ModelSpec:
         tied_embeddings=config.tie_word_embeddings,
         rope_scaling=config.scaling,
         instruct=_has_chat_template(folder),
+        moe=config.moe,
     )
 
 
@@ -210,7 +215,7 @@ class _LlamaJson(_Json):
     """The values that a ``config.json`` may have; the text below a key is the error message for any other value."""
 
     model_type: Literal["llama"]
-    """only llama can be trained"""
+    """only llama and mixtral can be trained"""
     architectures: list[Literal["LlamaForCausalLM"]] = []
     """only LlamaForCausalLM can be trained"""
     vocab_size: _Size
@@ -238,6 +243,11 @@ class _LlamaJson(_Json):
     """Llama rotates the whole of every head"""
     quantization_config: None = None
     """quantised weights cannot be trained; give the folder of the unquantised model"""
+
+    @property
+    def moe(self) -> MoE | None:
+        """The experts in place of every feed-forward; None without experts."""
+        return None
 
     @property
     def width_of_head(self) -> int:
@@ -289,6 +299,29 @@ class _LlamaJson(_Json):
         else:
             if len(set(ropes)) > 1:
                 yield "rope_scaling contradicts rope_parameters; keep the right one"
+
+
+class _MixtralJson(_LlamaJson):
+    """The same for a mixture of experts, with the defaults of transformers' ``MixtralConfig``."""
+
+    model_type: Literal["mixtral"]  # type: ignore[assignment]
+    architectures: list[Literal["MixtralForCausalLM"]] = []  # type: ignore[assignment]
+    """only MixtralForCausalLM can be trained"""
+    num_key_value_heads: _Size | None = 8
+    rms_norm_eps: _Positive = 1e-5
+    max_position_embeddings: Annotated[int, Field(ge=2)] = 131_072
+    num_local_experts: _Size = 8
+    num_experts_per_tok: _Size = 2
+
+    @property
+    def moe(self) -> MoE:
+        """The experts."""
+        return MoE(num_experts=self.num_local_experts, experts_per_token=self.num_experts_per_tok)
+
+    @property
+    def theta(self) -> float:
+        """Base of the rotary embedding."""
+        return next((theta for _, theta in self._thetas()), _MIXTRAL_THETA)
 
 
 def _describe(detail: ErrorDetails) -> Iterator[str]:

@@ -6,6 +6,9 @@ from typing import Any
 
 import yaml
 
+from llama_core.config.hugging_face import is_folder, read_folder
+from llama_core.errors import ConfigError
+
 _PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 """Maps keys of PEFT's ``adapter_config.json`` to ours."""
 
@@ -38,6 +41,8 @@ def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str,
         brought = {key: value for key, value in brought.items() if key not in {"model", "architecture"}}
     if given.get("strategy") != "lora":
         brought.pop("lora", None)
+    if given.get("strategy", "moe") != "moe":
+        brought.pop("moe", None)
     for section in brought.keys() & given.keys():
         own = given[section]
         brought[section] = brought[section] | own if isinstance(own, dict) else own
@@ -47,7 +52,10 @@ def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str,
 def _of_run(config: dict[str, Any]) -> dict[str, Any]:
     settings = {"model": config["model"], "architecture": config["architecture"]}
     settings["data"] = {"tokenizer": config["data"]["tokenizer"]}
-    return settings | ({"lora": config["lora"]} if config["strategy"] == "lora" else {})
+    strategy = config["strategy"]
+    if strategy == "moe":
+        settings["strategy"] = strategy
+    return settings | ({strategy: config[strategy]} if strategy in {"lora", "moe"} else {})
 
 
 def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
@@ -60,3 +68,21 @@ def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
     return {"data": {"tokenizer": str(folder)}} if (folder / "tokenizer.json").is_file() else {}
+
+
+def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:
+    """Return ``given``, the nested keys of a run, with the experts of its model if that is a Mixtral's folder.
+
+    A run has recorded them, so its folder is not opened again.
+    """
+    model, architecture, own = given.get("model"), given.get("architecture"), given.get("moe", {})
+    recorded = isinstance(architecture, dict) and architecture.get("recorded_from")
+    if recorded or not isinstance(model, str) or given.get("strategy", "moe") != "moe" or not isinstance(own, dict):
+        return given
+    try:
+        moe = read_folder(model).moe if is_folder(model) else None
+    except ConfigError:
+        return given  # it is refused where its sizes are read
+    if moe is None:
+        return given
+    return given | {"strategy": "moe", "moe": moe.model_dump(exclude_defaults=True) | own}

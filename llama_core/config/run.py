@@ -32,7 +32,7 @@ from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import ModelSpec
-from llama_core.config.pretrained import with_settings_of_weights
+from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import LoRA, MoE, fine_tuning_defaults
@@ -320,6 +320,7 @@ class RunConfig(Section):
         init_from = training.get("init_from")
         if isinstance(init_from, str):
             given = with_settings_of_weights(given, init_from)
+        given = with_experts_of_folder(given)
         adapters = given.get("strategy") == "lora"
         defaults = fine_tuning_defaults(adapters=adapters, trained_before=init_from is not None)
         return given | {"training": defaults | training} if defaults else given
@@ -406,8 +407,11 @@ class RunConfig(Section):
     @cached_property
     def spec(self) -> ModelSpec:
         """The architecture of the model, with the adapters or experts that the strategy gives it."""
+        spec = self.architecture.spec(self.model)
+        if spec.moe is not None and self.strategy != "moe":
+            raise ConfigError(f"strategy={self.strategy}: {spec.name} is a mixture of experts; use strategy=moe")
         return replace(
-            self.architecture.spec(self.model),
+            spec,
             lora=self.lora if self.strategy == "lora" else None,
             moe=self.moe if self.strategy == "moe" else None,
         )

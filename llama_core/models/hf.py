@@ -1,6 +1,7 @@
-"""Hugging Face's ``LlamaForCausalLM``: its names and shapes for our weights, and its ``config.json``. No torch.
+"""Hugging Face's Llama and Mixtral: their names and shapes for our weights, and their ``config.json``. No torch.
 
-Both sides store the same matrices, in the same rotary layout, so conversion only renames weights.
+Both sides store the same matrices, in the same rotary layout, so conversion only renames weights. Mixtral's files hold
+the matrices of each expert apart, which are one tensor here.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,21 +21,43 @@ _IN_LAYER = {
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
+}
+_DENSE = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_EXPERTS = {f"feed_forward.experts.{matrix}": matrix for matrix in ("w1", "w2", "w3")}
+ROUTER = "feed_forward.router"
+_MIXTURE = "block_sparse_moe"
 _ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes that weights can be written in, with transformers' names for them."""
 
 
 def hugging_face_name(name: str) -> str:
-    """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``."""
+    """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``.
+
+    For a tensor of experts, it has ``{}`` in place of the expert's number.
+    """
     if name in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[name]
     _, index, part = name.removesuffix(".weight").split(".", 2)
-    return f"model.layers.{index}.{_IN_LAYER[part]}.weight"
+    names = _IN_LAYER | _DENSE | {ROUTER: f"{_MIXTURE}.gate"}
+    names |= {ours: f"{_MIXTURE}.experts.{{}}.{theirs}" for ours, theirs in _EXPERTS.items()}
+    return f"model.layers.{index}.{names[part]}.weight"
+
+
+def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the matrices that Hugging Face stores for our parameter: one, or one for each expert."""
+    template = hugging_face_name(name)
+    num_experts = spec.moe.num_experts if spec.moe and "{}" in template else 1
+    return tuple(template.format(expert) for expert in range(num_experts))
+
+
+def dense_name(name: str) -> str:
+    """Return the name of the matrix that takes the place of a tensor of experts in a dense model."""
+    return name.replace(".experts.", ".")
 
 
 def matrix_name(path: str) -> str:
@@ -50,7 +73,25 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for layer in range(spec.num_layers):
         for part, theirs in _IN_LAYER.items():
             shapes[f"layers.{layer}.{part}.weight"] = matrices.get(theirs.rpartition(".")[2], norm)
+        sparse = spec.moe if spec.moe and spec.moe.is_sparse(layer) else None
+        if sparse:
+            shapes[f"layers.{layer}.{ROUTER}.weight"] = (sparse.num_experts, spec.hidden_size)
+        for part, theirs in _DENSE.items():
+            shape = matrices[theirs.rpartition(".")[2]]
+            if sparse:
+                shapes[f"layers.{layer}.{part.replace('.', '.experts.')}.weight"] = (sparse.num_experts, *shape)
+            else:
+                shapes[f"layers.{layer}.{part}.weight"] = shape
     return shapes | {"norm.weight": norm} | ({} if spec.tied_embeddings else {"output.weight": table})
+
+
+def hugging_face_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight that Hugging Face stores for a model, by its names."""
+    return {
+        name: shape[1:] if "{}" in hugging_face_name(ours) else shape
+        for ours, shape in parameter_shapes(spec).items()
+        for name in hugging_face_names(ours, spec)
+    }
 
 
 def config_json(
@@ -67,6 +108,17 @@ def config_json(
     scaling = None
     if spec.rope_scaling is not None:
         scaling = {_ROPE_KEYS.get(name, name): value for name, value in asdict(spec.rope_scaling).items()}
+    mixture: dict[str, Any] = {}
+    if spec.moe is not None:
+        mixture = {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": spec.moe.num_experts,
+            "num_experts_per_tok": spec.moe.experts_per_token,
+            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+        }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -92,7 +144,7 @@ def config_json(
         "eos_token_id": eos_id,
         "dtype": DTYPES[dtype],
         "torch_dtype": DTYPES[dtype],
-    }
+    } | mixture
 
 
 def check_weights(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:
@@ -108,7 +160,7 @@ def check_weights(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, sou
     Raises:
         WeightsError: if a weight is missing, unknown or differs in shape from ``spec``.
     """
-    expected = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    expected = hugging_face_shapes(spec)
     derived = {HEAD} if spec.tied_embeddings else set()
     check_shapes(
         expected,

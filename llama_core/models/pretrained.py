@@ -1,15 +1,16 @@
 """Initial weights, inspected without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.models import ModelSpec, RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models.hf import check_weights, hugging_face_name, parameter_shapes
+from llama_core.models.hf import check_weights, hugging_face_names, hugging_face_shapes, parameter_shapes
 from llama_core.models.peft import adapter_weights, base_of, check_same_adapters, is_adapter_folder
-from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, read_tensors
+from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, complete_state, newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
@@ -129,9 +130,19 @@ def _check_complete(checkpoint: Path) -> None:
 def _check_architecture(spec: ModelSpec, theirs: ModelSpec, source: Path) -> list[str]:
     """Refuse a run's model unless it has the shapes of ``spec``; return what else differs."""
     _check_fixed(spec, theirs, source)
-    shapes = {hugging_face_name(name): shape for name, shape in parameter_shapes(theirs).items()}
-    check_weights(spec, shapes, source=str(source))
+    check_weights(_as_dense_as(theirs, spec), hugging_face_shapes(theirs), source=str(source))
     return _moved(spec, theirs, source)
+
+
+def _as_dense_as(theirs: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``, without experts if the weights it starts from have none."""
+    return replace(spec, moe=None) if theirs is not None and theirs.moe is None else spec
+
+
+def dense_base(spec: ModelSpec, source: Path) -> bool:
+    """Return whether ``spec`` has experts and the full model in ``source`` has none."""
+    theirs = saved_run(source).spec if is_checkpoint(source) else _model_of(source)
+    return spec.moe is not None and theirs is not None and theirs.moe is None
 
 
 def is_checkpoint(source: Path) -> bool:
@@ -139,8 +150,11 @@ def is_checkpoint(source: Path) -> bool:
     return (source / STATE).exists()
 
 
-def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
+def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[StoredTensor, ...]]:
     """Return where a Hugging Face folder stores each weight of ``spec``, by our names.
+
+    Experts have a matrix each; other weights are one. If the folder's model has no experts, the result is that of a
+    dense model.
 
     Raises:
         WeightsError: as ``check_pretrained``.
@@ -150,11 +164,15 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTenso
         raise WeightsError(f"training.init_from={str(folder)!r} {problem}")
     if (folder / _CONFIG).exists():
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
-    tensors = read_tensors(folder)
-    _check_fixed(spec, _model_of(folder), folder)
+    theirs = _model_of(folder)
+    spec = _as_dense_as(theirs, spec)
+    tensors = per_expert(read_tensors(folder)) if spec.moe else read_tensors(folder)
+    _check_fixed(spec, theirs, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
-    stored = {name: tensors[hugging_face_name(name)] for name in parameter_shapes(spec)}
-    for tensor in stored.values():
+    stored = {
+        name: tuple(tensors[theirs] for theirs in hugging_face_names(name, spec)) for name in parameter_shapes(spec)
+    }
+    for tensor in chain.from_iterable(stored.values()):
         if tensor.dtype not in FLOAT_BYTES:
             raise WeightsError(
                 f"{tensor.file} holds weights in {tensor.dtype}; dequantise them to one of {', '.join(FLOAT_BYTES)}"
@@ -166,7 +184,7 @@ def saved_run(checkpoint: Path) -> RunConfig:
     """Return the configuration of the run that wrote a checkpoint.
 
     Raises:
-        WeightsError: if it trained experts, or DeepSpeed wrote it at stage 1 in bf16.
+        WeightsError: if DeepSpeed wrote it at stage 1 in bf16.
     """
     layout = read_json(checkpoint / LAYOUT) if (checkpoint / LAYOUT).exists() else {}
     if (layout.get("zero_stage"), layout.get("compute_dtype")) == (1, "bfloat16"):
@@ -174,23 +192,17 @@ def saved_run(checkpoint: Path) -> RunConfig:
             f"{checkpoint} was written by DeepSpeed at stage 1 in bf16, whose weights DeepSpeed itself cannot "
             "consolidate; train with parallel.zero_stage=2 or parallel.zero_backend=native to use them elsewhere"
         )
-    config = RunConfig.load(checkpoint / _CONFIG)
-    if config.strategy not in {"standard", "lora"}:
-        raise WeightsError(
-            f"{checkpoint} was trained with strategy={config.strategy}; only full models (strategy=standard) and "
-            "adapters (strategy=lora) can be read"
-        )
-    return config
+    return RunConfig.load(checkpoint / _CONFIG)
 
 
 def full_model(checkpoint: Path) -> ModelSpec:
     """Return the model whose full weights a checkpoint holds.
 
     Raises:
-        WeightsError: if it holds adapters or experts, or DeepSpeed wrote it at stage 1 in bf16.
+        WeightsError: if it holds adapters, or DeepSpeed wrote it at stage 1 in bf16.
     """
     config = saved_run(checkpoint)
-    if config.strategy != "standard":
+    if config.strategy == "lora":
         raise WeightsError(
             f"{checkpoint} was trained with strategy={config.strategy} and holds no full model; name one that does"
         )

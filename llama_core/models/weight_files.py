@@ -8,7 +8,7 @@ Source: https://github.com/huggingface/safetensors, "Format"; the index is trans
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ INDEX = "model.safetensors.index.json"
 """The file that says where each weight of a sharded model is."""
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that we read, by the format's names."""
+_STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
+"""Tensors of all experts, each with the matrices that it has for one expert after another."""
 _AGAIN = "download it again"
 _PICKLED = ("*.bin", "*.pth", "*.pt")
 
@@ -63,6 +65,29 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     for name in placed.keys() - tensors.keys():
         raise WeightsError(f"{folder / placed[name]} does not hold {name}, which {INDEX} places there; {_AGAIN}")
     return tensors
+
+
+def per_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return a model's tensors with those of all experts cut into the matrices of each, under Mixtral's names.
+
+    transformers 5 stacks them in memory, and in the files too with ``save_original_format=False``.
+    """
+    cut: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".mlp.")
+        if part == "gate.weight":
+            cut[f"{layer}.block_sparse_moe.gate.weight"] = tensor
+        elif part in _STACKED and len(tensor.shape) == 3 and tensor.dtype in FLOAT_BYTES:
+            num_experts, rows, columns = tensor.shape
+            matrices = [(expert, matrix) for expert in range(num_experts) for matrix in _STACKED[part]]
+            shape = (rows // len(_STACKED[part]), columns)
+            for place, (expert, matrix) in enumerate(matrices):
+                start = tensor.start + place * math.prod(shape) * FLOAT_BYTES[tensor.dtype]
+                path = f"{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight"
+                cut[path] = replace(tensor, shape=shape, start=start)
+        else:
+            cut[name] = tensor
+    return cut
 
 
 def _check_alone(folder: Path, files: set[str]) -> None:

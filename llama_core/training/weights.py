@@ -10,7 +10,8 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,13 +25,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models.hf import hugging_face_name, parameter_shapes
+from llama_core.models.hf import ROUTER, dense_name, hugging_face_names, hugging_face_shapes, parameter_shapes
 from llama_core.models.llama import Llama, initialize_parameter
 from llama_core.models.lora import with_adapters
 from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, peft_name
 from llama_core.models.pretrained import (
     Origin,
     check_pretrained,
+    dense_base,
     hugging_face_weights,
     is_checkpoint,
     origin_of,
@@ -58,12 +60,15 @@ _COPIED_AT_ONCE = 1 << 26
 class Pretrained:
     """Initial weights for the part of a model that a rank holds.
 
-    Adapters that the source lacks are drawn at random, as in a run from scratch.
+    Adapters that the source lacks are drawn at random, as in a run from scratch. If the source is a dense model and
+    ``spec`` has experts, each expert begins as a copy of its layer's feed-forward, and routers are drawn.
+
+    Source: Komatsuzaki et al. 2022, arXiv:2212.05055, for experts from a dense model.
 
     Args:
         spec: the whole model.
         source: a Hugging Face or PEFT folder, or a checkpoint of a run.
-        seed: seed of the adapters that are drawn.
+        seed: seed of what is drawn.
 
     Raises:
         WeightsError: if the weights are missing, incomplete, or those of another model.
@@ -77,7 +82,11 @@ class Pretrained:
                 logger.warning("%s", difference)
         self._spec, self._seed = spec, seed
         origin = origin_of(source)
-        self._sources: dict[str, _Source] = dict.fromkeys(parameter_shapes(spec), _base(spec, origin))
+        copied = origin.base is not None and dense_base(spec, origin.base)
+        base = _Copied(_base(replace(spec, moe=None), origin)) if copied else _base(spec, origin)
+        self._sources: dict[str, _Source] = dict.fromkeys(
+            (name for name in parameter_shapes(spec) if not (copied and ROUTER in name)), base
+        )
         if origin.adapters is not None:
             self._sources |= dict.fromkeys(adapter_shapes(spec), _adapters(spec, origin.adapters))
         self._progress = _Progress(source)
@@ -132,7 +141,11 @@ def _base(spec: ModelSpec, origin: Origin) -> _Source:
 
 
 def _adapters(spec: ModelSpec, source: Path) -> _Source:
-    return _saved(source) if is_checkpoint(source) else _Folder(adapter_weights(spec, source))
+    return (
+        _saved(source)
+        if is_checkpoint(source)
+        else _Folder({name: (stored,) for name, stored in adapter_weights(spec, source).items()})
+    )
 
 
 def _saved(checkpoint: Path) -> _Source:
@@ -150,6 +163,29 @@ class _Drawn:
         whole = torch.empty(into.shape)
         initialize_parameter(name, whole, self._spec, self._seed)
         _copy_part(whole, into)
+
+
+class _PerExpert:
+    """Reads the matrices that Hugging Face stores, by its names: those of each expert are parts of one tensor here."""
+
+    def __init__(self, source: _Source, spec: ModelSpec) -> None:
+        self._source, self._shapes = source, parameter_shapes(spec)
+        self._places = {
+            theirs: (name, expert)
+            for name in self._shapes
+            for expert, theirs in enumerate(hugging_face_names(name, spec))
+        }
+        self._held, self._name = torch.empty(0), ""
+
+    def read(self, name: str, into: Tensor) -> None:
+        ours, expert = self._places[name]
+        if dense_name(ours) == ours:
+            self._source.read(ours, into)
+            return
+        if ours != self._name:  # the matrices of all experts follow each other
+            self._held, self._name = torch.empty(self._shapes[ours]), ours
+            self._source.read(ours, self._held)
+        into.copy_(self._held[expert])
 
 
 class _Merged:
@@ -177,15 +213,36 @@ class _Merged:
         return matrix
 
 
+class _Copied:
+    """Reads a dense model's feed-forward into every expert."""
+
+    def __init__(self, dense: _Source) -> None:
+        self._dense = dense
+
+    def read(self, name: str, into: Tensor) -> None:
+        if dense_name(name) == name:
+            self._dense.read(name, into)
+            return
+        matrix = torch.empty(into.shape[1:])
+        self._dense.read(dense_name(name), matrix)
+        _copy_part(matrix.expand(into.shape), into)
+
+
 class _Folder:
     """Reads from the memory-mapped files of a Hugging Face or PEFT folder."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[str, Sequence[StoredTensor]]) -> None:
         self._stored = stored
         self._mapped: dict[Path, Tensor] = {}
 
     def read(self, name: str, into: Tensor) -> None:
-        _copy_part(self._view(self._stored[name]), into)
+        stored = self._stored[name]
+        if into.ndim == len(stored[0].shape):
+            _copy_part(self._view(stored[0]), into)
+            return
+        (first, *begins), into = _held(into)
+        for expert, matrix in enumerate(into, start=first):
+            _copy(_cut(self._view(stored[expert]), begins, matrix.shape), matrix)
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """Return a view of a tensor in its mapped file; an aligned one is not read yet."""
@@ -201,10 +258,23 @@ class _Folder:
 
 def _copy_part(whole: Tensor, into: Tensor) -> None:
     """Set ``into`` to ``whole``, or to the part of it that this rank holds, converted to its dtype."""
-    if isinstance(into, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(into.shape, into.device_mesh, into.placements)
-        whole = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
-        into = into.to_local()
+    begins, into = _held(into)
+    _copy(_cut(whole, begins, into.shape), into)
+
+
+def _held(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Return the part of a tensor that this rank holds, and where in the whole it begins along each dim."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tensor
+    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return begins, tensor.to_local()
+
+
+def _cut(whole: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor:
+    return whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, shape, strict=True))]
+
+
+def _copy(whole: Tensor, into: Tensor) -> None:
     rows = max(1, _COPIED_AT_ONCE * len(into) // max(1, into.numel()))
     for ours, theirs in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
         ours.copy_(theirs)
@@ -286,7 +356,8 @@ def write_hugging_face(
     """Write the weights of a checkpoint as Hugging Face's safetensors files, with an index if there are several.
 
     Each weight is read into its place in the mapped file, so memory holds at most one piece of one weight, as large as
-    a rank saved it. Adapters are merged into the weights that their run started from, one matrix at a time in fp32.
+    a rank saved it, or one of the three tensors of a layer's experts. Adapters are merged into the weights that their
+    run started from, one matrix at a time in fp32.
 
     Args:
         checkpoint: written by any number of ranks under any plan.
@@ -301,17 +372,16 @@ def write_hugging_face(
         WeightsError: if a weight is too large for fp16, or the adapters' base model is missing.
         OSError: if the disk is full.
     """
-    source = _saved(checkpoint)
+    source: _Source = _saved(checkpoint)
     if spec.lora is not None:
         source = _Merged(spec, spec.lora, origin_of(checkpoint), checkpoint)
-    names = {hugging_face_name(name): name for name in parameter_shapes(spec)}
-    shapes = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    source, shapes = _PerExpert(source, spec), hugging_face_shapes(spec)
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
     shards = list(_shards(shapes, shard_bytes // itemsize))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, source, {name: names[name] for name in shard}, shard, dtype)
+        _write_file(folder / file, source, {name: name for name in shard}, shard, dtype)
         weight_map |= dict.fromkeys(shard, file)
         on_file(file)
     if len(shards) > 1:

@@ -1,0 +1,157 @@
+"""Weights of experts come from Mixtral's folders, from dense models and from runs, and go back to Mixtral's folders."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from distributed import run_ranks
+from parity import native_engine
+from test_weights import differing, filled, lively, save_folder, save_run
+from transformers import MixtralConfig, MixtralForCausalLM
+from width import wide
+
+from llama_core.chain.export import export_run
+from llama_core.config.run import RunConfig
+from llama_core.config.strategy import MoE
+from llama_core.errors import ConfigError, WeightsError
+from llama_core.models.pretrained import resolve_pretrained
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.training.weights import Pretrained
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+SIZES |= {"vocab_size": 66, "tied_embeddings": False, "max_context": 64}
+MOE = {"num_experts": 4, "experts_per_token": 2}
+TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+def config(**settings):
+    return RunConfig.from_mapping({"architecture": SIZES, "strategy": "moe", "moe": MOE} | settings)
+
+
+def mixtral_folder(path, **settings):
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=66,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=4,
+            initializer_range=0.25,
+            max_position_embeddings=64,
+        )
+    )
+    model.save_pretrained(path, **settings)
+    return path
+
+
+@torch.no_grad()
+def logits_of_transformers(folder):
+    model, report = MixtralForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values()), report
+    return model.eval()(TOKENS).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"save_original_format": False}], ids=["apart", "stacked"])
+def test_logits_of_a_mixtral_folder_are_those_of_transformers(tmp_path, settings):
+    folder = mixtral_folder(tmp_path / "mixtral", **settings)
+    read = RunConfig.from_mapping({"model": str(folder)})
+    assert (read.strategy, read.spec.moe) == ("moe", MoE(num_experts=4, experts_per_token=2))
+    logits = filled(read.spec, folder)(TOKENS)
+    assert logits.std() > 0.5
+    torch.testing.assert_close(logits, logits_of_transformers(folder), rtol=0, atol=1e-4)
+
+
+def test_a_run_keeps_the_experts_of_its_folder_without_the_folder(tmp_path):
+    folder = mixtral_folder(tmp_path / "mixtral")
+    read = RunConfig.from_mapping({"model": str(folder), "moe": {"balance_loss_coefficient": 0.5}})
+    assert read.moe == MoE(num_experts=4, experts_per_token=2, balance_loss_coefficient=0.5)
+    kept = read.self_contained()
+    folder.rename(tmp_path / "elsewhere")
+    assert RunConfig.from_mapping(kept.model_dump()).spec.moe == read.moe
+
+
+@pytest.mark.parametrize("strategy", ["standard", "lora"])
+def test_a_mixture_is_trained_as_a_mixture(tmp_path, strategy):
+    folder = mixtral_folder(tmp_path / "mixtral")
+    with pytest.raises(ConfigError, match=f"strategy={strategy}: mixtral is a mixture of experts; use strategy=moe"):
+        RunConfig.from_mapping({"model": str(folder), "strategy": strategy})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has saved lively weights."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    engine = native_engine(ParallelPlan(), config().spec)
+    engine.set_weights(lambda model: model.load_state_dict(lively(config().spec).state_dict()))
+    save_run(run, engine, config(), 1)
+    return run
+
+
+@torch.no_grad()
+def test_an_exported_run_has_the_logits_of_the_run_in_transformers_and_in_another_run(run, tmp_path):
+    model = lively(config().spec)
+    exported = export_run(run, tmp_path / "out")
+    torch.testing.assert_close(logits_of_transformers(exported), model(TOKENS), rtol=0, atol=1e-4)
+    read = RunConfig.from_mapping({"training": {"init_from": str(exported)}})
+    assert differing(filled(read.spec, exported), model) == []
+
+
+def test_a_run_begins_with_the_experts_of_another(run):
+    read = RunConfig.from_mapping({"training": {"init_from": str(run.path)}})
+    assert (read.strategy, read.moe) == ("moe", config().moe)
+    assert differing(filled(read.spec, resolve_pretrained(str(run.path))), lively(config().spec)) == []
+
+
+@pytest.mark.parametrize("moe", [{"moe_layers": 2}, {"gate_softmax": "all"}])
+def test_what_mixtral_cannot_describe_is_not_exported(tmp_path, moe):
+    run, other = RunDirectory(tmp_path / "run"), config(moe=MOE | moe)
+    run.create()
+    save_run(run, native_engine(ParallelPlan(), other.spec), other, 1)
+    with pytest.raises(WeightsError, match="cannot describe: it has experts in every layer"):
+        export_run(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["folder", wide("run")])
+def test_experts_that_begin_as_copies_of_a_dense_model_compute_what_it_computes(tmp_path, kind):
+    dense = lively(replace(config().spec, moe=None))
+    source = save_folder(tmp_path / "folder", dense)
+    if kind == "run":
+        run, plain = RunDirectory(tmp_path / "run"), config(strategy="standard", moe={})
+        run.create()
+        engine = native_engine(ParallelPlan(), plain.spec)
+        engine.set_weights(lambda model: model.load_state_dict(dense.state_dict()))
+        save_run(run, engine, plain, 1)
+        source = resolve_pretrained(str(run.path))
+    model = filled(config(moe=MOE | {"moe_layers": [1]}).spec, source)
+    torch.testing.assert_close(model(TOKENS), dense(TOKENS), rtol=0, atol=1e-4)
+    assert model.layers["1"].feed_forward.router.weight.std() > 0.01
+
+
+def fill(folder, plan):
+    spec = config().spec
+    engine = native_engine(plan, spec, seed=3)
+    engine.set_weights(Pretrained(spec, folder, seed=5).fill)
+    expected = lively(spec)
+    Pretrained(spec, folder, seed=5).fill(expected)
+    return differing(engine.model, expected)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_every_rank_reads_its_part_of_its_experts(tmp_path, dense):
+    spec = config().spec
+    source = save_folder(tmp_path / "folder", lively(replace(spec, moe=None))) if dense else None
+    source = source or mixtral_folder(tmp_path / "mixtral")
+    for plan in (
+        ParallelPlan(tp=2, dp_shard=2, ep=2, zero_stage=3),
+        ParallelPlan(dp_shard=4, ep=2, zero_stage=3),
+        ParallelPlan(dp_shard=4, zero_stage=3),
+    ):
+        assert run_ranks(4, fill, source, plan) == [[]] * 4
