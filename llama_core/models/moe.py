@@ -121,10 +121,11 @@ class MixtureOfExperts(nn.Module):
             gates_BSK = self._watched(gates_BSK, logits_BSE, held_BE, self.auxiliary_scale)
         gates_TK1 = gates_BSK.to(x_BSD.dtype).flatten(0, 1)[:, :, None]
         order_R = chosen_BSK.flatten().argsort(stable=True)
-        place_TK = order_R.argsort().view(gates_TK1.shape[:2])
+        place_R = order_R.argsort()
+        place_TK = place_R.view(gates_TK1.shape[:2])
         tokens_RD: Tensor = _Spread.apply(x_BSD.flatten(0, 1), order_R, place_TK)  # type: ignore[no-untyped-call]
         results_RD = self.run_experts(self.experts, tokens_RD, held_BE.sum(0))
-        results_TKD: Tensor = _Collect.apply(results_RD, order_R, place_TK)  # type: ignore[no-untyped-call]
+        results_TKD = rearrange(results_RD, place_R, order_R).unflatten(0, place_TK.shape)
         return (results_TKD * gates_TK1).sum(1).view_as(x_BSD)
 
     def _watched(self, gates_BSK: Tensor, logits_BSE: Tensor, held_BE: Tensor, scale: Tensor) -> Tensor:
@@ -200,19 +201,25 @@ class _Spread(torch.autograd.Function):
         return grad_RD[place_TK].sum(1), None, None
 
 
-class _Collect(torch.autograd.Function):
-    """Brings the results of each token together, in the order of its experts."""
+class _Rearrange(torch.autograd.Function):
+    """Puts rows in another order. Unlike indexing, its backward knows that no row is taken twice."""
 
     @staticmethod
-    def forward(ctx: Any, results_RD: Tensor, order_R: Tensor, place_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(order_R)
-        return results_RD[place_TK]
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TKD: Tensor) -> tuple[Tensor, None, None]:
-        (order_R,) = ctx.saved_tensors
-        return grad_TKD.flatten(0, 1)[order_R], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+def rearrange(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return ``x[order]``; ``order`` is a permutation of the rows, with the inverse ``inverse``."""
+    out: Tensor = _Rearrange.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _WithAuxiliaryLoss(torch.autograd.Function):

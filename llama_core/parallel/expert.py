@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
-from llama_core.models.moe import NUM_SUMS, Experts, mixtures
+from llama_core.models.moe import NUM_SUMS, Experts, mixtures, rearrange
 from llama_core.planning.plan import ParallelPlan
 
 _DIVIDED_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "tp": {"w1": 1, "w2": 2, "w3": 1}}
@@ -73,11 +73,12 @@ class Dispatch:
     """Tokens that this rank received from each rank."""
     order_R: Tensor
     """Place of each of ``tokens_RD`` in the order of arrival."""
+    place_R: Tensor
+    """The inverse: place of each arrival in ``tokens_RD``."""
 
     def combine(self, results_RD: Tensor) -> Tensor:
         """Return the results of this rank's own tokens, [T, D], in the order in which ``dispatch`` got them."""
-        arrived_RD = torch.empty_like(results_RD).index_copy(0, self.order_R, results_RD)
-        return _exchange(arrived_RD, self.num_sent, self.num_received, self.group)
+        return _exchange(rearrange(results_RD, self.place_R, self.order_R), self.num_sent, self.num_received, self.group)
 
 
 def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
@@ -112,7 +113,9 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     expert_R = torch.arange(received.shape[1], device=received.device).repeat(num_ranks)
     expert_R = expert_R.repeat_interleave(received.flatten(), output_size=len(arrived_RD))
     order_R = expert_R.argsort(stable=True)
-    return Dispatch(arrived_RD[order_R], received.sum(0), group, num_sent, num_received, order_R)
+    place_R = order_R.argsort()
+    tokens_RD = rearrange(arrived_RD, order_R, place_R)
+    return Dispatch(tokens_RD, received.sum(0), group, num_sent, num_received, order_R, place_R)
 
 
 def _exchange(x: Tensor, num_to_receive: list[int], num_to_send: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -32,6 +32,8 @@ _ATTENTION = frozenset(
     }
 )
 
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.llama.grouped_product.default)
+
 
 def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]) -> None:
     """Make some blocks of ``model`` keep less for the backward pass; the gradients are the same bit for bit.
@@ -89,7 +91,7 @@ def _recomputed(forward: Callable[..., Tensor], mode: RecomputeMode) -> Callable
 
 def _keep_costly(_: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decide whether to keep the result of one operator of a block."""
-    is_kept = func is torch.ops.aten.mm.default and traceback.current_meta.get("custom", {}).get(KEPT)
+    is_kept = func in _PRODUCTS and traceback.current_meta.get("custom", {}).get(KEPT)
     return CheckpointPolicy.MUST_SAVE if is_kept or func in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 

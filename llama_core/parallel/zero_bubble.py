@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llama_core.models.grouped import grouped_outer_product, grouped_product
 from llama_core.models.layers import Linear
 from llama_core.models.llama import Llama
+from llama_core.models.moe import ExpertLinear
 
 
 class DeferredGradients:
@@ -32,6 +34,8 @@ class DeferredGradients:
         for module in model.layers.modules():
             if isinstance(module, Linear) and module.weight.requires_grad:
                 module.multiply = self._multiply
+            if isinstance(module, ExpertLinear):
+                module.multiply = self._multiply_groups
 
     @contextmanager
     def put_off(self, key: Hashable) -> Iterator[None]:
@@ -52,11 +56,15 @@ class DeferredGradients:
         out: Tensor = _Linear.apply(x, weight, self)  # type: ignore[no-untyped-call]
         return out
 
-    def take(self, x: Tensor, weight: Tensor, grad_out: Tensor) -> Tensor | None:
+    def _multiply_groups(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        out: Tensor = _GroupedLinear.apply(x, weight, ends, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def take(self, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
         """Return the gradient of ``weight``, or defer it and return None."""
         if self._key is None:
-            return _weight_gradient(x, weight, grad_out)
-        self._put_off[self._key].append(partial(_add_weight_gradient, x, weight, grad_out))
+            return gradient().to(weight.dtype)
+        self._put_off[self._key].append(partial(_add_gradient, weight, gradient))
         return None
 
 
@@ -71,13 +79,31 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return grad_out @ weight.to(x.dtype), ctx.deferred.take(x, weight, grad_out), None
+        gradient = partial(_weight_gradient, x, grad_out)
+        return grad_out @ weight.to(x.dtype), ctx.deferred.take(weight, gradient), None
 
 
-def _weight_gradient(x: Tensor, weight: Tensor, grad_out: Tensor) -> Tensor:
-    return (grad_out.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, deferred: DeferredGradients) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.deferred = deferred
+        out: Tensor = grouped_product(x, weight.to(x.dtype).mT, ends)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        gradient = partial(grouped_outer_product, grad_out, x, ends)
+        return grouped_product(grad_out, weight.to(x.dtype), ends), ctx.deferred.take(weight, gradient), None, None
 
 
-def _add_weight_gradient(x: Tensor, weight: Tensor, grad_out: Tensor) -> None:
-    gradient = _weight_gradient(x, weight, grad_out)
-    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+def _weight_gradient(x: Tensor, grad_out: Tensor) -> Tensor:
+    return grad_out.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _add_gradient(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+    made = gradient().to(weight.dtype)
+    weight.grad = made if weight.grad is None else weight.grad.add_(made)

@@ -31,6 +31,13 @@ ADAPTERS = st.fixed_dictionaries(
         ),
     }
 )
+EXPERTS = st.fixed_dictionaries(
+    {
+        "num_experts": st.sampled_from([2, 4]),
+        "experts_per_token": st.sampled_from([1, 2]),
+        "moe_layers": st.sampled_from([None, 2]),
+    }
+)
 SLOW = settings(
     max_examples=12,
     deadline=None,
@@ -55,7 +62,11 @@ def request(**sections):
 def legal_plans(draw):
     """Any plan that can be trained, with a configuration that has its sizes."""
     config = request(
-        **draw(st.sampled_from([{}, {"strategy": "lora", "lora": draw(ADAPTERS)}])),
+        **draw(
+            st.sampled_from(
+                [{}, {"strategy": "lora", "lora": draw(ADAPTERS)}, {"strategy": "moe", "moe": draw(EXPERTS)}]
+            )
+        ),
         training={
             "precision": draw(st.sampled_from(["bf16", "fp32"])),
             "seq_len": draw(st.sampled_from([512, 1024])),
@@ -74,6 +85,7 @@ def legal_plans(draw):
             cp=draw(st.sampled_from([1, 1, 2])),
             dp_shard=ranks if zero_stage else 1,
             dp_replicate=1 if zero_stage else ranks,
+            ep=draw(st.sampled_from([1, 2])) if config.spec.moe else 1,
             sequence_parallel=draw(st.booleans()),
             zero_stage=zero_stage,
             schedule=schedule,

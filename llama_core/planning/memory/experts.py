@@ -1,7 +1,7 @@
 """The tensors of a layer that has experts in place of its feed-forward.
 
 A token is copied to each of its experts, and the load is assumed balanced, without drops or padding. The router keeps
-its input, and the output of the experts, which its gradient needs.
+its input in fp32, and the output of the experts, which its gradient needs.
 
 Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1.
 """
@@ -30,13 +30,19 @@ class ExpertTensors(Tensors):
         dense_ffn = self.ffn
         self.ffn *= copies
         self.entering = copies * self.whole
-        # probabilities of all experts; for the chosen ones their sum, their gates, the gates again in the activations'
-        # dtype, their indices, and the order of their tokens, there and back
-        routing = FP32_BYTES * (moe.num_experts + 1) + copies * (FP32_BYTES + self.itemsize + 3 * INT64_BYTES)
-        self.routing = tokens * routing
+        # the router's input, which is also fp32 in 16 bits, in place of the input of a feed-forward
+        self.widened = tokens * spec.hidden_size * FP32_BYTES - self.whole
+        # logits and probabilities of all experts, and their log-sum-exp; for the chosen ones the gates, the gates again
+        # in the activations' dtype, their indices, and the order of their tokens, there and back, here and elsewhere
+        ordered = (3 + 2 * (plan.ep > 1)) * INT64_BYTES
+        routing = FP32_BYTES * (2 * moe.num_experts + 1) + copies * (FP32_BYTES + self.itemsize * self.narrow + ordered)
+        # the router is not cast as other weights are, but widened if it was gathered in the activations' dtype
+        copy = FP32_BYTES * (self.narrow and plan.uses_fully_shard) - self.itemsize * self.casts
+        self.routing = tokens * routing + copy * spec.hidden_size * moe.num_experts
         self.exchanged = 2 * self.entering if plan.ep > 1 else 0  # tokens sent, and tokens received before sorting
         if self.put_off:  # inputs and gradients of router and experts
-            self.put_off += 3 * (self.ffn - dense_ffn) + 2 * self.entering
+            router = tokens * FP32_BYTES * (spec.hidden_size + moe.num_experts)
+            self.put_off += 3 * (self.ffn - dense_ffn) + 2 * (self.entering - self.stream) + router
 
         experts = moe.num_experts // plan.ep
         self.ffn_parameters *= experts  # w1, w2 and w3 of all experts are one tensor each
@@ -52,9 +58,9 @@ class ExpertTensors(Tensors):
         kept = super().layer(mode)
         if mode == "full":
             return kept
-        if mode == "selective":  # w1's product in place of the dense one's; tokens are not sent again
-            return kept + self.exchanged
-        return kept + self.routing + 2 * self.entering  # the inputs and outputs of the experts
+        if mode == "selective":  # w1's product in place of the dense one's; tokens are sent again
+            return kept
+        return kept + self.widened + self.routing + 2 * self.entering  # the inputs and outputs of the experts
 
     def leaving(self, mode: RecomputeMode) -> int:
         """Return the most bytes one layer holds at the end of its forward on top of those it keeps."""
