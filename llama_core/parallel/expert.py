@@ -78,7 +78,9 @@ class Dispatch:
 
     def combine(self, results_RD: Tensor) -> Tensor:
         """Return the results of this rank's own tokens, [T, D], in the order in which ``dispatch`` got them."""
-        return _exchange(rearrange(results_RD, self.place_R, self.order_R), self.num_sent, self.num_received, self.group)
+        return _exchange(
+            rearrange(results_RD, self.place_R, self.order_R), self.num_sent, self.num_received, self.group
+        )
 
 
 def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
