@@ -125,7 +125,7 @@ class MixtureOfExperts(nn.Module):
         place_TK = place_R.view(gates_TK1.shape[:2])
         tokens_RD: Tensor = _Spread.apply(x_BSD.flatten(0, 1), order_R, place_TK)  # type: ignore[no-untyped-call]
         results_RD = self.run_experts(self.experts, tokens_RD, held_BE.sum(0))
-        results_TKD = rearrange(results_RD, place_R, order_R).unflatten(0, place_TK.shape)
+        results_TKD = rearrange(results_RD, place_R, order_R).view(*place_TK.shape, -1)
         return (results_TKD * gates_TK1).sum(1).view_as(x_BSD)
 
     def _watched(self, gates_BSK: Tensor, logits_BSE: Tensor, held_BE: Tensor, scale: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from distributed import run_ranks
-from parity import ADAPTED, SEQ_LEN, TIED, UNTIED
+from parity import ADAPTED, SEQ_LEN, SPARSE, TIED, UNTIED
 from torch.utils._python_dispatch import TorchDispatchMode
 from width import wide
 
@@ -22,6 +22,7 @@ TRANSFERS = {
     "c10d::send": ("send", lambda args, _: args[0][0]),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", lambda _, out: out),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", lambda args, _: args[0]),
+    "_c10d_functional::all_to_all_single": ("all_to_all", lambda args, _: args[0]),
     "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: args[0]),
 }
 PLANS = [
@@ -39,7 +40,7 @@ PLANS = [
 
 
 class Transfers(TorchDispatchMode):
-    """Counts transfers and bytes by collective, except those of a single number."""
+    """Counts transfers and bytes by collective, except those of a single number or of numbers of tokens."""
 
     def __init__(self):
         super().__init__()
@@ -49,8 +50,9 @@ class Transfers(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         collective, whole = TRANSFERS.get(func._schema.name, (None, lambda args, out: torch.empty(())))
         tensor = whole(args, out)
-        self.counted[collective, "count"] += tensor.dim() > 0
-        self.counted[collective, "bytes"] += tensor.nbytes * (tensor.dim() > 0)
+        counts = tensor.dim() > 0 and tensor.is_floating_point()
+        self.counted[collective, "count"] += counts
+        self.counted[collective, "bytes"] += tensor.nbytes * counts
         return out
 
 
@@ -91,6 +93,28 @@ def test_every_rank_sends_the_counted_transfers(plan):
 def test_only_adapters_are_reduced(plan):
     ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, ADAPTED)
     assert ranks == [counted(plan, ADAPTED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(tp=2, dp_shard=2, ep=2, zero_stage=3, recompute="full", num_microbatches=2),
+        wide(ParallelPlan(dp_shard=4, ep=2, zero_stage=1, num_microbatches=2)),
+        wide(ParallelPlan(dp_shard=4, ep=2, zero_stage=2, recompute="selective", num_microbatches=2)),
+        wide(ParallelPlan(dp_replicate=4, ep=2, num_microbatches=2)),
+        wide(ParallelPlan(cp=2, dp_shard=2, ep=2, zero_stage=3, num_microbatches=2)),
+        wide(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, ep=2, zero_stage=1, num_microbatches=4)),
+        wide(ParallelPlan(tp=2, dp_shard=2, zero_stage=2, num_microbatches=2)),
+    ],
+    ids=lambda plan: plan.summary(),
+)
+def test_tokens_travel_to_their_experts_and_these_are_reduced_over_fewer_ranks(plan):
+    ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, SPARSE)
+    expected = [counted(plan, SPARSE, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
+    # not every rank gets as many tokens
+    travelled = [[rank.pop(("all_to_all", "bytes"), 0) for rank in sums] for sums in (ranks, expected)]
+    assert ranks == expected
+    assert sum(travelled[0]) == sum(travelled[1])
 
 
 def test_the_ends_of_a_pipeline_with_a_tied_embedding_send_the_counted_transfers():

@@ -2,7 +2,7 @@
 
 This counts the transfers of activations, weights and gradients that ``llama_core.parallel`` makes. It leaves out
 transfers of a few numbers: the count of targets, the loss, the gradient norm, and the values per token that ranks with
-a part of the vocabulary exchange.
+a part of the vocabulary exchange, or those with different experts. The load of experts is assumed balanced.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (tensor and sequence); Rajbhandari et al. 2020, arXiv:1910.02054
 (ZeRO); Liu et al. 2023, arXiv:2310.01889 (ring).
@@ -114,6 +114,10 @@ class Messages:
         self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         self.num_copies = plan.dp_replicate if plan.zero_stage else plan.dp * plan.cp
         self.stream = self.tokens * spec.hidden_size * self.itemsize
+        self._sparse = tuple(spec.moe is not None and spec.moe.is_sparse(layer) for layer in range(spec.num_layers))
+        apart = math.gcd(plan.ep, plan.dp_shard)
+        self.num_expert_shards = self.num_shards // apart if plan.zero_stage else 1
+        self.num_expert_copies = self.num_copies * apart // plan.ep
         self.hop = Traffic("send", "pp", 2, 1, self.stream / plan.tp if plan.sharded_sequence else self.stream)
 
     def is_first(self, stage: int) -> bool:
@@ -124,11 +128,17 @@ class Messages:
         """Return whether a stage holds the head."""
         return stage == len(self.layers) - 1
 
+    def sparse(self, stage: int) -> tuple[bool, ...]:
+        """Return which layers of a stage have experts."""
+        layers = self.layers[stage]
+        return self._sparse[layers.start : layers.stop]
+
     def activations(self, stage: int) -> Iterator[Traffic]:
-        """Yield the tp and cp transfers of one microbatch's forward and backward through a stage."""
-        for mode in self.modes[stage]:
+        """Yield the tp, cp and ep transfers of one microbatch's forward and backward through a stage."""
+        for mode, sparse in zip(self.modes[stage], self.sparse(stage), strict=True):
             yield from self.tensor_parallel(mode)
             yield from self.ring(mode)
+            yield from self.expert_parallel(mode) if sparse else ()
         yield from self.tensor_parallel_ends(stage)
 
     def tensor_parallel(self, mode: RecomputeMode) -> PassTraffic:
@@ -172,9 +182,30 @@ class Messages:
         again = 2 if mode != "none" else 1
         return PassTraffic((blocks.times(hops),), (blocks.times(again * hops), gradients.times(hops)))
 
+    def expert_parallel(self, mode: RecomputeMode) -> PassTraffic:
+        """Return the trips of tokens to their experts and back in one layer, and those of their gradients."""
+        copies = self.spec.moe.experts_per_token if self.spec.moe else 0
+        trip = Traffic("all_to_all", "ep", self.plan.ep, 1, copies * self.stream)
+        return PassTraffic((trip.times(2),), (trip.times(2 if mode == "none" else 4),))
+
     def trained_parameters(self, stage: int) -> float:
         """Return the parameters of a stage on one rank that get gradients, before data-parallel sharding."""
-        return sum(self.trained_groups(stage))
+        return sum(self.trained_groups(stage)) + sum(self.expert_groups(stage))
+
+    def updated_parameters(self, stage: int) -> float:
+        """Return the parameters of a stage that one rank updates."""
+        experts = sum(self.expert_groups(stage)) / self.num_expert_shards
+        return sum(self.trained_groups(stage)) / self.num_shards + experts
+
+    def expert_groups(self, stage: int) -> tuple[float, ...]:
+        """Return the number of parameters in each group of experts, if fewer ranks share these than other weights."""
+        return (self._experts_of_layer,) * sum(self.sparse(stage)) if self.plan.ep > 1 else ()
+
+    @property
+    def _experts_of_layer(self) -> float:
+        """The parameters of a layer's experts on one rank."""
+        num_experts = self.spec.moe.num_experts if self.spec.moe else 0
+        return num_experts * self.spec.expert_parameters / (self.plan.ep * self.plan.tp)
 
     def groups(self, stage: int) -> tuple[float, ...]:
         """Return the number of parameters in each group of weights that is gathered at once."""
@@ -196,10 +227,13 @@ class Messages:
     def _blocks(self, stage: int) -> tuple[float, ...]:
         """Return the number of parameters in every layer, and in an untied embedding."""
         layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size + self._layer_adapters
+        router = self.spec.hidden_size * self.spec.moe.num_experts if self.spec.moe else 0
+        mixture = layer - self.spec.expert_parameters / self.plan.tp + router
+        mixture += self._experts_of_layer if self.plan.ep == 1 else 0
         embedding: tuple[float, ...] = ()
         if self.is_first(stage) and not self.spec.tied_embeddings:
             embedding = (self._table + sum(adapter_size(self.spec, EMBEDDING, self.plan.tp)),)
-        return (*[layer] * len(self.layers[stage]), *embedding)
+        return (*(mixture if sparse else layer for sparse in self.sparse(stage)), *embedding)
 
     def _rest(self, stage: int) -> tuple[float, ...]:
         """Return the rest: the last norm and the head, or an embedding tied to the head of another rank."""
@@ -224,34 +258,42 @@ class Messages:
             # the rest is gathered in whichever stage of the rank runs first, and kept up to a backward
             hosted = next(hosted for hosted in self.placement if stage in hosted)
             rest = [group for other in hosted for group in self._rest(other)]
-            forward = [self._gather(group) for group in (*self._blocks(stage), *rest)]
+            experts = [self._gather(group, self.num_expert_shards) for group in self.expert_groups(stage)]
+            forward = [self._gather(group) for group in (*self._blocks(stage), *rest)] + experts
             # no backward needs a frozen embedding
             in_backward = None if self.spec.trains_embedding else len(self.layers[stage])
-            backward = [self._gather(group) for group in self._blocks(stage)[:in_backward]]
+            backward = [self._gather(group) for group in self._blocks(stage)[:in_backward]] + experts
         if self.plan.effective_zero_stage >= 2:
-            backward += [self._scatter(group) for group in self.trained_groups(stage)]
+            backward += self._scatters(stage)
         return PassTraffic(_merged(forward), _merged(backward))
 
     def weights_per_step(self, stage: int) -> PassTraffic:
         """Return the data-parallel transfers made once per step: in the first forward and in the last backward."""
         if not self.plan.uses_fully_shard:
             return PassTraffic((), _merged([self._copies(stage)]))
-        groups = self.trained_groups(stage)
-        forward = (
-            [self._gather(group) for group in self.groups(stage)] if self.plan.effective_zero_stage in {1, 2} else []
-        )
-        backward = [self._scatter(group) for group in groups] if self.plan.effective_zero_stage == 1 else []
-        shards = [self._reduction(1, group / self.num_shards) for group in groups]
+        forward = []
+        if self.plan.effective_zero_stage in {1, 2}:
+            forward = [self._gather(group) for group in self.groups(stage)]
+            forward += [self._gather(group, self.num_expert_shards) for group in self.expert_groups(stage)]
+        backward = self._scatters(stage) if self.plan.effective_zero_stage == 1 else []
+        shards = [self._reduction(1, group / self.num_shards) for group in self.trained_groups(stage)]
+        experts = [group / self.num_expert_shards for group in self.expert_groups(stage)]
+        shards += [self._reduction(1, shard, self.num_expert_copies) for shard in experts]
         return PassTraffic(_merged(forward), _merged([*backward, *shards]))
 
-    def _gather(self, parameters: float) -> Traffic:
-        return Traffic("all_gather", "shard", self.num_shards, 1, parameters * self.itemsize)
+    def _scatters(self, stage: int) -> list[Traffic]:
+        rest = [self._scatter(group) for group in self.trained_groups(stage)]
+        return rest + [self._scatter(group, self.num_expert_shards) for group in self.expert_groups(stage)]
 
-    def _scatter(self, parameters: float) -> Traffic:
-        return Traffic("reduce_scatter", "shard", self.num_shards, 1, parameters * self.gradient_itemsize)
+    def _gather(self, parameters: float, num_ranks: int | None = None) -> Traffic:
+        return Traffic("all_gather", "shard", num_ranks or self.num_shards, 1, parameters * self.itemsize)
 
-    def _reduction(self, count: int, parameters: float) -> Traffic:
-        return Traffic("all_reduce", "replicate", self.num_copies, count, parameters * self.gradient_itemsize)
+    def _scatter(self, parameters: float, num_ranks: int | None = None) -> Traffic:
+        return Traffic("reduce_scatter", "shard", num_ranks or self.num_shards, 1, parameters * self.gradient_itemsize)
+
+    def _reduction(self, count: int, parameters: float, num_ranks: int | None = None) -> Traffic:
+        num_bytes = parameters * self.gradient_itemsize
+        return Traffic("all_reduce", "replicate", num_ranks or self.num_copies, count, num_bytes)
 
     def _copies(self, stage: int) -> Traffic:
         """Return the averaging of whole gradients in buckets, or of their factors with PowerSGD."""
@@ -280,11 +322,15 @@ class Messages:
     def partial_gradients(self, stage: int) -> Traffic:
         """Return the sums of gradients that are partial on each tensor-parallel rank.
 
-        These are the gradients of norms, where a rank sees its part of the sequence, or of the whole side of adapters.
+        These are the gradients of norms, where a rank sees its part of the sequence, of routers, where it sees its part
+        of the experts, or of the whole side of adapters.
         """
         num_layers = len(self.layers[stage])
         count = 2 * num_layers + self.is_last(stage) if self.plan.sharded_sequence else 0
         elements = count * self.spec.hidden_size
+        if self.spec.moe:
+            routers = sum(self.sparse(stage))
+            count, elements = count + routers, elements + routers * self.spec.hidden_size * self.spec.moe.num_experts
         if self.spec.lora:
             adapters = [*self._adapters * num_layers, *self._table_adapters(stage)]
             count, elements = len(adapters), sum(adapter.whole for adapter in adapters)
@@ -302,8 +348,10 @@ class Messages:
                 tensors += 2 * sum(1 for stage in hosted for _ in self._table_adapters(stage))
             else:
                 tensors = sum(9 * len(self.layers[stage]) + 2 * self.is_last(stage) for stage in hosted)
+                tensors += sum(sum(self.sparse(stage)) for stage in hosted)  # routers
                 tensors += sum(self.is_first(stage) and not self.spec.tied_embeddings for stage in hosted)
-            num_bytes = sum(groups) * FP32_BYTES / self.num_shards
+            experts = sum(sum(self.expert_groups(stage)) for stage in hosted)
+            num_bytes = FP32_BYTES * (sum(groups) / self.num_shards + experts / self.num_expert_shards)
             yield Traffic("all_reduce", "pp", self.num_replicas, tensors, num_bytes)
         ends = [stage for stage in hosted if self.is_first(stage) or self.is_last(stage)]
         if self.num_replicas == 1 and self._is_tied_apart(0) and ends and not self.spec.lora:

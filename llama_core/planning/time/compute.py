@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
-from llama_core.config.strategy import HEAD, MATRICES
+from llama_core.config.strategy import HEAD, MATRICES, MoE
 from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
@@ -109,20 +109,33 @@ class StageCompute:
         self.visible_scores = seq_len if documents == "mask" else seq_len / 2
         self.casts = self.itemsize < FP32_BYTES and not plan.uses_fully_shard
 
-    def stage(self, modes: tuple[RecomputeMode, ...], *, is_first: bool, is_last: bool) -> Pass:
-        """Return the time of a stage whose layers recompute according to ``modes``."""
-        layers = {mode: self.layer(mode) for mode in set(modes)}
+    def stage(
+        self, modes: tuple[RecomputeMode, ...], sparse: tuple[bool, ...] = (), *, is_first: bool, is_last: bool
+    ) -> Pass:
+        """Return the time of a stage.
+
+        Args:
+            modes: the recomputation of each layer.
+            sparse: which layers have experts; default: none.
+            is_first: whether it holds the embedding.
+            is_last: whether it holds the head.
+        """
+        kinds = list(zip(modes, sparse or (False,) * len(modes), strict=True))
+        layers = {kind: self.layer(kind[0], sparse=kind[1]) for kind in set(kinds)}
         total = NO_TIME
-        for mode in modes:
-            total = total.plus(layers[mode])
+        for kind in kinds:
+            total = total.plus(layers[kind])
         if is_first:
             total = total.plus(self.embedding())
         return total.plus(self.head()) if is_last else total
 
-    def layer(self, mode: RecomputeMode) -> Pass:
-        """Return the time of one layer, including recomputation in its backward."""
+    def layer(self, mode: RecomputeMode, *, sparse: bool = False) -> Pass:
+        """Return the time of one layer, including recomputation in its backward; if ``sparse``, with experts."""
         products = {name: self._product(*shape) for name, shape in self._shapes().items()}
         attention, elementwise, adapters = self.attention(), self._elementwise(), self._beside_frozen()
+        if sparse and self.spec.moe is not None:
+            products |= self._products_of_experts(self.spec.moe)
+            elementwise = elementwise.plus(self._routing(self.spec.moe))
         launches = KERNEL_SECONDS * KERNELS_PER_LAYER[self.plan.compile]
         once = sum(products.values())
         # a frozen matrix has no gradient of its own, but passes gradients on
@@ -134,6 +147,29 @@ class StageCompute:
         kept = () if mode == "full" else KEPT_PRODUCTS
         again = forward - sum(products[name] for name in ("w2", *kept))  # no backward reads the last product
         return Pass(forward, backward + again - (attention.forward if mode == "selective" else 0))
+
+    def _products_of_experts(self, moe: MoE) -> dict[str, float]:
+        """Return the times of the matrices of the experts on this rank, which get equal numbers of tokens.
+
+        Expert-parallel ranks have fewer experts, and more tokens for each.
+        """
+        rows, num_experts = self.tokens * moe.experts_per_token, moe.num_experts // self.plan.ep
+        shapes = {name: shape for name, shape in self._shapes().items() if name in {"w1", "w2", "w3"}}
+        return {name: num_experts * self._product(*shape, tokens=rows / num_experts) for name, shape in shapes.items()}
+
+    def _routing(self, moe: MoE) -> Pass:
+        """Return the time of a layer's routing, and of the elementwise work on further copies of its tokens."""
+        ffn = self.tokens * (moe.experts_per_token - 1) * self.spec.ffn_size / self.plan.tp
+        copies = self.tokens * moe.experts_per_token * self.spec.hidden_size
+        forward, backward = (_ACCESSES[self.plan.compile, backward].ffn for backward in (False, True))
+        # tokens are widened for the router, spread, brought together, weighted and added up
+        moved = self._memory(copies, narrow=8, wide=0) + self._memory(self.tokens * self.spec.hidden_size, 1, 2)
+        moved += self._memory(copies, narrow=4, wide=0) if self.plan.ep > 1 else 0
+        weights = Pass(0.0, 0.0)
+        if self.casts:
+            more = (moe.num_experts // self.plan.ep - 1) * self.spec.expert_parameters / self.plan.tp
+            weights = Pass(self._memory(more, 1, 1), self._memory(more, 1, 4))
+        return Pass(self._memory(ffn, *forward) + moved, self._memory(ffn, *backward) + moved).plus(weights)
 
     def _beside_frozen(self) -> Pass:
         """Return the time of a layer's adapters: two narrow products each, and adding their output."""
@@ -204,11 +240,12 @@ class StageCompute:
             "w2": (ffn, hidden),
         }  # in the order of MATRICES
 
-    def _product(self, columns: int, rows: int) -> float:
+    def _product(self, columns: int, rows: int, tokens: float | None = None) -> float:
         """Return the time to multiply the tokens by one matrix; its gradients take twice as long."""
-        shortest = min(self.tokens, columns, rows)
+        tokens = self.tokens if tokens is None else tokens
+        shortest = min(tokens, columns, rows)
         rate = self.peak * self.device.matmul_share * MODEL_SHAPES * shortest / (shortest + HALF_RATE_DIM)
-        return 2 * self.tokens * columns * rows / rate
+        return 2 * tokens * columns * rows / rate
 
     def _elementwise(self) -> Pass:
         """Return the time of one layer outside products and attention."""

@@ -7,8 +7,8 @@ from typing import Literal
 from llama_core.config.hardware import DeviceSpec
 from llama_core.planning.plan import ParallelPlan
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
-Axis = Literal["tp", "cp", "pp", "shard", "replicate"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Axis = Literal["tp", "cp", "ep", "pp", "shard", "replicate"]
 
 COLLECTIVE_SHARE = 0.8
 """Share of a link's rate that a collective reaches: 370 of 450 GB/s, by NCCL's authors (nccl-tests, issue 212)."""
@@ -84,6 +84,7 @@ class Links:
         return {
             "tp": (1, plan.tp),
             "cp": (plan.tp, plan.cp),
+            "ep": (plan.tp * plan.cp, plan.ep),
             "shard": (plan.tp, shards),
             "replicate": (plan.tp * shards, plan.dp * plan.cp // shards),
             "pp": (plan.world_size // plan.pp, plan.pp),

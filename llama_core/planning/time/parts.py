@@ -2,7 +2,7 @@
 
 Weight gathers and gradient reductions overlap the layers that compute meanwhile, except the first gather and the last
 reduction of a pass. A hop of the ring overlaps attention to the previous block; a hop of the pipeline overlaps whatever
-its receiver does until it needs the data. Tensor-parallel communication does not overlap.
+its receiver does until it needs the data. Tensor- and expert-parallel communication does not overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from llama_core.planning.time.links import Links, Traffic
 from llama_core.planning.time.makespan import span
 from llama_core.units import GB
 
-Part = Literal["compute", "bubble", "tp", "cp", "dp", "pp", "optimizer"]
+Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer"]
 
 CONTENTION = 0.19
 """Share of overlapped communication that still costs time: it takes processors and memory bandwidth from computing.
@@ -70,6 +70,7 @@ class StepParts:
         adding: dict[Part, Callable[[int, Pass], Pass]] = {
             "tp": self._tensor_parallel,
             "cp": self._ring,
+            **({"ep": self._expert_parallel} if self.plan.ep > 1 else {}),
             "dp": self._weights_per_pass,
         }
         for axis, added in adding.items():
@@ -86,7 +87,10 @@ class StepParts:
     def _computing(self, stage: int) -> Pass:
         messages = self.messages
         return self.compute.stage(
-            messages.modes[stage], is_first=messages.is_first(stage), is_last=messages.is_last(stage)
+            messages.modes[stage],
+            messages.sparse(stage),
+            is_first=messages.is_first(stage),
+            is_last=messages.is_last(stage),
         )
 
     def _tensor_parallel(self, stage: int, before: Pass) -> Pass:
@@ -136,6 +140,15 @@ class StepParts:
             _exposed(again, behind_again) + _exposed(backward, attention.backward),
         )
 
+    def _expert_parallel(self, stage: int, before: Pass) -> Pass:
+        """Return the time the trips of tokens to experts on other ranks add to a pass."""
+        added = NO_TIME
+        for mode, sparse in zip(self.messages.modes[stage], self.messages.sparse(stage), strict=True):
+            if sparse:
+                trips = self.messages.expert_parallel(mode)
+                added = added.plus(Pass(self.links.seconds(trips.forward), self.links.seconds(trips.backward)))
+        return added
+
     def _weights_per_pass(self, stage: int, before: Pass) -> Pass:
         """Return the time weight gathers and gradient reductions add to every pass of a stage."""
         return self._sharding(stage, self.messages.weights_per_pass(stage), before)
@@ -169,8 +182,7 @@ class StepParts:
 
     def _optimizer(self) -> float:
         messages = self.messages
-        held = max(sum(messages.trained_parameters(stage) for stage in hosted) for hosted in messages.placement)
-        held /= messages.num_shards
+        held = max(sum(messages.updated_parameters(stage) for stage in hosted) for hosted in messages.placement)
         if self.plan.offload == "none":
             return self.compute.optimizer(held)
         # gradients go to the host and weights come back; an update there reads four numbers and writes three

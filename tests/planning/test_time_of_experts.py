@@ -1,0 +1,54 @@
+"""What experts add to the time of a step."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.models import model_spec
+from llama_core.config.strategy import MoE
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.compute import StageCompute
+from llama_core.planning.time.step_time import step_time
+
+DENSE = model_spec("llama3_8b")
+H100 = gpu_spec("h100")
+
+
+def sparse(num_experts=8, experts_per_token=2, moe_layers=None):
+    return replace(DENSE, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token, moe_layers=moe_layers))
+
+
+def compute(spec, plan=None):
+    plan = plan or ParallelPlan(dp_shard=8, zero_stage=3)
+    return StageCompute(spec, plan, H100, seq_len=8192, precision="bf16", documents="none")
+
+
+def seconds(spec, plan):
+    return step_time(spec, plan, H100, seq_len=8192, precision="bf16", documents="none")
+
+
+def test_a_token_costs_the_products_of_its_experts_however_many_there_are():
+    dense, one, two = (
+        compute(spec).layer("none", sparse=spec.moe is not None).forward
+        for spec in (DENSE, sparse(experts_per_token=1), sparse(experts_per_token=2))
+    )
+    feed_forward = 2 * 8192 * DENSE.expert_parameters / (H100.bf16_flops * H100.matmul_share)
+    assert dense < one < two
+    assert two - one == pytest.approx(feed_forward, rel=0.35)
+    assert compute(sparse(num_experts=64)).layer("none", sparse=True).forward < 1.3 * two
+
+
+def test_only_sparse_layers_cost_more():
+    dense, some, every = (
+        seconds(spec, ParallelPlan(dp_shard=64, zero_stage=3)).parts["compute"]
+        for spec in (DENSE, sparse(moe_layers=4), sparse())
+    )
+    assert some - dense == pytest.approx((every - dense) / 4, rel=1e-6)
+
+
+def test_expert_parallel_ranks_send_tokens_and_gather_fewer_weights():
+    alone, divided = (seconds(sparse(), ParallelPlan(dp_shard=64, zero_stage=3, ep=ep)).parts for ep in (1, 8))
+    assert "ep" not in alone
+    assert divided["ep"] > 0
+    assert divided["dp"] < alone["dp"] / 2
