@@ -145,7 +145,7 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
         (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
         (
             ["train", "--strategy", "moe", "--set", "moe.num_experts=1"],
-            ["error: moe.experts_per_token=2 is not between 1 and num_experts=1"],
+            ["error: experts_per_token=2 is not between 1 and num_experts=1"],
         ),
         (["train", "--resume", "--run-dir", "nowhere"], ["error: nowhere holds no run to continue (no config.yaml)"]),
         (["--debugg", "models"], ["error: unrecognized arguments: --debugg; did you mean '--debug'?"]),
