@@ -81,6 +81,18 @@ def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
     return figure
 
 
+def routing(steps: pd.DataFrame) -> go.Figure:
+    """Return two rows by step: the load of the busiest expert, and below it the entropy of the routers."""
+    figure = styled_figure("", rows=2)
+    _add_line(figure, steps["step"], steps["expert_load"], "busiest expert", color=BLUE, hover="%{y:.3g} x mean", row=1)
+    _add_line(figure, steps["step"], steps["router_entropy"], "entropy", color=TEAL, hover="%{y:.3g} nats", row=2)
+    figure.update_yaxes(title_text="load (x mean)", rangemode="tozero", row=1)
+    figure.update_yaxes(title_text="entropy (nats)", rangemode="tozero", row=2)
+    figure.update_layout(showlegend=False)
+    _label_steps(figure, steps, lowest_row=2)
+    return figure
+
+
 def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) -> go.Figure:
     """Return tokens/s by step, with the benchmark's median as a line and its interquartile range as a band."""
     figure = styled_figure("throughput (tokens/s)")

@@ -165,7 +165,7 @@ def _error(profile: Record, measured: int | None) -> str:
 
 def _panels(contents: RunContents) -> list[Panel]:
     first, *others = _panels_by_step(contents)
-    return [first, _comparison_panel(contents), *others]
+    return [first, _comparison_panel(contents), *others, *_routing_panel(contents.steps)]
 
 
 def _panels_by_step(contents: RunContents) -> list[Panel]:
@@ -205,6 +205,25 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             [f"Memory is {_measure(contents)}, including what was held before the model was built."],
         ),
     ]
+
+
+def _routing_panel(steps: pd.DataFrame) -> Iterator[Panel]:
+    """Yield a panel if the run has experts."""
+    if steps.empty or steps["expert_load"].isna().all():
+        return
+    last = steps.iloc[-1]
+    yield Panel(
+        "Routing to experts",
+        figures.routing(steps),
+        f"At the last step the busiest expert got {last['expert_load']:.3g} times the tokens of an average one; the "
+        f"routers' entropy was {last['router_entropy']:.3g} nats.",
+        [
+            "The load is that of the layer where it is largest: 1 is even.",
+            "The entropy is a mean over layers and tokens. The logarithm of the number of experts means no preference; "
+            "0 means that every token has one expert.",
+        ],
+        wide=True,
+    )
 
 
 def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None) -> Iterator[str]:

@@ -27,7 +27,9 @@ def table(records):
 
 @pytest.fixture
 def steps():
-    return table(step_records())
+    return table(step_records()).assign(
+        expert_load=lambda table: 1 + 1 / table["step"], router_entropy=lambda table: 1.3 - 1 / table["step"]
+    )
 
 
 def traces(figure):
@@ -51,6 +53,7 @@ def rows(figure):
             figures.learning_rate_and_gradient_norm,
             {"learning rate": "learning_rate", "gradient norm": "grad_norm"},
         ),
+        (figures.routing, {"busiest expert": "expert_load", "entropy": "router_entropy"}),
         (figures.throughput, {"training steps": "tokens_per_second"}),
         (
             figures.step_time,

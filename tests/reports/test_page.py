@@ -94,6 +94,15 @@ def test_predictions_of_memory_carry_their_signed_error(run):
     assert "Rehearsed 3 B (-100.0 %)." in text
 
 
+def test_a_run_with_experts_shows_their_routing(run, tmp_path):
+    assert "Routing to experts" not in report(run).text
+    records = [replace(record, expert_load=1.25, router_entropy=0.5) for record in step_records()]
+    page = report(write_run(tmp_path / "experts", records=records))
+    assert "Routing to experts" in page.text
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "the busiest expert got 1.25 times the tokens of an average one; the routers' entropy was 0.5" in captions
+
+
 def test_a_known_peak_rate_gives_the_mfu(run):
     write_json(run.benchmark, replace(BENCHMARK, mfu=0.4123))
     assert "41.2% MFU" in report(run).text
