@@ -170,7 +170,7 @@ def test_adapters_match_one_process_and_nothing_else_trains(plan):
     "plan",
     cases(SPARSE_PLANS, narrow={"ep2 tp2", "ep2 zero3 dp2", "cp2 zero3 dp2", "pp2 zbv", "ep2, selective recompute"}),
 )
-def test_experts_train_as_on_one_process(plan):
+def test_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=SPARSE)
     assert max(differences.values()) < 1e-8, differences
 
@@ -282,9 +282,9 @@ def test_a_broken_collective_is_detected(name):
 
 
 @pytest.mark.parametrize(("name", "fault"), [("ep2", _experts_not_averaged), wide("tp2", _gradients_not_completed)])
-def test_a_broken_collective_of_experts_shows(name, fault):
+def test_a_broken_collective_of_experts_is_detected(name, fault):
     differences = largest_differences(SPARSE_PLANS[name], spec=SPARSE, fault=fault)
-    assert differences["gradients"] > 1e-3, differences
+    assert max(differences.values()) > 1e-3, differences
 
 
 @pytest.mark.parametrize("spec", [UNTIED, wide(TIED)])
