@@ -19,7 +19,7 @@ _ALIGNMENT = 16
 _KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
 
 
-@torch.library.custom_op("llama::grouped_product", mutates_args=())
+@torch.library.custom_op("llama_core::grouped_product", mutates_args=())
 def grouped_product(x_RI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Return ``x_RI[ends_E[e - 1] : ends_E[e]] @ w_EIO[e]`` for every group e, one below the other: [R, O].
 
@@ -36,7 +36,7 @@ def grouped_product(x_RI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return out_RO
 
 
-@torch.library.custom_op("llama::grouped_outer_product", mutates_args=())
+@torch.library.custom_op("llama_core::grouped_outer_product", mutates_args=())
 def grouped_outer_product(x_RI: Tensor, y_RO: Tensor, ends_E: Tensor) -> Tensor:
     """Return ``x.T @ y`` for the rows of every group: [E, I, O]. It is zero for a group without rows."""
     if _has_kernel(x_RI, y_RO):
@@ -90,7 +90,7 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, 
 grouped_product.register_autograd(_backward, setup_context=_save)
 
 
-@register_flop_formula([torch.ops.llama.grouped_product, torch.ops.llama.grouped_outer_product])
+@register_flop_formula([torch.ops.llama_core.grouped_product, torch.ops.llama_core.grouped_outer_product])
 def _flops(x_shape: Any, other_shape: Any, *_: Any, **__: Any) -> int:
     """Two per row and element of its matrix, in either operator."""
     flops: int = 2 * x_shape[0] * x_shape[1] * other_shape[-1]

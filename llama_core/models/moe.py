@@ -238,7 +238,7 @@ class _WithAuxiliaryLoss(torch.autograd.Function):
         return grad, scale.to(ctx.dtype), None
 
 
-@torch.library.custom_op("llama::add_once", mutates_args=("total",))
+@torch.library.custom_op("llama_core::add_once", mutates_args=("total",))
 def add_once(total: Tensor, values: Tensor) -> None:
     """Add values to a total, unless a backward is recomputing the forward that has added them."""
     if torch._C._current_graph_task_id() == -1:

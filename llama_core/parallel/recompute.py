@@ -32,7 +32,7 @@ _ATTENTION = frozenset(
     }
 )
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.llama.grouped_product.default)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.llama_core.grouped_product.default)
 
 
 def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]) -> None:
