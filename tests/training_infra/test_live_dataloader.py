@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from width import wide
 
 import training_infra
 from llama_core.errors import ConfigError, RequestError
@@ -66,7 +65,9 @@ def alone(tmp_path_factory):
         return [*losses(one), summary.eval_loss]
 
 
-@pytest.mark.parametrize("degrees", [{}, wide({"pp": 2, "tp": 1})], ids=["data-parallel", "pipeline"])
+@pytest.mark.parametrize(
+    "degrees", [{}, pytest.param({"pp": 2, "tp": 1}, marks=pytest.mark.wide)], ids=["data-parallel", "pipeline"]
+)
 def test_local_ranks_train_as_one_process_does(alone, degrees):
     one = orchestrator(2, steps=6, **degrees)
     summary = one.launch_training(batches(), batches(6))
