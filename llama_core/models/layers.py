@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
 from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
@@ -24,6 +25,13 @@ from llama_core.models.batch import Documents
 
 KEPT = "kept"
 """The annotation of operators whose results selective recomputation keeps, in eager and in compiled code."""
+
+
+def local_part(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
+    """Return this rank's part of a tensor; ``gradient`` is the placement of its gradient, if that differs."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 class LowRank(NamedTuple):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Documents
-from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, rotation
+from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, rotation
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.models.moe import feed_forward
 
@@ -161,7 +161,7 @@ def initialize_weights(model: Llama, seed: int) -> None:
 @torch.no_grad()
 def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> None:
     """Draw the initial values of one parameter in place; see ``initialize_weights``."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     # draw it whole and in fp32 or wider, one parameter at a time, whatever this rank's shard and dtype are
     whole = local
     wide = torch.promote_types(parameter.dtype, torch.float32)

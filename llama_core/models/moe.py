@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE
 from llama_core.models.grouped import grouped_product
-from llama_core.models.layers import KEPT, FeedForward, Linear
+from llama_core.models.layers import KEPT, FeedForward, Linear, local_part
 
 NUM_SUMS = 3
 """Sums over tokens in the statistics of a layer, behind the tokens of each expert."""
@@ -60,16 +59,12 @@ class ExpertLinear(nn.Module):
     def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         """Return each row times the transposed matrix of its expert, [R, O]."""
         with annotate({KEPT: self.kept}):
-            return self.multiply(x_RI, _local(self.weight), ends_E)
+            return self.multiply(x_RI, local_part(self.weight), ends_E)
 
 
 def _multiply(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     out_RO: Tensor = grouped_product(x_RI, weight_EOI.to(x_RI.dtype).mT, ends_E)
     return out_RO
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Experts(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llama_core.config.models import ModelSpec
+from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
@@ -70,18 +71,18 @@ class Gradients:
         for parameter in self._averaged_too_little:
             # the tokens of all data-parallel ranks reach an expert, but fewer of these ranks hold it and average
             if parameter.grad is not None:
-                _local(parameter.grad).div_(self._ep)
+                local_part(parameter.grad).div_(self._ep)
         for group, parameters in self._shared:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(_local(parameter.grad), group=group)
+                dist.all_reduce(local_part(parameter.grad), group=group)
 
     def norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, the same on every rank."""
         square = torch.zeros(())
         for copies, parameters in self._by_copies.items():
-            gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients)
             if self.mesh is None:
                 return norm
@@ -91,7 +92,7 @@ class Gradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar."""
-        gradients = [_local(p.grad) for ps in self._by_copies.values() for p in ps if p.grad is not None]
+        gradients = [local_part(p.grad) for ps in self._by_copies.values() for p in ps if p.grad is not None]
         if factor.is_cuda:  # one kernel; on the CPU it would read the factor's value, which a fake tensor lacks
             torch._foreach_mul_(gradients, factor)
             return
@@ -123,7 +124,3 @@ def _num_shards(parameter: nn.Parameter) -> int:
         return 1
     mesh = parameter.device_mesh
     return math.prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if not place.is_replicate())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llama_core.models.layers import Linear, LowRank, TokenEmbedding
+from llama_core.models.layers import Linear, LowRank, TokenEmbedding, local_part
 from llama_core.models.llama import Llama, logits
 from llama_core.models.lora import AdaptedEmbedding
 from llama_core.models.loss import linear_cross_entropy
@@ -148,7 +148,7 @@ class RoutedAlike(ParallelStyle):
 
     def _gathered(self, _: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Tensor:
         stream = inputs[0] if isinstance(inputs[0], DTensor) else DTensor.from_local(inputs[0], mesh, [self.stream])
-        return _local(stream.redistribute(placements=[Replicate()]), Partial())
+        return local_part(stream.redistribute(placements=[Replicate()]), Partial())
 
     def _summed(self, _: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(part, mesh, [Partial()]).redistribute(placements=[self.stream]).to_local()
@@ -179,7 +179,7 @@ class VocabularyParallel(ParallelStyle):
 
 
 def _multiply_for_a_part(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    return multiply(x, _local(weight, Partial()))
+    return multiply(x, local_part(weight, Partial()))
 
 
 def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
@@ -191,7 +191,7 @@ def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_
     if isinstance(table, AdaptedEmbedding):
         narrow_BSA = _rows(table.lora_A.weight.t(), tokens_BS, mesh).to(table.out_dtype) * table.scale
         # a rank multiplies only its own tokens by it, so its gradient is a partial sum
-        whole_DA = _local(table.lora_B.weight, Partial())
+        whole_DA = local_part(table.lora_B.weight, Partial())
         part_BSD = part_BSD + F.linear(narrow_BSA, whole_DA.to(table.out_dtype))
     whole_BSD: Tensor = DTensor.from_local(part_BSD, mesh, [Partial()]).redistribute(placements=[stream]).to_local()
     return whole_BSD
@@ -199,7 +199,7 @@ def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_
 
 def _rows(weight: Tensor, tokens_BS: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return this rank's part of the rows of a divided table: zeros for tokens of another rank."""
-    return vocab_parallel_embedding(tokens_BS, _local(weight), mesh.get_group())
+    return vocab_parallel_embedding(tokens_BS, local_part(weight), mesh.get_group())
 
 
 def _head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
@@ -209,17 +209,10 @@ def _head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding, targe
         logits_BSV = logits(whole_BSD, table)
         return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
     # a rank's gradient of the hidden states is a partial sum, over its part of the vocabulary
-    hidden_TD = _local(whole_BSD, Partial()).flatten(0, 1)
+    hidden_TD = local_part(whole_BSD, Partial()).flatten(0, 1)
     adapter = table.beside(whole_BSD)
     if adapter is not None:
-        adapter = LowRank(_local(adapter.narrow, Partial()).flatten(0, 1), _local(adapter.rows))
+        adapter = LowRank(local_part(adapter.narrow, Partial()).flatten(0, 1), local_part(adapter.rows))
     return linear_cross_entropy(
-        hidden_TD, _local(table.weight), targets_BS.flatten(), vocab_group=mesh.get_group(), adapter=adapter
+        hidden_TD, local_part(table.weight), targets_BS.flatten(), vocab_group=mesh.get_group(), adapter=adapter
     )
-
-
-def _local(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's part of a tensor; ``gradient`` is the placement of its gradient, if that differs."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local(grad_placements=None if gradient is None else [gradient])

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
@@ -198,9 +199,5 @@ def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
 def _shard_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
     """Return how to shard experts if their number does not divide evenly; None means by rows, like all else."""
     num_shards = mesh["shard"].size()
-    uneven = parameter.ndim == 3 and len(_local(parameter)) % num_shards
-    return Shard(1) if uneven and _local(parameter).shape[1] % num_shards == 0 else None
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    uneven = parameter.ndim == 3 and len(local_part(parameter)) % num_shards
+    return Shard(1) if uneven and local_part(parameter).shape[1] % num_shards == 0 else None

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from llama_core.models.layers import local_part
 from llama_core.planning.memory.peaks import STATES, Category, Phase
 from llama_core.rehearsal.transfers import Transfer, transfer_of
 
@@ -212,7 +213,7 @@ class ByteCounter(TorchDispatchMode):
         Memory that is already in a category of ``unless`` stays there.
         """
         for tensor in tensors:
-            block = self._block_of(_local(tensor).untyped_storage())
+            block = self._block_of(local_part(tensor).untyped_storage())
             if block.category not in unless:
                 self._move(block, category)
 
@@ -298,7 +299,3 @@ class ByteCounter(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -26,6 +26,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import ROUTER, dense_name, hugging_face_names, hugging_face_shapes, parameter_shapes
+from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama, initialize_parameter
 from llama_core.models.lora import with_adapters
 from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, peft_name
@@ -331,7 +332,7 @@ class _Progress:
         self._began = self._told = time.monotonic()
 
     def add(self, name: str, parameter: Tensor) -> None:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         self._num_bytes += local.numel() * local.itemsize
         if is_first_rank() and time.monotonic() - self._told >= SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
