@@ -177,10 +177,14 @@ class ModelSpec:
         tables = self.table_adapter_parameters(EMBEDDING) + self.table_adapter_parameters(HEAD)
         return self.num_layers * self.layer_adapter_parameters + tables
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts in place of its feed-forward."""
+        return self.moe is not None and self.moe.is_sparse(layer)
+
     @property
     def num_sparse_layers(self) -> int:
         """Layers that have experts."""
-        return sum(map(self.moe.is_sparse, range(self.num_layers))) if self.moe else 0
+        return sum(map(self.has_experts, range(self.num_layers))) if self.moe else 0
 
     @property
     def num_parameters(self) -> int:

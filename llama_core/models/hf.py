@@ -27,9 +27,12 @@ _DENSE = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-_EXPERTS = {f"feed_forward.experts.{matrix}": matrix for matrix in ("w1", "w2", "w3")}
 ROUTER = "feed_forward.router"
-_MIXTURE = "block_sparse_moe"
+_EXPERTS = {
+    ROUTER: "block_sparse_moe.gate",
+    **{f"feed_forward.experts.{matrix}": f"block_sparse_moe.experts.{{}}.{matrix}" for matrix in ("w1", "w2", "w3")},
+}
+_ANYWHERE = _IN_LAYER | _DENSE | _EXPERTS
 _ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes that weights can be written in, with transformers' names for them."""
@@ -43,9 +46,7 @@ def hugging_face_name(name: str) -> str:
     if name in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[name]
     _, index, part = name.removesuffix(".weight").split(".", 2)
-    names = _IN_LAYER | _DENSE | {ROUTER: f"{_MIXTURE}.gate"}
-    names |= {ours: f"{_MIXTURE}.experts.{{}}.{theirs}" for ours, theirs in _EXPERTS.items()}
-    return f"model.layers.{index}.{names[part]}.weight"
+    return f"model.layers.{index}.{_ANYWHERE[part]}.weight"
 
 
 def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:

@@ -139,10 +139,9 @@ def _as_dense_as(theirs: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
     return replace(spec, moe=None) if theirs is not None and theirs.moe is None else spec
 
 
-def dense_base(spec: ModelSpec, source: Path) -> bool:
-    """Return whether ``spec`` has experts and the full model in ``source`` has none."""
-    theirs = saved_run(source).spec if is_checkpoint(source) else _model_of(source)
-    return spec.moe is not None and theirs is not None and theirs.moe is None
+def stored_model(spec: ModelSpec, source: Path) -> ModelSpec:
+    """Return ``spec`` as the full model in ``source`` has it: without experts if that has none."""
+    return _as_dense_as(saved_run(source).spec if is_checkpoint(source) else _model_of(source), spec)
 
 
 def is_checkpoint(source: Path) -> bool:

@@ -143,7 +143,7 @@ def routing_statistics(model: Llama, plan: ParallelPlan) -> Mapping[str, float]:
     if dist.is_initialized():
         dist.all_reduce(total)
         total /= plan.tp  # these ranks route the same tokens
-    total = total[[moe.is_sparse(layer) for layer in range(num_layers)]].cpu()
+    total = total[list(map(model.spec.has_experts, range(num_layers)))].cpu()
     tokens_per_expert, sums = total[:, :-NUM_SUMS], total[:, -NUM_SUMS:]
     balance, z, entropy = (sums.sum(0) * moe.experts_per_token / tokens_per_expert.sum()).tolist()
     loads = tokens_per_expert.amax(1) / tokens_per_expert.mean(1)

@@ -1,6 +1,5 @@
 """The ranks of a job as a mesh, one axis for each way to divide the work."""
 
-import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -69,7 +68,7 @@ class Mesh:
 
 def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     """Return the mesh of the experts' weights, whose ranks are in another order than those of the other weights."""
-    shard = plan.dp_shard // math.gcd(plan.dp_shard, plan.ep)  # a shard of the rest is several ranks' experts
+    shard = plan.dp_shard // plan.fewer_expert_shards
     replicate = plan.dp // plan.ep // shard
     ranks = torch.arange(plan.world_size).view(plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp)
     sizes = (replicate, shard * plan.cp) if plan.zero_stage else (replicate * plan.cp, 1)

@@ -267,6 +267,11 @@ class ParallelPlan:
         return self.zero_stage == 0 and self.tp == self.pp == self.ep == 1
 
     @property
+    def fewer_expert_shards(self) -> int:
+        """The factor by which experts are sharded over fewer ranks than the rest, since some of these divide them."""
+        return math.gcd(self.ep, self.dp_shard)
+
+    @property
     def averages_every_backward(self) -> bool:
         """Whether the copies of a shard average gradients after every backward, not once in the step's last one.
 

@@ -220,7 +220,7 @@ class _Contents(NamedTuple):
 
 def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
     modes, layers = plan.recompute_modes(spec), plan.stage_layers(spec)[stage]
-    sparse = tuple(spec.moe is not None and spec.moe.is_sparse(layer) for layer in layers)
+    sparse = tuple(map(spec.has_experts, layers))
     return _Contents(modes[stage], sparse, is_first=stage == 0, is_last=stage == len(modes) - 1)
 
 

@@ -11,7 +11,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +32,11 @@ from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, pe
 from llama_core.models.pretrained import (
     Origin,
     check_pretrained,
-    dense_base,
     hugging_face_weights,
     is_checkpoint,
     origin_of,
     resolve_pretrained,
+    stored_model,
 )
 from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
 from llama_core.parallel.deepspeed import saved_weights
@@ -83,8 +82,9 @@ class Pretrained:
                 logger.warning("%s", difference)
         self._spec, self._seed = spec, seed
         origin = origin_of(source)
-        copied = origin.base is not None and dense_base(spec, origin.base)
-        base = _Copied(_base(replace(spec, moe=None), origin)) if copied else _base(spec, origin)
+        stored = spec if origin.base is None else stored_model(spec, origin.base)
+        copied = stored.moe != spec.moe
+        base = _Copied(_base(stored, origin)) if copied else _base(stored, origin)
         self._sources: dict[str, _Source] = dict.fromkeys(
             (name for name in parameter_shapes(spec) if not (copied and ROUTER in name)), base
         )
@@ -382,7 +382,7 @@ def write_hugging_face(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, source, {name: name for name in shard}, shard, dtype)
+        _write_file(folder / file, source, shard, dtype)
         weight_map |= dict.fromkeys(shard, file)
         on_file(file)
     if len(shards) > 1:
@@ -408,15 +408,19 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
     """
     names = {peft_name(name): name for name in adapter_shapes(spec)}
     shapes = {peft_name(name): shape for name, shape in adapter_shapes(spec).items()}
-    _write_file(folder / ADAPTERS, _saved(checkpoint), names, shapes, dtype)
+    _write_file(folder / ADAPTERS, _saved(checkpoint), shapes, dtype, names)
 
 
 def _write_file(
-    file: Path, source: _Source, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], dtype: str
+    file: Path,
+    source: _Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file; ``names`` maps the names in the file to ours."""
+    """Write one safetensors file; ``names`` maps the names in the file to the source's, if these differ."""
     for name, view in _new_file(file, shapes, _FORMAT_NAMES[dtype]):
-        source.read(names[name], view)
+        source.read(names[name] if names else name, view)
         if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
             raise WeightsError(f"{name} has values above 65504, which fp16 cannot hold; use --dtype bf16")
 

@@ -71,23 +71,30 @@ def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entro
 
 def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
     """Return two rows by step: the learning rate, and below it the global gradient norm before clipping."""
-    figure = styled_figure("", rows=2)
-    _add_line(figure, steps["step"], steps["learning_rate"], "learning rate", color=BLUE, hover="%{y:.3g}", row=1)
-    _add_line(figure, steps["step"], steps["grad_norm"], "gradient norm", color=TEAL, hover="%{y:.4g}", row=2)
-    figure.update_yaxes(title_text="learning rate", rangemode="tozero", exponentformat="power", row=1)
-    figure.update_yaxes(title_text="gradient norm", rangemode="tozero", row=2)
-    figure.update_layout(showlegend=False)
-    _label_steps(figure, steps, lowest_row=2)
+    figure = _two_rows(
+        steps,
+        ("learning_rate", "learning rate", "learning rate", "%{y:.3g}"),
+        ("grad_norm", "gradient norm", "gradient norm", "%{y:.4g}"),
+    )
+    figure.update_yaxes(exponentformat="power", row=1)
     return figure
 
 
 def routing(steps: pd.DataFrame) -> go.Figure:
     """Return two rows by step: the load of the busiest expert, and below it the entropy of the routers."""
+    return _two_rows(
+        steps,
+        ("expert_load", "busiest expert", "load (x mean)", "%{y:.3g} x mean"),
+        ("router_entropy", "entropy", "entropy (nats)", "%{y:.3g} nats"),
+    )
+
+
+def _two_rows(steps: pd.DataFrame, *rows: tuple[str, str, str, str]) -> go.Figure:
+    """Return two lines, one above the other; each row is the column, the line's name, the axis title and the hover."""
     figure = styled_figure("", rows=2)
-    _add_line(figure, steps["step"], steps["expert_load"], "busiest expert", color=BLUE, hover="%{y:.3g} x mean", row=1)
-    _add_line(figure, steps["step"], steps["router_entropy"], "entropy", color=TEAL, hover="%{y:.3g} nats", row=2)
-    figure.update_yaxes(title_text="load (x mean)", rangemode="tozero", row=1)
-    figure.update_yaxes(title_text="entropy (nats)", rangemode="tozero", row=2)
+    for row, (column, name, title, hover), color in zip((1, 2), rows, (BLUE, TEAL), strict=True):
+        _add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
+        figure.update_yaxes(title_text=title, rangemode="tozero", row=row)
     figure.update_layout(showlegend=False)
     _label_steps(figure, steps, lowest_row=2)
     return figure

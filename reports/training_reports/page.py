@@ -165,7 +165,7 @@ def _error(profile: Record, measured: int | None) -> str:
 
 def _panels(contents: RunContents) -> list[Panel]:
     first, *others = _panels_by_step(contents)
-    return [first, _comparison_panel(contents), *others, *_routing_panel(contents.steps)]
+    return [first, _comparison_panel(contents), *others]
 
 
 def _panels_by_step(contents: RunContents) -> list[Panel]:
@@ -204,12 +204,13 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             f"{span}: up to {format_bytes(steps['memory_peak_bytes'].max())}.",
             [f"Memory is {_measure(contents)}, including what was held before the model was built."],
         ),
+        *_routing_panel(steps),
     ]
 
 
 def _routing_panel(steps: pd.DataFrame) -> Iterator[Panel]:
     """Yield a panel if the run has experts."""
-    if steps.empty or steps["expert_load"].isna().all():
+    if steps["expert_load"].isna().all():
         return
     last = steps.iloc[-1]
     yield Panel(

@@ -32,14 +32,14 @@ def shrunk(name):
     )
 
 
-def hugging_face_config(spec, **settings):
+def hugging_face_config(spec, kind=LlamaConfig, **settings):
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling is not None:
         rope |= asdict(spec.rope_scaling)
         rope["rope_type"] = rope.pop("kind")
         if "original_context" in rope:
             rope["original_max_position_embeddings"] = rope.pop("original_context")
-    return LlamaConfig(
+    return kind(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.ffn_size,

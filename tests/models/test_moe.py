@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from parity import UNTIED
+from test_hf import hugging_face_config
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from llama_core.config.models import model_spec
 from llama_core.config.strategy import MoE
 from llama_core.models import grouped
 from llama_core.models.grouped import grouped_product
@@ -17,19 +18,7 @@ from llama_core.models.layers import FeedForward
 from llama_core.models.llama import Llama, build_llama, initialize_weights
 from llama_core.models.moe import MixtureOfExperts, prepare_routers
 
-SPEC = replace(
-    model_spec("llama3_8b"),
-    name="test",
-    hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=64,
-    rope_scaling=None,
-    moe=MoE(num_experts=4, experts_per_token=2),
-)
+SPEC = replace(UNTIED, num_layers=3, moe=MoE(num_experts=4, experts_per_token=2))
 TOKENS = torch.randint(0, SPEC.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -65,21 +54,8 @@ def expert_by_expert(layer, x):
 
 
 def mixtral(spec):
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=spec.vocab_size,
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.ffn_size,
-            num_hidden_layers=spec.num_layers,
-            num_attention_heads=spec.num_heads,
-            num_key_value_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            rms_norm_eps=spec.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-            num_local_experts=spec.moe.num_experts,
-            num_experts_per_tok=spec.moe.experts_per_token,
-        )
-    ).eval()
+    experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.experts_per_token}
+    return MixtralForCausalLM(hugging_face_config(spec, MixtralConfig, **experts)).eval()
 
 
 @torch.no_grad()

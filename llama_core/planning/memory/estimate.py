@@ -101,7 +101,7 @@ def tensors_by_layer(
     if not spec.moe:
         return [dense] * spec.num_layers
     sparse = sizes(partial(ExpertTensors, spec.moe))
-    return [sparse if spec.moe.is_sparse(layer) else dense for layer in range(spec.num_layers)]
+    return [sparse if spec.has_experts(layer) else dense for layer in range(spec.num_layers)]
 
 
 def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:

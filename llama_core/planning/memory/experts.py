@@ -6,7 +6,6 @@ its input in fp32, and the output of the experts, which its gradient needs.
 Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1.
 """
 
-import math
 from typing import Any
 
 from llama_core.config.models import ModelSpec
@@ -49,9 +48,7 @@ class ExpertTensors(Tensors):
         feed_forward = spec.expert_parameters // plan.tp
         self.layer_parameters += spec.hidden_size * moe.num_experts + (experts - 1) * feed_forward
         self.layer_trained = self.layer_parameters
-        # an expert is sharded over fewer ranks than the rest, if expert-parallel ranks are among the sharding ones
-        apart = math.gcd(plan.ep, plan.dp_shard)
-        self.layer_divided = self.layer_parameters + (apart - 1) * experts * feed_forward
+        self.layer_divided = self.layer_parameters + (plan.fewer_expert_shards - 1) * experts * feed_forward
 
     def layer(self, mode: RecomputeMode = "none") -> int:
         """Return the bytes one layer keeps for its backward."""

@@ -114,10 +114,9 @@ class Messages:
         self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         self.num_copies = plan.dp_replicate if plan.zero_stage else plan.dp * plan.cp
         self.stream = self.tokens * spec.hidden_size * self.itemsize
-        self._sparse = tuple(spec.moe is not None and spec.moe.is_sparse(layer) for layer in range(spec.num_layers))
-        apart = math.gcd(plan.ep, plan.dp_shard)
-        self.num_expert_shards = self.num_shards // apart if plan.zero_stage else 1
-        self.num_expert_copies = self.num_copies * apart // plan.ep
+        self._sparse = tuple(map(spec.has_experts, range(spec.num_layers)))
+        self.num_expert_shards = self.num_shards // plan.fewer_expert_shards
+        self.num_expert_copies = self.num_copies * plan.fewer_expert_shards // plan.ep
         self.hop = Traffic("send", "pp", 2, 1, self.stream / plan.tp if plan.sharded_sequence else self.stream)
 
     def is_first(self, stage: int) -> bool:
