@@ -46,11 +46,12 @@ def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=Tru
 
     Args:
         plan: what the ranks train under.
-        spec: the model.
+        spec: the model; it gets two layers for each pipeline stage, and four at least.
         dtype: of weights and activations.
         documents: whether rows are packed documents.
-        fault: a function that breaks something on every rank before it trains.
+        fault: a function that changes something on every rank before it trains.
     """
+    spec = replace(spec, num_layers=max(4, 2 * plan.num_stages))
     expected = _alone(plan.batch_size, spec, dtype, documents)
     ranks = run_ranks(plan.world_size, _differences, plan, spec, dtype, documents, expected, fault)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}

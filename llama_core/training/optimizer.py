@@ -8,25 +8,38 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from llama_core.config.run import TrainingConfig
+from llama_core.models.layers import local_part
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's part of each parameter; its moments are sharded like the parameters.
+
+    Gradients are placed like their parameters, so no communication is needed. ``DTensor`` would nevertheless look at
+    the placements of every tensor in every step, and would need a kernel for each mesh.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
+        return has_complex
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
     """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
 
     Norms are recognised by their module, because at DeepSpeed's stage 3 a parameter has no shape. The fused kernel
-    needs no temporaries and is the fastest on both CUDA and CPU. It takes parameters of one mesh at a time.
+    needs no temporaries and is the fastest on both CUDA and CPU.
     """
     norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    groups: dict[float, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups[mesh, 0.0 if id(parameter) in norms else training.weight_decay].append(parameter)
-    return torch.optim.AdamW(
-        [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
+            groups[0.0 if id(parameter) in norms else training.weight_decay].append(parameter)
+    return LocalAdamW(
+        [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()],
         lr=training.learning_rate,
         betas=(training.beta1, training.beta2),
         eps=training.epsilon,

@@ -115,6 +115,23 @@ class Serving:
         process.kill()
 
 
+def workers(run):
+    """Return the processes of a run's ranks on this machine."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if {"llama_core.launch.rank.worker", str(run.path)} <= set(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def slowed(run):
+    """Leave the processor to others while a run that never ends waits to be stopped."""
+    for process in workers(run):
+        process.nice(10)
+    return run
+
+
 def until(condition):
     while not condition():
-        time.sleep(0.1)
+        time.sleep(0.3)

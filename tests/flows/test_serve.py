@@ -1,7 +1,7 @@
 """``make serve`` as people use it: runs from another terminal, killed, cancelled and refused runs, and shutdown."""
 
 import pytest
-from serving import SECRET, Serving, until
+from serving import SECRET, Serving, slowed
 
 from llama_core.chain import steps
 from llama_core.launch.outcome import read_outcome
@@ -40,27 +40,18 @@ def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_a_retried_flow_run_follows_its_job_again_and_can_be_cancelled_without_a_worker(serving):
+def test_a_flow_run_can_be_cancelled_without_a_worker(serving):
     flow_run = serving.run(endless(seed=1))
-    run = serving.followed(flow_run)
-    job = run.job.read_text()
-    serving.kill("prefect.engine")
-    assert serving.end(flow_run) == "Crashed"
-    until(lambda: "flow_runs.worker - Check whether" in serving.log.read_text())  # it reports a crash twice
-    assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
-    assert serving.followed(flow_run, times=2) == run
+    run = slowed(serving.followed(flow_run))
     serving.kill("worker")
     assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
     assert serving.end(flow_run) == "Cancelled"
-    outcome = read_outcome(run)
-    assert outcome.status == "cancelled"
-    assert len(outcome.attempts) == 1
-    assert run.job.read_text() == job
+    assert read_outcome(run).status == "cancelled"
 
 
 def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow_run_ends_its_job(serving):
     first = serving.run(endless(seed=2))
-    run = serving.followed(first)
+    run = slowed(serving.followed(first))
     steps.attach(run).cancel()
     assert serving.end(first) == "Cancelled"
     assert read_outcome(run).reason in serving.state(first)["message"]

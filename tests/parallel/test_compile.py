@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import product
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
-from parity import largest_differences
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -109,9 +109,17 @@ def skip_code_generation():
 
 
 @pytest.mark.parametrize(
-    ("division", "recompute"), [("FSDP", "full"), wide("TP", "full"), wide("TP", "selective"), wide("CP", "selective")]
+    ("spec", "choices"),
+    [
+        (parity.UNTIED, DIVISIONS["FSDP"] | {"recompute": "full"}),
+        wide(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "full"}),
+        wide(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "selective"}),
+        wide(parity.UNTIED, DIVISIONS["CP"] | {"recompute": "selective"}),
+        wide(parity.ADAPTED, DIVISIONS["FSDP"]),
+        wide(parity.SPARSE, DIVISIONS["FSDP"] | {"ep": 2}),
+    ],
 )
-def test_compiled_blocks_match_one_uncompiled_process(division, recompute):
-    plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
-    differences = largest_differences(plan, fault=skip_code_generation)
+def test_compiled_blocks_match_one_uncompiled_process(spec, choices):
+    plan = ParallelPlan(**choices, compile=True, num_microbatches=2)
+    differences = parity.largest_differences(plan, spec=spec, fault=skip_code_generation)
     assert max(differences.values()) < 1e-8, differences

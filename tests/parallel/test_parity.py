@@ -64,32 +64,31 @@ PLANS = {
     "pp2 interleaved hsdp2x2": ParallelPlan(
         pp=2, schedule="interleaved", num_chunks=2, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=4
     ),
-    "tp2 pp2 dp2": ParallelPlan(tp=2, pp=2, dp_replicate=2, num_microbatches=2),
     "tp2 pp2 zero2 dp2": ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=2, num_microbatches=2),
     "zero3 dp2, full recompute": ParallelPlan(dp_shard=2, zero_stage=3, recompute="full", num_microbatches=2),
     "tp2 sp, math attention": ParallelPlan(tp=2, attention="math", recompute="selective", num_microbatches=2),
     "tp2 sp, selective recompute": ParallelPlan(tp=2, recompute="selective", num_microbatches=2),
     "pp2 1f1b, adaptive recompute": ParallelPlan(
-        pp=2, recompute="selective", recomputed_layers=(3, 1), num_microbatches=4
+        pp=2, recompute="selective", recomputed_layers=(2, 1), num_microbatches=4
     ),
 }
-TIED_PLANS = ("zero3 dp4", "tp2 sp", "pp2 1f1b", "pp4 chimera, N=8", "pp2 zbv", "tp2 pp2 zero2 dp2")
+TIED_PLANS = ("zero3 dp4", "tp2 sp", "pp2 1f1b", "pp4 chimera, N=8", "pp2 zbv", "tp2 pp2")
 ADAPTED_PLANS = {
     name: PLANS[name]
     for name in (
         "hsdp2x2",
         "tp2 cp2",
         "tp2 zero3 dp2",
-        "tp2 pp2 zero2 dp2",
+        "tp2 pp2",
         "pp2 interleaved",
         "pp4 chimera, N=8",
-        "pp2 chimera hsdp2x2",
+        "pp2 chimera zero2 dp2",
         "pp4 zb_h1",
         "pp2 zbv",
         "zero3 dp2, full recompute",
         "tp2 sp, selective recompute",
     )
-} | {"zero3 dp2, compiled": ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2, compile=True)}
+}
 
 SPARSE_PLANS = {
     name: PLANS[name]
@@ -101,7 +100,7 @@ SPARSE_PLANS = {
         "tp2",
         "tp2 cp2",
         "tp2 zero3 dp2",
-        "tp2 pp2 zero2 dp2",
+        "tp2 pp2",
         "cp2 zero3 dp2",
         "pp2 interleaved",
         "pp2 chimera zero2 dp2",
@@ -126,7 +125,6 @@ SPARSE_PLANS = {
     "ep2, full recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="full", num_microbatches=2),
     "ep2, selective recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="selective", num_microbatches=2),
     "compiled": ParallelPlan(compile=True, recompute="selective", num_microbatches=4),
-    "ep2, compiled": ParallelPlan(dp_shard=2, ep=2, zero_stage=3, compile=True, num_microbatches=2),
 }
 
 
@@ -186,25 +184,23 @@ def _losses_with_dropout(plan):
     lora = LoRA(
         lora_rank=4, lora_dropout=0.5, target_modules=("q_proj", "up_proj")
     )  # every rank has their whole inputs
-    return train(plan, replace(UNTIED, lora=lora), torch.float64, documents=False)["losses"][""]
+    return train(plan, replace(UNTIED, num_layers=2, lora=lora), torch.float64, documents=False)["losses"][""]
 
 
-@pytest.mark.parametrize(
-    "choices", [wide({"tp": 2}), wide({"tp": 2, "recompute": "full"}), {"tp": 2, "recompute": "selective"}]
-)
-def test_tensor_parallel_ranks_drop_the_same_elements_even_when_recomputing(choices):
+@pytest.mark.parametrize("recompute", [wide("full"), "selective"])
+def test_tensor_parallel_ranks_drop_the_same_elements_even_when_recomputing(recompute):
     (expected,) = run_ranks(1, _losses_with_dropout, ParallelPlan(num_microbatches=4))
-    for losses in run_ranks(2, _losses_with_dropout, ParallelPlan(num_microbatches=4, **choices)):
+    for losses in run_ranks(2, _losses_with_dropout, ParallelPlan(tp=2, num_microbatches=4, recompute=recompute)):
         np.testing.assert_allclose(losses, expected, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", [wide("tp2 pp2 zero2 dp2"), "cp2", wide("pp4 chimera, N=8")])
+@pytest.mark.parametrize("name", ["cp2", wide("pp4 chimera, N=8")])
 def test_rows_of_one_document_match_one_process_too(name):
     differences = largest_differences(PLANS[name], documents=False)
     assert max(differences.values()) < 1e-8, differences
 
 
-@pytest.mark.parametrize("name", ["dp2", wide("zero3 dp4"), wide("tp2 sp"), wide("cp2"), wide("tp2 pp2")])
+@pytest.mark.parametrize("name", ["dp2", wide("tp2 pp2")])
 def test_fp32_differs_by_rounding_alone(name):
     """A loss is a mean of 100 terms, each rounded by 6e-8; AdamW changes the few updates near zero by 1e-3."""
     differences = largest_differences(PLANS[name], dtype=torch.float32)

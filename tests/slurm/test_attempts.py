@@ -16,13 +16,13 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Submit a run of tp 2 x dp 2 on two nodes, and cancel it at the end."""
+    """Submit a run of ZeRO 3 on two nodes, and cancel it at the end."""
     cache, handles = tmp_path_factory.mktemp("cache"), []
     config = RunConfig.from_mapping(
         {
             "architecture": {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512},
             "training": {"batch_size": 8, "seq_len": 64, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10},
-            "parallel": {"gpus": 4, "tp": 2},
+            "parallel": {"gpus": 2, "zero_stage": 3},
             "data": {"cache_dir": str(cache)},
             "launch": {"launcher": "slurm", "device": "cpu", "nodes": 2, "collective_timeout_s": 120}
             | {

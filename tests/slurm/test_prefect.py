@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import cluster
@@ -16,7 +17,7 @@ from llama_core.records.job import JobRecord
 
 sys.path.append(str(Path(__file__).parents[1] / "flows"))
 
-from serving import SECRET, Serving, until
+from serving import SECRET, Serving, slowed, until, workers
 
 SMALL = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
 SLURM = {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10, "options": {"exclusive": True}}
@@ -41,11 +42,11 @@ def log(serving):
 
 
 def request(seed, steps):
-    """Return a configuration of two nodes with two ranks each, tp 2 x dp 2; each test has its own ``seed``."""
+    """Return a configuration of two nodes with a rank each; each test has its own ``seed``."""
     return {
         "architecture": SMALL,
         "training": {"seq_len": 32, "batch_size": 4, "steps": steps, "seed": seed, "eval_sequences": 2},
-        "parallel": {"gpus": 4, "tp": 2},
+        "parallel": {"gpus": 2},
         "launch": {"launcher": "slurm", "device": "cpu", "nodes": 2, "slurm": SLURM},
     }
 
@@ -68,25 +69,37 @@ def test_the_deployment_of_the_smoke_test_trains_on_two_nodes_and_its_report_arr
 
 
 def test_a_job_survives_kills_of_prefect_and_is_never_submitted_twice(serving):
-    flow_run = serving.run(request(seed=1, steps=600))
+    flow_run = serving.run(request(seed=1, steps=100))
     run = serving.followed(flow_run)
     job = job_of(run)
-    serving.kill("prefect.engine")
-    assert serving.end(flow_run) == "Crashed"
-    until(lambda: "flow_runs.worker - Check whether" in serving.log.read_text())  # it reports a crash twice
-    assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
-    assert serving.followed(flow_run, times=2) == run
-    serving.kill("worker")
-    serving.kill("server")
+    with suspended(run):
+        serving.kill("prefect.engine")
+        assert serving.end(flow_run) == "Crashed"
+        until(lambda: "flow_runs.worker - Check whether" in serving.log.read_text())  # it reports a crash twice
+        assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
+        assert serving.followed(flow_run, times=2) == run
+        serving.kill("worker")
+        serving.kill("server")
     assert serving.end(flow_run) == "Completed"
     assert job_of(run) == job
     assert [attempt["status"] for attempt in read_outcome(run).attempts] == ["finished"]
     assert run.report.exists()
 
 
+@contextmanager
+def suspended(run):
+    """Stop a run's ranks for a while, so that it does not end meanwhile."""
+    ranks = workers(run)
+    for rank in ranks:
+        rank.suspend()
+    yield
+    for rank in ranks:
+        rank.resume()
+
+
 def test_cancelling_a_flow_run_removes_its_job_from_the_queue(serving):
     flow_run = serving.run(request(seed=2, steps=1_000_000))
-    run = serving.followed(flow_run)
+    run = slowed(serving.followed(flow_run))
     job_id = job_of(run).job_id
     assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
     assert serving.end(flow_run) == "Cancelled"
@@ -96,7 +109,7 @@ def test_cancelling_a_flow_run_removes_its_job_from_the_queue(serving):
 
 def test_a_job_cancelled_in_slurm_shows_as_cancelled(serving):
     flow_run = serving.run(request(seed=3, steps=1_000_000))
-    run = serving.followed(flow_run)
+    run = slowed(serving.followed(flow_run))
     cluster.cancel(job_of(run).job_id)
     assert serving.end(flow_run) == "Cancelled"
     assert run.report.exists()

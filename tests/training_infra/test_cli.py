@@ -202,21 +202,6 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert run.report.stat().st_size > 100_000
 
 
-@pytest.mark.wide
-def test_four_ranks_train_as_one_process_does(shell):
-    request = ("train", "--model=tiny_llama3_50m", *SMALL, "--batch-size=4", "--steps=5", "--mixed-precision=fp32")
-    ways = {"alone": [], "four": ["--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2"]}
-    for name, flags in ways.items():
-        done = shell(*request, *flags, f"--run-dir={name}")
-        assert done.returncode == 0, done.stderr
-    assert "4 ranks (tp 2 x pp 2), 1f1b" in done.stdout
-    four, alone = (
-        read_metrics(RunDirectory(shell.path / name)).column("loss").to_pylist() for name in ("four", "alone")
-    )
-    assert len(four) == 5
-    assert four == pytest.approx(alone, rel=1e-5)
-
-
 def test_train_json_prints_one_record_of_everything(shell):
     ended = shell("train", *SMALL, "--steps", "2", "--json")
     record = json.loads(ended.stdout)
