@@ -17,6 +17,7 @@ from llama_core.models.llama import Llama
 from llama_core.models.lora import with_adapters
 from llama_core.models.moe import feed_forward, prepare_routers
 from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
+from llama_core.planning.memory.passes import StageMoments
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
 
@@ -246,6 +247,26 @@ def test_expert_parallel_ranks_that_shard_hold_as_much_between_steps_and_gather_
     assert divided.state_bytes == pytest.approx(alone.state_bytes, rel=1e-7)
     assert divided.state_bytes == pytest.approx(16 * spec.num_parameters / 8, rel=1e-7)
     assert divided.phases["forward"]["communication"] < alone.phases["forward"]["communication"] / 2
+
+
+@given(
+    plans,
+    st.sets(st.integers(0, 7), min_size=1),
+    st.lists(st.integers(0, 8), min_size=4, max_size=4),
+    st.sampled_from([SEQ_LEN, 2048]),
+    st.sampled_from(["bf16", "fp32"]),
+)
+def test_the_layers_looked_at_have_the_peak_however_kinds_of_layers_alternate(
+    plan, layers, recomputed, seq_len, precision
+):
+    spec = replace(MEDIUM, moe=MoE(num_experts=4, moe_layers=tuple(layers)))
+    plan = replace(plan, recomputed_layers=tuple(recomputed[: plan.num_stages]))
+    ranks = estimate_ranks(spec, plan, seq_len=seq_len, precision=precision, documents="none")
+    with pytest.MonkeyPatch.context() as patch:
+        every = property(lambda stage: range(stage.weights.num_layers)[::-1])
+        patch.setattr(StageMoments, "_telling_layers", every)
+        all_layers = estimate_ranks(spec, plan, seq_len=seq_len, precision=precision, documents="none")
+    assert ranks == all_layers
 
 
 @given(st.sets(st.integers(0, 31), min_size=1).map(sorted), plans)

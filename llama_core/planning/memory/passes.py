@@ -5,7 +5,8 @@ after the last layer or, on the last stage, in the last chunk of the loss; or wh
 last layers.
 
 A backward runs the layers in reverse: it makes gradients, and each layer drops what it kept. Over equal layers memory
-rises or falls evenly, so a run of them peaks at one of its ends. Within a layer, memory can peak after ``w2``, its
+rises or falls evenly, so a run of them peaks at one of its ends; among several kinds in turn, memory peaks at a corner
+of what is kept drawn over what is made. Within a layer, memory can peak after ``w2``, its
 widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; with few tokens
 after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The loss and the final norm come before the
 layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
@@ -13,9 +14,11 @@ layers; the embedding, whose gradient is made in one piece, and the last reducti
 Moments that are hardly ever the peak over a wide range of plans, such as those inside attention, are left out.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from llama_core.planning.memory.peaks import Category
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
@@ -59,21 +62,19 @@ class StageMoments:
     def __init__(self, weights: StageWeights, tensors: Tensors) -> None:
         self.weights, self.stage, self.tensors = weights, weights.stage, tensors
         self.layers = weights.stage.layers
-        self._below = tensors.shared + tensors.looked_up * self.stage.is_first
+        below = tensors.shared + tensors.looked_up * self.stage.is_first
         if tensors.narrow and self.stage.modes[0] == "none" and not self.stage.is_first:
-            self._below += tensors.stream  # the received tensor; otherwise the first layer keeps that same tensor
-        self.kept = self._kept_below(weights.num_layers) + (tensors.norm if self.stage.is_last else 0)
+            below += tensors.stream  # the received tensor; otherwise the first layer keeps that same tensor
+        kept = (layer.layer(mode) for layer, mode in zip(self.layers, self.stage.modes, strict=True))
+        self._kept_below = list(accumulate(kept, initial=below))
+        """Bytes kept by the layers before each one (and by all of them), with those that all layers share."""
+        self.kept = self._kept_below[weights.num_layers] + (tensors.norm if self.stage.is_last else 0)
         """Bytes of activations that a forward keeps for its backward."""
         self.kept_loss = tensors.loss_saved if self.stage.is_last else 0
         """Bytes that the loss keeps for its backward."""
         self.put_off = self._put_off_above(-1)
         """Bytes kept for the weight gradients of a split backward."""
         self._made = not self.put_off  # whether a backward makes the gradients of the layers
-
-    def _kept_below(self, layer: int) -> int:
-        """Return the bytes kept by the layers before the stage's ``layer``-th, with those that all layers share."""
-        below = zip(self.layers[:layer], self.stage.modes[:layer], strict=True)
-        return self._below + sum(tensors.layer(mode) for tensors, mode in below)
 
     def _put_off_above(self, layer: int) -> int:
         """Return the bytes kept for the weight gradients of the layers after the stage's ``layer``-th."""
@@ -85,14 +86,14 @@ class StageMoments:
         fetched = weights.fetched(around.when)
         yield self._moment(
             around,
-            activations=self._kept_below(weights.num_layers),
+            activations=self._kept_below[weights.num_layers],
             communication=fetched + weights.at_work(last) + around.buffer,
             temporaries=self.layers[last].leaving(self.stage.modes[last]),
         )
         if t.scores:  # in attention: the scores before the softmax, and masked
             yield self._moment(
                 around,
-                activations=self._kept_below(last),
+                activations=self._kept_below[last],
                 communication=fetched + weights.at_work(last) + around.buffer,
                 temporaries=self.layers[last].layer_attending + 2 * t.scores,
             )
@@ -109,7 +110,7 @@ class StageMoments:
         """Yield the moments of a backward, in their order."""
         if self.stage.is_last:
             yield from self._in_head(around)
-        for layer in self._telling_layers():
+        for layer in self._telling_layers:
             yield from self._in_layer(around, layer)
             yield from self._after_layer(around, layer)
         yield from self._after_layers(around)
@@ -126,15 +127,32 @@ class StageMoments:
                 temporaries=t.ffn_parameters * (t.itemsize * t.narrow + FP32_BYTES * weights.adds(around.when)),
             )
 
+    @cached_property
     def _telling_layers(self) -> list[int]:
-        """Return the layers of which one has the peak, last first."""
+        """The layers of which one has the peak, last first."""
         last = self.weights.num_layers - 1
         kinds = list(zip(self.stage.modes, self.layers, strict=True))
-        starts = {layer for layer in range(1, last + 1) if kinds[layer] != kinds[layer - 1]}
+        alike = defaultdict(list)  # layers of one kind with the same neighbours
+        for layer in reversed(range(last + 1)):
+            alike[tuple(kinds[max(0, layer - 1) : layer + 2])].append(layer)
         # the last but one is the first to find the buffer of a reduction; the second is the last to prefetch another
         # layer
-        telling = {0, 1, last - 1, last} | starts | {start - 1 for start in starts}
+        telling = {0, 1, last - 1, last}.union(*map(self._corners, alike.values()))
         return sorted(telling & set(range(last + 1)), reverse=True)
+
+    def _corners(self, layers: list[int]) -> list[int]:
+        """Return those of some layers, last first, that have the peak for some bytes per parameter with a gradient."""
+        corners: list[tuple[int, int, int]] = []
+        for layer in layers:
+            made = self._made_above[layer]
+            kept = self._kept_below[layer] + self._put_off_above(layer)
+            while len(corners) > 1:
+                (x, y, _), (x_between, y_between, _) = corners[-2:]
+                if (x_between - x) * (kept - y) < (y_between - y) * (made - x):
+                    break
+                corners.pop()
+            corners.append((made, kept, layer))
+        return [layer for *_, layer in corners]
 
     def _in_head(self, around: Around) -> Iterator[Moment]:
         t, weights, when = self.tensors, self.weights, around.when
@@ -161,7 +179,7 @@ class StageMoments:
         t, weights, when = self.layers[layer], self.weights, around.when
         is_last, done = layer == weights.num_layers - 1, self._done_above(layer)
         recomputed = self.stage.modes[layer] != "none"
-        below = self._kept_below(layer) + self._put_off_above(layer)
+        below = self._kept_below[layer] + self._put_off_above(layer)
         if recomputed and t.narrow:  # in fp32 the first norm keeps the same tensor as checkpointing
             below += t.stream
         buffer = around.buffer if is_last else weights.reduction_buffer(when, weights.trained.layers[layer + 1])
@@ -196,7 +214,12 @@ class StageMoments:
 
     def _done_above(self, layer: int) -> int:
         """Return the number of parameters whose gradients are done when the backward reaches a layer."""
-        return sum(self.weights.trained.layers[layer + 1 :]) * self._made + self.weights.head_done
+        return self._made_above[layer] * self._made + self.weights.head_done
+
+    @cached_property
+    def _made_above(self) -> list[int]:
+        """Parameters of the layers after each one that get gradients."""
+        return list(accumulate(reversed(self.weights.trained.layers), initial=0))[-2::-1]
 
     @property
     def _gradient_received(self) -> int:
@@ -222,14 +245,14 @@ class StageMoments:
         yield self._moment(
             around,
             gradients=weights.gradients(when, made) + weights.embedding_gradient * (2 if meets_head else added),
-            activations=self._kept_below(0) + self.put_off,
+            activations=self._kept_below[0] + self.put_off,
             temporaries=upstream + self._gradient_received,
         )
         if meets_head:  # the two gradients, their sum and, if there is one, the gradient it is added to
             yield self._moment(
                 around,
                 gradients=weights.gradients(when, weights.trained.total) + weights.embedding_gradient * (2 + added),
-                activations=self._kept_below(0) + self.put_off,
+                activations=self._kept_below[0] + self.put_off,
             )
 
     def _moment(
@@ -283,7 +306,7 @@ class ShardedMoments(StageMoments):
             root = 0 if around.when.after_forward else weights.held.root
             yield self._moment(
                 around,
-                activations=self._kept_below(last + 1),
+                activations=self._kept_below[last + 1],
                 communication=weights.itemsize * root + 2 * weights.at_work(last) + around.buffer,
                 temporaries=self.tensors.stream,
             )
@@ -300,7 +323,7 @@ class ShardedMoments(StageMoments):
         for layer in {0, max(0, last - 1), last} if weights.drops else {last}:
             yield self._moment(
                 around,
-                activations=self._kept_below(layer),
+                activations=self._kept_below[layer],
                 communication=weights.itemsize * (before[layer] + held.layers[layer])
                 + weights.at_work(layer)
                 + (around.early if layer < last else 0)
@@ -321,7 +344,7 @@ class ShardedMoments(StageMoments):
             yield self._moment(  # the table's two gradients and their sum
                 around,
                 gradients=weights.gradients(around.when, layers) + 3 * weights.embedding_gradient,
-                activations=self._kept_below(0),
+                activations=self._kept_below[0],
                 communication=weights.reduction_buffer(around.when, trained.layers[0]),
                 done=layers,
             )
@@ -354,7 +377,7 @@ class ShardedMoments(StageMoments):
         return self._moment(
             around,
             gradients=weights.gradients(when, done) + weights.in_reduction(when, group, largest),
-            activations=self._kept_below(layer),
+            activations=self._kept_below[layer],
             temporaries=self.tensors.stream + self._gradient_received,
             communication=weights.reduction_buffer(when, group) + waiting,
             done=done,
