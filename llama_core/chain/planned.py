@@ -91,13 +91,13 @@ def planned_as(
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label, usable = gpu.label, gpu.usable_bytes
     choice, refusal = None, ""
-    if plan is None and gpu is not None and config.strategy != "moe":
+    if plan is None and gpu is not None:
         try:
             choice = search(config, usable, gpu)
             plan = choice.plan
         except NothingFitsError as error:
             plan, refusal = error.plan, str(error)
-    elif plan is None:  # no speed model for this strategy or device
+    elif plan is None:  # no speed model for this device
         plan = choose_plan(config, usable)
     ranks = estimate_ranks(
         config.spec,

@@ -181,6 +181,13 @@ class ModelSpec:
         """Return whether a layer has experts in place of its feed-forward."""
         return self.moe is not None and self.moe.is_sparse(layer)
 
+    def active_parameters(self, layer: int) -> int:
+        """Return the parameters of a layer that one token uses, without adapters."""
+        if self.moe is None or not self.has_experts(layer):
+            return self.layer_parameters
+        router = self.hidden_size * self.moe.num_experts
+        return self.layer_parameters + router + (self.moe.experts_per_token - 1) * self.expert_parameters
+
     @property
     def num_sparse_layers(self) -> int:
         """Layers that have experts."""

@@ -181,7 +181,7 @@ class ParallelConfig(Section):
     """Pipeline-parallel ranks, which divide the layers."""
     cp: Count = "auto"
     """Context-parallel ranks, which divide every sequence."""
-    ep: int = Field(1, ge=1)
+    ep: Count = "auto"
     """Expert-parallel ranks, which divide the experts of a mixture."""
     dp_replicate: Count = "auto"
     """Replicas of the sharding group (hybrid sharding); with zero_stage=0 every data-parallel rank is a replica."""
@@ -211,7 +211,8 @@ class ParallelConfig(Section):
     """Attention kernel: auto (chosen by torch and the data) or math, which keeps all scores in memory."""
 
     @field_validator(
-        "tp", "pp", "cp", "dp_replicate", "zero_stage", "offload", "schedule", "num_chunks", "recompute", mode="before"
+        *("tp", "pp", "cp", "ep", "dp_replicate", "zero_stage", "offload", "schedule", "num_chunks", "recompute"),
+        mode="before",
     )
     @classmethod
     def _null_is_auto(cls, value: Any) -> Any:

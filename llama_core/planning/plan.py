@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, Self
 
 from llama_core.config.models import ModelSpec
@@ -314,23 +315,13 @@ class ParallelPlan:
         )
 
     def stage_layers(self, spec: ModelSpec) -> tuple[range, ...]:
-        """Return the layers of every stage: consecutive, and as even in parameters as possible.
+        """Return the layers of every stage: consecutive, and as even in the parameters that a token uses as possible.
 
         The first stage also holds the embedding and the last one the head, so they get fewer layers: LLaMA 3 405B over
-        8 stages is cut into 15, six times 16, and 15.
+        8 stages is cut into 15, six times 16, and 15. With experts in some layers, moving one layer to a neighbouring
+        stage does not make the heavier of the two lighter.
         """
-        num_stages = self.num_stages
-        held = [0] * num_stages
-        held[0] += spec.embedding_parameters
-        held[-1] += spec.embedding_parameters
-        counts = [0] * num_stages
-        for _ in range(spec.num_layers):
-            # first one layer each, then to the lightest stage; of two the later, as earlier ones hold more microbatches
-            stage = min(range(num_stages), key=lambda s: (counts[s] > 0, held[s], -s))
-            counts[stage] += 1
-            held[stage] += spec.layer_parameters
-        ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
-        return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+        return cut_layers(spec, self.num_stages)
 
     def recompute_modes(self, spec: ModelSpec) -> tuple[tuple[RecomputeMode, ...], ...]:
         """Return the recompute mode of every layer, stage by stage."""
@@ -392,6 +383,39 @@ class ParallelPlan:
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the plan that ``as_dict`` recorded; derived keys are ignored."""
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
+
+
+@lru_cache(maxsize=1024)
+def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
+    """Return the layers of every stage; see ``ParallelPlan.stage_layers``."""
+    used = [0] * num_stages
+    used[0] += spec.embedding_parameters
+    used[-1] += spec.embedding_parameters
+    counts, tables = [0] * num_stages, list(used)
+    for _ in range(spec.num_layers):
+        # first one layer each, then to the lightest stage; of two the later, as earlier ones hold more microbatches
+        stage = min(range(num_stages), key=lambda s: (counts[s] > 0, used[s], -s))
+        counts[stage] += 1
+        used[stage] += spec.layer_parameters
+    starts = [0, *accumulate(counts)]
+    sizes = [0, *accumulate(map(spec.active_parameters, range(spec.num_layers)))]
+
+    def load(stage: int, start: int, end: int) -> int:
+        return tables[stage] + sizes[end] - sizes[start]
+
+    moved = spec.num_sparse_layers not in {0, spec.num_layers}
+    while moved:  # a layer from one stage to its neighbour, while that lowers the heavier of both
+        moved = False
+        for right in range(1, num_stages):
+            start, cut, end = starts[right - 1 : right + 2]
+            heavier = {
+                at: max(load(right - 1, start, at), load(right, at, end))
+                for at in (cut, cut - 1, cut + 1)
+                if start < at < end
+            }
+            starts[right] = min(heavier, key=lambda at: heavier[at])
+            moved |= starts[right] != cut
+    return tuple(map(range, starts, starts[1:]))
 
 
 def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:

@@ -1,7 +1,12 @@
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_core.config.models import model_spec
+from llama_core.config.strategy import MoE
 from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan
 
@@ -32,6 +37,32 @@ def test_the_batch_is_the_sum_over_all_ranks_and_microbatches(plan):
 @given(plans)
 def test_a_zero_stage_takes_effect_only_with_ranks_to_shard_over(plan):
     assert plan.effective_zero_stage == {True: 0, False: plan.zero_stage}[plan.dp_shard == 1]
+
+
+@given(
+    st.integers(2, 12),
+    st.integers(12, 40),
+    st.sets(st.integers(0, 11), min_size=1),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["llama2_13b", "tiny_llama3_50m"]),
+)
+def test_stages_are_even_in_what_a_token_uses_wherever_the_experts_are(pp, num_layers, sparse, experts_per_token, name):
+    moe = MoE(num_experts=16, experts_per_token=experts_per_token, moe_layers=tuple(sparse))
+    spec = replace(model_spec(name), num_layers=num_layers, moe=moe)
+
+    def heavier(stage, left, right):  # of two neighbours
+        ends = spec.embedding_parameters * (stage == 0), spec.embedding_parameters * (stage == pp - 2)
+        return max(
+            end + sum(map(spec.active_parameters, layers)) for end, layers in zip(ends, (left, right), strict=True)
+        )
+
+    stages = [list(layers) for layers in ParallelPlan(pp=pp).stage_layers(spec)]
+    assert [layer for layers in stages for layer in layers] == list(range(num_layers))
+    for stage, (left, right) in enumerate(pairwise(stages)):
+        assert left and right
+        now = heavier(stage, left, right)
+        assert len(left) == 1 or heavier(stage, left[:-1], [left[-1], *right]) >= now
+        assert len(right) == 1 or heavier(stage, [*left, right[0]], right[1:]) >= now
 
 
 def test_the_record_states_the_derived_sizes():

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -46,22 +47,49 @@ def peaks(config, plan):
     return tuple(rank.peak_bytes for rank in ranks)
 
 
+def experts(number, layers="null"):
+    return {"strategy": "moe", "moe__num_experts": number, "moe__moe_layers": layers}
+
+
 @pytest.mark.parametrize(
-    ("model", "gpus", "gpu_type", "batch_size"),
+    ("model", "gpus", "gpu_type", "batch_size", "more"),
     [
-        ("tiny_llama3_150m", 4, "rtx4090", 64),
-        ("llama3_8b", 8, "h100", 8),
-        wide("llama2_13b", 8, "h100", 16),
-        wide("llama2_7b", 8, "a100_40gb", 16),
+        ("tiny_llama3_150m", 4, "rtx4090", 64, {}),
+        ("llama3_8b", 8, "h100", 8, {}),
+        ("tiny_llama3_150m", 8, "rtx4090", 8, experts(4, 2)),
+        wide("llama2_13b", 8, "h100", 16, {}),
+        wide("llama2_7b", 8, "a100_40gb", 16, {}),
+        wide("tiny_llama3_150m", 8, "rtx4090", 16, experts(8)),
+        wide("llama2_13b", 16, "h100", 32, experts(16, "[4,8,12,16,20,24,28]")),
+        wide("llama3_2_1b", 16, "a100_40gb", 16, experts(8, "[8,9,10,11,12,13,14,15]")),
     ],
 )
-def test_no_plan_that_fits_is_a_percent_faster(model, gpus, gpu_type, batch_size):
-    config, device = request(model, gpus, training__batch_size=batch_size), gpu_spec(gpu_type)
+def test_no_plan_that_fits_is_a_percent_faster_and_none_is_better_than_its_bounds(
+    model, gpus, gpu_type, batch_size, more
+):
+    config, device = request(model, gpus, training__batch_size=batch_size, **more), gpu_spec(gpu_type)
     candidates = Candidates(config, device)
     everything = Search(candidates, Fitting(config, device.usable_bytes), device)
-    options = filter(None, map(everything.option, candidates.variants()))
-    best = min(option.step.total for option in options)
-    assert searched(config, gpu_type).step.total <= 1.01 * best
+    options = [option for option in map(everything.option, candidates.variants()) if option]
+    assert searched(config, gpu_type).step.total <= 1.01 * min(option.step.total for option in options)
+    # a bound is infinite if the memory bound says that nothing fits
+    shares = {
+        option.variant: option.step.total / everything.bounded.get(option.variant, math.inf) for option in options
+    }
+    assert min(shares.values()) > 0.9, min(shares, key=shares.get)
+
+
+def test_expert_parallel_ranks_are_chosen_and_one_asks_for_others():
+    sparse = {"training__batch_size": 16, "parallel__pp": 1, **experts(8)}
+    choice = searched(request("llama3_2_1b", 16, **sparse))
+    assert choice.plan.ep > 1
+    assert choice.reasons["ep"].startswith(f"ep {choice.plan.ep}: with the best alternative, ")
+    asked = searched(request("llama3_2_1b", 16, parallel__ep=2, **sparse))
+    assert (asked.plan.ep, asked.reasons["ep"]) == (2, "ep 2: asked for")
+    assert asked.step.total > choice.step.total
+    assert "ep" not in searched(request("llama3_8b", 8)).reasons
+    refused = searched(request("tiny_llama3_150m", 8, training__batch_size=8, **experts(6, 2))).rejected
+    assert "ep 4: does not divide 6 experts" in refused
 
 
 def test_no_option_exceeds_the_limit_on_any_rank():
@@ -86,6 +114,7 @@ asked = st.fixed_dictionaries(
         "num_chunks": st.sampled_from([1, 2]),
         "microbatch_size": st.sampled_from([1, 2]),
         "num_microbatches": st.sampled_from([4, 8]),
+        "ep": st.sampled_from([1, 2]),
         "recompute": st.sampled_from(["none", "selective", "full"]),
     },
 )
@@ -95,11 +124,12 @@ asked = st.fixed_dictionaries(
 @given(
     st.sampled_from([("llama3_8b", "h100"), ("llama2_7b", "a100_40gb"), ("tiny_llama3_150m", "rtx4090")]),
     st.sampled_from([4, 8, 16]),
+    st.sampled_from([{}, experts(4, 2)]),
     asked,
 )
-def test_every_found_plan_is_legal_fits_on_all_ranks_and_honours_the_request(model, gpus, asked):
+def test_every_found_plan_is_legal_fits_on_all_ranks_and_honours_the_request(model, gpus, more, asked):
     try:
-        settings = {f"parallel__{key}": value for key, value in asked.items()}
+        settings = {f"parallel__{key}": value for key, value in asked.items()} | more
         config = request(model[0], gpus, training__seq_len=2048, training__batch_size=32, **settings)
         choice = searched(config, model[1])
     except (ConfigError, PlanError):

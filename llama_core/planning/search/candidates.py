@@ -2,7 +2,7 @@
 
 Never tried, whatever the memory and the time:
 
-* the sizes of tp, pp and cp that ``degrees`` refuses;
+* the sizes of tp, pp, cp and ep that ``degrees`` refuses;
 * ZeRO without ranks to shard over;
 * GPipe, which holds more microbatches than 1F1B and idles as long;
 * Chimera over two ranks, which amounts to data parallelism, and its direct concatenation of so many units of
@@ -68,6 +68,8 @@ class Variant(NamedTuple):
 
     shape: Shape
     sharding: Sharding
+    ep: int
+    """Expert-parallel ranks."""
     order: Order
     microbatch_size: int
     offload: Offload = "none"
@@ -152,6 +154,15 @@ class Candidates:
         shards = max(size for size in range(1, in_a_node + 1) if shape.dp % size == 0)
         return [1] if shards in {1, shape.dp} or self.asked.zero_backend == "deepspeed" else [1, shape.dp // shards]
 
+    def expert_parallel(self, shape: Shape, sharding: Sharding) -> list[int]:
+        """Return the expert-parallel sizes to try: ranks that divide the experts also shard, or hold copies."""
+        shards = shape.dp // sharding.dp_replicate
+        return [
+            size
+            for size in self.degrees.sizes("ep")
+            if self.asked.ep != "auto" or (shape.dp % size == 0 and (shards % size == 0 or size % shards == 0))
+        ]
+
     def orders(self, shape: Shape, microbatch_size: int) -> list[Order]:
         """Return the schedules to try with this microbatch size."""
         asked, pp, count = self.asked, shape.pp, self.num_microbatches(shape, microbatch_size)
@@ -212,8 +223,9 @@ class Candidates:
         for shape in self.shapes():
             for size in self.microbatch_sizes(shape):
                 for sharding in self.shardings(shape):
-                    for order in self.orders(shape, size):
-                        yield Variant(shape, sharding, order, size, offload)
+                    for ep in self.expert_parallel(shape, sharding):
+                        for order in self.orders(shape, size):
+                            yield Variant(shape, sharding, ep, order, size, offload)
 
     def offloads(self) -> list[Offload]:
         """Return the offloads to try, least first."""
@@ -232,7 +244,9 @@ class Candidates:
         return self.asked.recompute in {"auto", "adaptive"}
 
     def adapts_to(self, variant: Variant) -> bool:
-        """Return whether a variant may recompute: zero-bubble schedules exclude it."""
+        """Return whether a variant may recompute: zero-bubble schedules exclude it, and compiling travelling tokens."""
+        if self.asked.compile and variant.ep > 1:
+            return False
         return self.adapts and (variant.shape.pp == 1 or not schedule_type(variant.order.schedule).splits_backward)
 
     def plan(self, variant: Variant, num_microbatches: int | None = None) -> ParallelPlan:
@@ -246,7 +260,7 @@ class Candidates:
             tp=shape.tp,
             pp=shape.pp,
             cp=shape.cp,
-            ep=asked.ep,
+            ep=variant.ep,
             dp_shard=shape.dp // variant.sharding.dp_replicate,
             dp_replicate=variant.sharding.dp_replicate,
             sequence_parallel=asked.sequence_parallel,

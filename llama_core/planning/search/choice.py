@@ -85,6 +85,7 @@ _KEYS: Mapping[str, Callable[[Variant], Any]] = {
     "tp": lambda variant: variant.shape.tp,
     "pp": lambda variant: variant.shape.pp,
     "cp": lambda variant: variant.shape.cp,
+    "ep": lambda variant: variant.ep,
     "sharding": lambda variant: variant.sharding,
     "schedule": lambda variant: variant.order,
     "microbatch": lambda variant: variant.microbatch_size,
@@ -161,6 +162,7 @@ class _Reasons:
             "tp": (f"tp {variant.shape.tp}", asked.tp != "auto"),
             "pp": (f"pp {variant.shape.pp}", asked.pp != "auto"),
             "cp": (f"cp {variant.shape.cp}", asked.cp != "auto"),
+            **({"ep": (f"ep {variant.ep}", asked.ep != "auto")} if self.candidates.config.spec.moe else {}),
             "sharding": (f"dp {variant.shape.dp}, {variant.sharding}", asked.zero_stage != "auto"),
             "schedule": (f"schedule {self._schedule}", asked.schedule != "auto"),
             "microbatch": (f"microbatch of {variant.microbatch_size}", is_microbatch_asked),
@@ -189,7 +191,7 @@ class _Reasons:
             return "no effect with one pipeline rank"
         other = self.others[name]
         if other:
-            rest = f": {other.plan.summary()}" if name in {"tp", "pp", "cp", "sharding"} else ""
+            rest = f": {other.plan.summary()}" if name in {"tp", "pp", "cp", "ep", "sharding"} else ""
             seconds = _seconds(other.step.total, self.best.step.total)
             return f"with the best alternative, {key(other.variant)}, a step takes {seconds}{rest}"
         try:

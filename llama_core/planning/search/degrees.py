@@ -1,4 +1,4 @@
-"""The sizes of tp, pp and cp to try: those a request sets, else all worth trying; and why others are refused."""
+"""The sizes of tp, pp, cp and ep to try: those a request sets, else all worth trying; and why others are refused."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -7,18 +7,18 @@ from typing import Literal
 from llama_core.config.hardware import GPUS_PER_NODE, DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
-from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.plan import cut_layers
 
 MIN_CONTEXT_TOKENS = 8192
 """Fewest tokens of a sequence per context-parallel rank: with fewer, the ring waits for its transfers."""
 MOST_UNEVEN = 1.2
-"""Stages count as even up to this ratio of the heaviest stage's parameters to the mean."""
+"""Stages count as even up to this ratio of the heaviest stage to the mean."""
 MIN_LAYERS = 3
 """Fewest layers per pipeline rank: with fewer, embedding, head and bubble outweigh the savings."""
+_NO_EXPERTS = "the model has no experts"
 
-Axis = Literal["tp", "pp", "cp"]
-AXES: tuple[Axis, ...] = ("tp", "pp", "cp")
-"""The axes whose ranks work on the same sequences."""
+Axis = Literal["tp", "pp", "cp", "ep"]
+AXES: tuple[Axis, ...] = ("tp", "pp", "cp", "ep")
 
 
 class Degrees:
@@ -61,6 +61,7 @@ class Degrees:
                 reasons: dict[str, int] = {}
                 for size in self._divisors():
                     reasons.setdefault(self.refusal(axis, size) or "", size)
+                reasons.pop(_NO_EXPERTS, None)  # goes without saying
                 yield from (f"{axis} {size}: {reason}" for reason, size in reasons.items() if reason)
 
     def refusal(self, axis: Axis, size: int) -> str | None:
@@ -69,9 +70,8 @@ class Degrees:
             return None
         if self.data_parallel_only:
             return "DeepSpeed and PowerSGD work with data parallelism only"
-        if axis == "pp":
-            return self._pp_refusal(size)
-        return self._cp_refusal(size) if axis == "cp" else self._tp_refusal(size)
+        refusals = {"tp": self._tp_refusal, "pp": self._pp_refusal, "cp": self._cp_refusal, "ep": self._ep_refusal}
+        return refusals[axis](size)
 
     def _pp_refusal(self, size: int) -> str | None:
         if self.config.spec.num_layers // size < MIN_LAYERS:
@@ -83,6 +83,12 @@ class Degrees:
         if seq_len // size < MIN_CONTEXT_TOKENS:
             return f"fewer than {MIN_CONTEXT_TOKENS} tokens per rank (sequence length {seq_len})"
         return f"sequence length {seq_len} is not a multiple of 2 x cp" if seq_len % (2 * size) else None
+
+    def _ep_refusal(self, size: int) -> str | None:
+        moe = self.config.spec.moe
+        if moe is None:
+            return _NO_EXPERTS
+        return f"does not divide {moe.num_experts} experts" if moe.num_experts % size else None
 
     def _tp_refusal(self, size: int) -> str | None:
         if self.node_size % size:
@@ -96,9 +102,8 @@ class Degrees:
 
 @lru_cache(maxsize=1024)
 def unevenness(spec: ModelSpec, num_stages: int) -> float:
-    """Return the ratio of the heaviest stage's parameters to the mean over ``num_stages`` stages."""
-    layers = ParallelPlan(pp=num_stages).stage_layers(spec)
-    held = [len(own) * spec.layer_parameters for own in layers]
-    held[0] += spec.embedding_parameters
-    held[-1] += spec.embedding_parameters
-    return max(held) * num_stages / sum(held)
+    """Return the ratio of the heaviest stage to the mean over ``num_stages`` stages, by parameters a token uses."""
+    used = [sum(map(spec.active_parameters, layers)) for layers in cut_layers(spec, num_stages)]
+    used[0] += spec.embedding_parameters
+    used[-1] += spec.embedding_parameters
+    return max(used) * num_stages / sum(used)

@@ -45,7 +45,7 @@ class Fitting:
         """
         if plan not in self._peaks:
             steady = steady_plan(plan)
-            more_tokens = 0 if steady is plan else self.tensors(plan).inputs - self.tensors(steady).inputs
+            more_tokens = 0 if steady is plan else self.layers(plan)[0].inputs - self.layers(steady)[0].inputs
             profiles = estimate_ranks(self.config.spec, steady, **self._sizes(plan))
             self._peaks[plan] = tuple(profile.peak_bytes + more_tokens for profile in profiles)
         return self._peaks[plan]
@@ -66,8 +66,8 @@ class Fitting:
         profiles = estimate_ranks(self.config.spec, steady_plan(plan), **self._sizes(plan))
         return max(profile.state_bytes for profile in profiles)
 
-    def tensors(self, plan: ParallelPlan) -> Tensors:
-        """Return the tensor sizes of a plan, with those of its first layer."""
+    def layers(self, plan: ParallelPlan) -> list[Tensors]:
+        """Return the tensor sizes of every layer of a plan."""
         itemsize = FP32_BYTES if self.config.training.precision == "fp32" else 2
         return tensors_by_layer(
             self.config.spec,
@@ -75,7 +75,7 @@ class Fitting:
             seq_len=self.config.seq_len,
             itemsize=itemsize,
             documents=document_attention(self.config, plan),
-        )[0]
+        )
 
     def _sizes(self, plan: ParallelPlan) -> "_Sizes":
         config = self.config

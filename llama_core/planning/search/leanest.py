@@ -102,10 +102,10 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
 
 
 def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
-    """Yield the leanest variant of every shape and sharding, the highest ZeRO stage first."""
-    leanest: dict[tuple[Shape, Sharding], Variant] = {}
+    """Yield the leanest variant of every shape and division of the states, the highest ZeRO stage first."""
+    leanest: dict[tuple[Shape, Sharding, int], Variant] = {}
     for variant in filter(keep, candidates.variants(candidates.offloads()[-1])):
-        key = variant.shape, variant.sharding
+        key = variant.shape, variant.sharding, variant.ep
         if key not in leanest or _held(candidates, variant) < _held(candidates, leanest[key]):
             leanest[key] = variant
     yield from sorted(leanest.values(), key=lambda variant: -variant.sharding.zero_stage)

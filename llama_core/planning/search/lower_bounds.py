@@ -1,16 +1,18 @@
 """A plan's memory and step time in closed form, in microseconds where the full estimates take milliseconds.
 
-The memory is that of the fullest pipeline rank: its states, and the layers of the microbatches it holds. The time of a
-step of one microbatch, which is cheap to estimate, is extrapolated with the schedule's bubble. All stages are assumed
-equal, and a backward twice as long as its forward; where they are not, a bound is off by a few percent, either way.
+The memory is that of the fullest pipeline rank: its states, and the layers of the microbatches it holds. Where some
+layers have experts, those of a pipeline rank are taken to have none. The time of a step of one microbatch, which is
+cheap to estimate, is extrapolated with the schedule's bubble. All stages are assumed to recompute alike, and a backward
+to take twice as long as its forward; where they do not, a bound is off by a few percent, either way.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from llama_core.config.run import RecomputeMode
-from llama_core.planning.memory.tensors import FP32_BYTES
+from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Candidates, Order, Variant
 from llama_core.planning.search.fitting import Fitting
@@ -36,8 +38,21 @@ class _Pace(NamedTuple):
 
     once: float
     """Seconds per step, independent of that number."""
-    each: float
+    slowest: float
     """Seconds per microbatch on the slowest rank."""
+    others: float
+    """Seconds per microbatch on an average one of the others."""
+
+
+class _Layer(NamedTuple):
+    """The size of the leanest layer of a rank; of an average one, without a pipeline."""
+
+    parameters: float
+    """Parameters a rank computes with."""
+    shared: float
+    """Parameters that all sharding ranks share."""
+    kept: dict[RecomputeMode, float]
+    """Bytes kept of one microbatch, by mode."""
 
 
 class Bounds:
@@ -53,19 +68,21 @@ class Bounds:
         self.candidates, self.fitting, self.clock = candidates, fitting, clock
         self.spec = candidates.config.spec
         self._paces: dict[tuple[Variant, RecomputeMode], _Pace] = {}
-        self._kept: dict[Variant, dict[RecomputeMode, int]] = {}
+        self._layers: dict[Variant, _Layer] = {}
 
     def seconds(self, variant: Variant, recomputed: Recomputed) -> float:
         """Return the approximate step time of ``variant``."""
         count, pp = self._count(variant), variant.shape.pp
-        once, each = self._pace(variant, "none")
+        once, slowest, others = self._pace(variant, "none")
         if recomputed.share:
-            each += recomputed.share * (self._pace(variant, recomputed.mode).each - each)
-        return once + (count + idle_microbatches(variant.order, pp, count)) * each
+            more = self._pace(variant, recomputed.mode)
+            slowest += recomputed.share * (more.slowest - slowest)
+            others += recomputed.share * (more.others - others)
+        return once + count * slowest + idle_microbatches(variant.order, pp, count) * others
 
     def recomputed(self, variant: Variant) -> Recomputed | None:
         """Return the least recomputation that may be enough; None if recomputing all layers is not."""
-        limit, kept = self.fitting.limit, self._kept_by_layer(variant)
+        limit, kept = self.fitting.limit, self._layer(variant).kept
         held = self._num_layers(variant) * in_flight(variant.order, variant.shape.pp, self._count(variant))
         states = self._states(variant)
         if limit is None or states + held * kept[self.candidates.recompute] <= limit:
@@ -83,24 +100,26 @@ class Bounds:
         spec, pp = self.spec, variant.shape.pp
         if pp == 1:
             return spec.num_layers
-        tables = spec.embedding_parameters / spec.layer_parameters
-        return max(1.0, (spec.num_layers + 2 * tables) / pp - tables - 1)
+        sizes = [spec.active_parameters(layer) for layer in range(spec.num_layers)]
+        tables = spec.embedding_parameters
+        return max(1.0, ((sum(sizes) + 2 * tables) / pp - tables) / max(sizes) - 1)
 
     def _states(self, variant: Variant) -> float:
         """Return the fewest bytes of states while a rank holds the most microbatches."""
         shape, (stage, copies) = variant.shape, variant.sharding
         if variant.offload != "none":
             return 0.0
-        own = self._num_layers(variant) * self.spec.layer_matmul_parameters / shape.tp
+        layer, num_layers = self._layer(variant), self._num_layers(variant)
         if shape.pp > 1:
-            own *= schedule_type(variant.order.schedule).replicas
+            num_layers *= schedule_type(variant.order.schedule).replicas
+        own, shared = num_layers * layer.parameters, num_layers * layer.shared
         shards = shape.dp // copies * shape.cp if stage else 1
         lora, gradients = self.spec.lora, 0.0
         if self._count(variant) > shape.pp and not lora:  # else there may be none yet when the rank holds the most
-            gradients = FP32_BYTES * own / (shards if stage > 1 else 1)
+            gradients = FP32_BYTES * (shared / shards if stage > 1 else own)
         gathered = 2 * own if stage in {1, 2} else 0
         held = 2 if lora else 3 * FP32_BYTES  # frozen weights have no moments; adapters are negligible
-        return held * own / shards + gradients + gathered
+        return held * shared / shards + gradients + gathered
 
     def _pace(self, variant: Variant, mode: RecomputeMode) -> _Pace:
         alone = _alone(variant)
@@ -109,18 +128,29 @@ class Bounds:
             step = self.clock(plan if mode == "none" else replace(plan, recompute=mode))
             parts, stage = step.parts, variant.sharding.zero_stage
             computing = parts["compute"] + parts["bubble"]
-            through = computing + parts["tp"] + parts["cp"]
+            through = computing + parts["tp"] + parts["cp"] + parts.get("ep", 0.0)
             through += parts["dp"] * {2: _SCATTER_SHARE, 3: 1.0}.get(stage, 0.0)
-            self._paces[alone, mode] = _Pace(step.total - through, through * parts["compute"] / computing)
+            slowest = through * parts["compute"] / computing
+            others = (through - slowest) / max(1, variant.shape.pp - 1)
+            self._paces[alone, mode] = _Pace(step.total - through, slowest, others)
         return self._paces[alone, mode]
 
-    def _kept_by_layer(self, variant: Variant) -> dict[RecomputeMode, int]:
-        """Return the bytes that one layer keeps of one microbatch, by mode."""
+    def _layer(self, variant: Variant) -> _Layer:
         alone = _alone(variant)
-        if alone not in self._kept:
-            tensors = self.fitting.tensors(self.candidates.plan(alone, num_microbatches=1))
-            self._kept[alone] = {mode: tensors.layer(mode) for mode in MODES}
-        return self._kept[alone]
+        if alone not in self._layers:
+            kinds = Counter(self.fitting.layers(self.candidates.plan(alone, num_microbatches=1)))
+
+            def typical(size: Callable[[Tensors], float]) -> float:
+                if variant.shape.pp > 1:
+                    return min(map(size, kinds))
+                return sum(count * size(kind) for kind, count in kinds.items()) / kinds.total()
+
+            self._layers[alone] = _Layer(
+                parameters=typical(lambda kind: kind.layer_parameters),
+                shared=typical(lambda kind: kind.layer_divided),
+                kept={mode: typical(lambda kind, mode=mode: kind.layer(mode)) for mode in MODES},  # type: ignore[misc]
+            )
+        return self._layers[alone]
 
 
 def _alone(variant: Variant) -> Variant:

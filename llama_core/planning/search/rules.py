@@ -70,8 +70,9 @@ def _with_microbatch(candidates: Candidates, fitting: Fitting, shape: Shape, off
         if shape.pp == 1 or candidates.num_microbatches(shape, size) >= BUSY_MICROBATCHES * shape.pp
     ]
     sharding, order = _sharding(candidates, shape), _order(candidates, shape)
+    ep = candidates.expert_parallel(shape, sharding)[0]  # one, if it is not asked for
     *larger, smallest = [
-        candidates.plan(Variant(shape, sharding, order, size, offload))
+        candidates.plan(Variant(shape, sharding, ep, order, size, offload))
         for size in busy or legal[-1:] or sizes[-1:]  # building the plan reports what is wrong with the last
     ]
     return next(filter(fitting.fits, larger), smallest)

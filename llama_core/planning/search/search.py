@@ -24,7 +24,7 @@ from llama_core.planning.time.step_time import StepTime, step_time
 from llama_core.schedules.registry import schedule_type
 
 CLOSE = 0.95
-"""Fraction of its bound that a step takes at least, by assumption: a bound takes all pipeline stages to be equal."""
+"""Fraction of its bound that the fastest step takes at least, by assumption; slow ones took down to 0.9."""
 
 
 @dataclass(frozen=True)
