@@ -148,7 +148,17 @@ class Sharded:
         self.root = shard(model, reshard_after_forward=False)
         self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.averages_every_backward = plan.averages_every_backward
-        self.call: Callable[..., Tensor] = model
+        several_stages = len(plan.build_schedule().stages_of(0)) > 1
+        self.model: Callable[..., Tensor] = model
+        self.call = self._first_forward if several_stages and self.stage < 2 else self.model
+
+    def _first_forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Run the model, and gather the other stages of this rank: a backward that keeps gradients whole reads all."""
+        output = self.model(*inputs, **named)
+        for group in self.groups:
+            group.unshard()
+        self.call = self.model
+        return output
 
     def prepare(self, *, last: bool) -> None:
         """Set what the coming backward does with gradients and weights at this ZeRO stage."""
