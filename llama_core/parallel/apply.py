@@ -106,7 +106,7 @@ class ParallelModel:
         num_targets = self._num_targets(pieces).clamp(min=1)
         # data parallelism averages over the ranks, but the loss is the mean over all targets
         ranks_averaged = self.plan.dp * self.plan.cp
-        scale = loss_scale * ranks_averaged / num_targets
+        scale = loss_scale * ranks_averaged / num_targets.to(self._wide)
         num_rows = self.plan.dp * sum(len(batch.tokens_BS) for batch in microbatches)
         # likewise the auxiliary losses are means over all rows; tensor-parallel ranks add up equal gradients
         prepare_routers(self.model, scale.new_tensor(loss_scale * ranks_averaged / (num_rows * self.plan.tp)))
@@ -125,6 +125,11 @@ class ParallelModel:
         total, num_targets = self._sum_over_ranks(self.pipeline.evaluate(pieces)), self._num_targets(pieces)
         return float(total), int(num_targets)
 
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of losses and their scale."""
+        return torch.promote_types(self.model.compute_dtype, torch.float32)
+
     def _own_columns(self, batch: Batch) -> Batch:
         if self.mesh is None or self.plan.cp == 1:
             return batch
@@ -140,8 +145,7 @@ class ParallelModel:
         return total
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        wide = torch.promote_types(self.model.compute_dtype, torch.float32)
-        total = torch.stack(list(losses)).sum() if losses else torch.zeros((), dtype=wide, device=self.device)
+        total = torch.stack(list(losses)).sum() if losses else torch.zeros((), dtype=self._wide, device=self.device)
         if self.mesh is not None:
             dist.all_reduce(total)
             total = total / self.plan.tp

@@ -20,6 +20,7 @@ from llama_core.planning.plan import ParallelPlan
 
 PLANS = {
     "dp2": ParallelPlan(dp_replicate=2, num_microbatches=2),
+    "dp3": ParallelPlan(dp_replicate=3, num_microbatches=2),
     "dp4": ParallelPlan(dp_replicate=4, num_microbatches=2),
     "hsdp2x2": ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=3, num_microbatches=2),
     "zero1 dp2": ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=2),
@@ -129,7 +130,7 @@ SPARSE_PLANS = {
 
 
 NARROW = {
-    "dp2",
+    "dp3",
     "hsdp2x2",
     "zero2 dp2",
     "tp2 cp2",
