@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16, help="experts per layer that has them")
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 12], help="layers with experts, counted from 0")
-    parser.add_argument("--ep", type=int, default=1, help="data-parallel ranks that divide the experts")
+    parser.add_argument("--ep", default="auto", help="ranks that divide the experts; default: the fastest")
     parser.add_argument("--device", default="auto", help="cpu or cuda")
     parser.add_argument("--batch-size", type=int, help="sequences per step over all GPUs")
     parser.add_argument("--seq-len", type=int)
