@@ -38,6 +38,12 @@ SPARSE = replace(
     moe=MoE(num_experts=4, moe_layers=2, balance_loss_coefficient=0.5, z_loss_coefficient=0.05),
 )
 ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
+HYBRID = replace(
+    SPARSE,
+    lora=LoRA(lora_rank=4, target_modules=TARGETS),
+    trainable=("*_norm.*", "norm", "layers.2.attention.wv.weight"),
+)
+"""Layers with experts and layers with adapters on every matrix, norms trained in full, and one matrix."""
 TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 
 

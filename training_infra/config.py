@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_core.config.run import RunConfig, StrategyName, config_keys, literal_values
-from llama_core.config.strategy import LoRA, MoE
+from llama_core.config.strategy import PARTS, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 from training_infra.spelling import python_spelling
 
-_PARAMETERS = {"standard": (), "lora": tuple(LoRA.model_fields), "moe": tuple(MoE.model_fields)}
-"""The parameters of each strategy."""
+_SECTIONS: dict[str, tuple[str, ...]] = {"lora": tuple(LoRA.model_fields), "moe": tuple(MoE.model_fields)}
+"""The parameters in each section of a run's configuration."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,19 @@ class TrainingStrategy:
     """
 
     name: str = "standard"
-    """standard trains every weight, lora adapters over a frozen model, moe a mixture of experts."""
+    """standard trains every weight, lora adapters over a frozen model, moe a mixture of experts, hybrid both."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of ``LoRA`` or ``MoE``: lora_rank, lora_alpha, target_modules; num_experts, moe_layers and so on."""
+    """The fields of ``LoRA`` or ``MoE``: lora_rank, lora_alpha, target_modules; num_experts, moe_layers and so on.
+
+    lora and hybrid also take ``trainable``.
+    """
 
     def __post_init__(self) -> None:
         if self.name not in literal_values(StrategyName):
             raise ConfigError(
                 f"unknown strategy {self.name!r}; choose one of {', '.join(literal_values(StrategyName))}"
             )
-        known = _PARAMETERS[self.name]
+        known = [name for part in PARTS[self.name] for name in _SECTIONS.get(part, (part,))]
         unknown = [parameter for parameter in self.parameters if parameter not in known]
         if unknown:
             raise ConfigError(
@@ -41,6 +44,15 @@ class TrainingStrategy:
                     for parameter in unknown
                 )
             )
+
+    def as_keys(self) -> dict[str, Any]:
+        """Return the strategy as nested keys of a run configuration."""
+        keys: dict[str, Any] = {"strategy": self.name}
+        for part in PARTS[self.name]:
+            given = {name: value for name, value in self.parameters.items() if name in _SECTIONS.get(part, (part,))}
+            if given:
+                keys[part] = given if part in _SECTIONS else given[part]
+        return keys
 
 
 class TrainingConfig:

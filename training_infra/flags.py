@@ -20,7 +20,7 @@ class Flag:
 LAUNCHERS = "|".join(get_args(LauncherName))
 MODEL_FLAGS = (
     Flag("--model", "model", "NAME|FOLDER"),
-    Flag("--strategy", "strategy", "standard|lora|moe"),
+    Flag("--strategy", "strategy", "standard|lora|moe|hybrid"),
     Flag("--lora-rank", "lora.lora_rank"),
     Flag("--gpus", "parallel.gpus"),
     Flag("--nodes", "launch.nodes"),

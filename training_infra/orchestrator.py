@@ -61,10 +61,9 @@ class LlamaTrainingOrchestrator:
         **settings: Any,
     ) -> None:
         strategy = TrainingStrategy(training_strategy) if isinstance(training_strategy, str) else training_strategy
-        own = {strategy.name: dict(strategy.parameters)} if strategy.parameters else {}
         self.auto_configure = auto_configure
         self.config = RunConfig.from_mapping(
-            {"model": model_variant, "strategy": strategy.name, "parallel": self._divided({"gpus": num_gpus})} | own
+            {"model": model_variant, "parallel": self._divided({"gpus": num_gpus})} | strategy.as_keys()
         )
         self.run_dir: Path | None = None
         """The run's directory; None before launch."""
@@ -117,6 +116,8 @@ class LlamaTrainingOrchestrator:
         """
         planned = plan_anywhere(self.config)
         say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
+        if self.config.spec.lora:
+            say("weights", self.config.spec.parameter_counts)
         for choice in planned.choices:
             say("default", in_python(choice))
         say("plan", planned.plan.summary())

@@ -8,7 +8,7 @@ from llama_core.errors import ConfigError, TrainingInfraError
 from training_infra.flags import MODEL_FLAGS, RUN_FLAGS
 
 _CONTINUING = re.compile(r"training-infra train --run-dir (\S+) --resume")
-_FLAG = re.compile(r"(--[a-z][a-z-]*[a-z])(?: (\d+|cpu|cuda|local|slurm|standard|lora|moe|PATH)\b)?")
+_FLAG = re.compile(r"(--[a-z][a-z-]*[a-z])(?: (\d+|cpu|cuda|local|slurm|standard|lora|moe|hybrid|PATH)\b)?")
 _ARGUMENTS = {
     "--gpus": "num_gpus",
     "--model": "model_variant",

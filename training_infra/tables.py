@@ -18,6 +18,8 @@ def print_plan(planned: "PlannedRun") -> None:
     """Print the model, the filled-in defaults, and the plan with its notes."""
     config, plan = planned.config, planned.plan
     print(f"{config.model}: {format_count(config.spec.num_parameters)} parameters, sequence length {config.seq_len}")
+    if config.spec.lora:
+        print(f"weights: {config.spec.parameter_counts}")
     for choice in planned.choices:
         print(f"default: {choice}")
     print(f"plan: {plan.summary()}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.chain.runs import find_checkpoint, load_config
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import DATALOADER, DataConfig, RunConfig
 from llama_core.data.tokenizer import BYTES, load_tokenizer
 from llama_core.errors import CheckpointError, DataError, WeightsError
@@ -39,8 +40,8 @@ def export_run(
 ) -> Path:
     """Write a checkpoint's weights and tokenizer for transformers or PEFT, and return ``out``.
 
-    A LoRA run becomes a PEFT folder, unless ``merged`` is set. The folder appears only when it is complete. At most
-    one weight is in memory at a time.
+    A run that trains nothing but adapters becomes a PEFT folder, unless ``merged`` is set. Adapters of other runs are
+    always merged. The folder appears only when it is complete. At most one weight is in memory at a time.
 
     Args:
         run: a run that trains a full model or adapters, under any plan.
@@ -66,7 +67,7 @@ def export_run(
         shutil.rmtree(writing, ignore_errors=True)  # left by a killed export
         writing.mkdir(parents=True)
         special = _write_tokenizer(config.data, writing, tell)
-        if config.strategy == "lora" and not merged:
+        if _is_for_peft(config.spec) and not merged:
             _write_adapters(checkpoint, config, writing, dtype=dtype, tell=tell)
         else:
             _write_model(checkpoint, config, writing, dtype=dtype, special=special, tell=tell)
@@ -79,7 +80,7 @@ def export_run(
 
 
 def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> None:
-    if merged and config.strategy != "lora":
+    if merged and config.spec.lora is None:
         raise WeightsError(
             f"{checkpoint} holds a full model (strategy={config.strategy}) and no adapters to merge; drop --merged"
         )
@@ -89,10 +90,15 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
             f"{checkpoint} holds experts that transformers' Mixtral cannot describe: it has experts in every layer "
             "(moe_layers) and gates over the chosen ones (gate_softmax=chosen)"
         )
-    if merged:
+    if spec.lora is not None and (merged or not _is_for_peft(spec)):
         check_pretrained(spec, checkpoint)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
+
+
+def _is_for_peft(spec: ModelSpec) -> bool:
+    """Return whether a folder of PEFT can hold all that is trained: adapters only."""
+    return spec.lora is not None and not spec.trained_in_full
 
 
 def _write_model(
@@ -106,7 +112,7 @@ def _write_model(
 ) -> None:
     from llama_core.training.weights import write_hugging_face
 
-    if config.strategy == "lora":
+    if config.spec.lora is not None:
         tell(f"adapters added to {_base(checkpoint, config)}")
     _write_json(folder / "config.json", config_json(config.spec, dtype, **special))
     _write_json(folder / "generation_config.json", {_token(name, "_id"): index for name, index in special.items()})

@@ -77,7 +77,7 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
         WeightsError: if the weights are missing, incomplete or another model's.
     """
     init_from = config.training.init_from
-    is_saved = run is not None and newest_checkpoint(run) is not None and config.strategy != "lora"
+    is_saved = run is not None and newest_checkpoint(run) is not None and config.spec.lora is None
     if init_from is None or is_saved:
         return []
     return check_pretrained(config.spec, Path(resolve_pretrained(init_from)))

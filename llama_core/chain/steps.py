@@ -261,6 +261,8 @@ def say_weights(run: RunDirectory) -> None:
         say("weights", RANDOM_BASE)
     elif config.training.init_from is not None:
         say("weights", f"of {config.training.init_from}")
+    if config.spec.lora:
+        say("weights", config.spec.parameter_counts)
     for key, value in config.fine_tuning_defaults.items():
         say("default", f"training.{key}={value:g} (fine-tuning)")
 

@@ -1,10 +1,15 @@
 """The model registry: every LLaMA variant, its sizes and its exact parameter count."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from llama_core.config.strategy import EMBEDDING, HEAD, LoRA, MoE
+from llama_core.config import parameters
+from llama_core.config.parameters import is_of_experts, matches, matrix_name, parameter_shapes
+from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
+from llama_core.units import format_count
 
 Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama"]
 """The generation of a variant; ``llama`` for a model from a folder, whose generation is unknown."""
@@ -70,12 +75,27 @@ RopeScaling = LinearScaling | Llama3Scaling
 """Scaling of a rotary embedding, for sequences longer than the model was first trained on."""
 
 
+ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
+"""The norms of a layer, as Hugging Face calls them."""
+
+
+class LayerTraits(NamedTuple):
+    """How one layer differs from others of its model, with Hugging Face's names for its parts."""
+
+    sparse: bool
+    """Whether it has experts in place of its feed-forward."""
+    adapted: frozenset[str]
+    """Matrices with an adapter; they are frozen."""
+    trained: frozenset[str]
+    """Matrices and norms trained in full. Experts stand for the feed-forward's matrices, and have a router besides."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The architecture of one model: enough to build it, count its parameters and plan for it.
 
     Raises:
-        ConfigError: if ``moe`` names layers that do not exist, or both ``lora`` and ``moe`` are set.
+        ConfigError: if ``moe`` names layers that do not exist.
     """
 
     name: str
@@ -98,16 +118,16 @@ class ModelSpec:
     instruct: bool = False
     """Whether the model is trained on conversations: same sizes, but another template and loss mask."""
     lora: LoRA | None = None
-    """Adapters to train while all other weights are frozen; None without adapters."""
+    """Adapters to train, over weights that are frozen but for the experts and ``trainable``; None without adapters."""
     moe: MoE | None = None
     """Experts that replace the feed-forward of some or all layers; None without experts."""
+    trainable: tuple[str, ...] = ()
+    """Glob patterns of the weights that are trained in full beside adapters; without adapters, all weights are."""
 
     def __post_init__(self) -> None:
         problems = list(self.moe.misfits(self.name, self.num_layers)) if self.moe else []
         if problems:
             raise ConfigError(*problems)
-        if self.lora and self.moe:
-            raise ConfigError("adapters over experts are not supported; use either lora or moe")
 
     @property
     def q_size(self) -> int:
@@ -153,29 +173,66 @@ class ModelSpec:
         """Parameters of one feed-forward: that of a dense layer, or one expert."""
         return 3 * self.hidden_size * self.ffn_size
 
-    @property
-    def layer_adapter_parameters(self) -> int:
-        """Parameters of the adapters of one layer."""
-        if self.lora is None:
-            return 0
-        return self.lora.lora_rank * sum(sum(self.matrix_shapes[target]) for target in self.lora.in_layers)
+    @cached_property
+    def trained_in_full(self) -> frozenset[str]:
+        """Names of the parameters that are trained themselves: all, or experts and ``trainable`` beside adapters."""
+        return frozenset(
+            name
+            for name in parameter_shapes(self)
+            if self.lora is None or is_of_experts(name) or any(matches(name, pattern) for pattern in self.trainable)
+        )
+
+    @cached_property
+    def adapted(self) -> frozenset[str]:
+        """Names of the matrices that have an adapter: the targets that are not trained in full."""
+        targets = self.lora.target_modules if self.lora else ()
+        frozen = parameter_shapes(self).keys() - self.trained_in_full
+        return frozenset(name for name in frozen if matrix_name(name.removesuffix(".weight")) in targets)
+
+    @cached_property
+    def layers(self) -> tuple[LayerTraits, ...]:
+        """The traits of every layer; equal ones are one object."""
+        adapted, trained = _by_layer(self.adapted, self.num_layers), _by_layer(self.trained_in_full, self.num_layers)
+        seen: dict[LayerTraits, LayerTraits] = {}
+        found = []
+        for layer in range(self.num_layers):
+            sparse = self.has_experts(layer)
+            whole = trained[layer] | frozenset(FEED_FORWARD_MATRICES if sparse else ())
+            traits = LayerTraits(sparse, adapted[layer], whole)
+            found.append(seen.setdefault(traits, traits))
+        return tuple(found)
 
     @property
     def trains_embedding(self) -> bool:
         """Whether the embedding, or an adapter on it, gets gradients."""
-        return self.lora is None or EMBEDDING in self.lora.target_modules
+        return parameters.EMBEDDING in self.trained_in_full | self.adapted
 
-    def table_adapter_parameters(self, table: str) -> int:
-        """Return the parameters of the adapter on ``embed_tokens`` or ``lm_head``; 0 without one."""
-        if self.lora is None or table not in self.lora.target_modules:
-            return 0
-        return self.lora.lora_rank * sum(self.target_shapes[table])
+    @property
+    def trains_table(self) -> bool:
+        """Whether the embedding is trained in full."""
+        return parameters.EMBEDDING in self.trained_in_full
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head, or an embedding in its place, is trained in full."""
+        return (parameters.EMBEDDING if self.tied_embeddings else parameters.HEAD) in self.trained_in_full
+
+    @property
+    def trains_final_norm(self) -> bool:
+        """Whether the norm before the head is trained."""
+        return parameters.FINAL_NORM in self.trained_in_full
+
+    @property
+    def adapted_tables(self) -> frozenset[str]:
+        """The matrices outside the layers that have an adapter: ``embed_tokens``, ``lm_head``, both or none."""
+        names = {parameters.EMBEDDING: EMBEDDING, parameters.HEAD: HEAD}
+        return frozenset(names[name] for name in self.adapted.intersection(names))
 
     @property
     def num_adapter_parameters(self) -> int:
         """Parameters of all adapters."""
-        tables = self.table_adapter_parameters(EMBEDDING) + self.table_adapter_parameters(HEAD)
-        return self.num_layers * self.layer_adapter_parameters + tables
+        targets = [*self.adapted_tables, *(matrix for layer in self.layers for matrix in layer.adapted)]
+        return sum(self.lora.lora_rank * sum(self.target_shapes[matrix]) for matrix in targets) if self.lora else 0
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts in place of its feed-forward."""
@@ -202,8 +259,27 @@ class ModelSpec:
 
     @property
     def num_trainable_parameters(self) -> int:
-        """Parameters that get gradients and moments: the adapters if there are any, else all."""
-        return self.num_adapter_parameters if self.lora else self.num_parameters
+        """Parameters that get gradients and moments: all or, with adapters, these and what is trained in full."""
+        return self.num_adapter_parameters + self.num_trained_in_full if self.lora else self.num_parameters
+
+    @property
+    def num_trained_in_full(self) -> int:
+        """Parameters that are trained themselves: all but adapters and frozen ones."""
+        shapes = parameter_shapes(self)
+        return sum(math.prod(shapes[name]) for name in self.trained_in_full)
+
+    @property
+    def num_frozen_parameters(self) -> int:
+        """Parameters that get no gradients."""
+        return self.num_parameters - self.num_trainable_parameters
+
+    @property
+    def parameter_counts(self) -> str:
+        """Which parameters are trained and how many, as a phrase."""
+        if self.lora is None:
+            return "all trained"
+        adapters, whole = format_count(self.num_adapter_parameters), format_count(self.num_trained_in_full)
+        return f"{adapters} in adapters, {whole} trained in full, {format_count(self.num_frozen_parameters)} frozen"
 
     @property
     def num_active_parameters(self) -> int:
@@ -228,14 +304,36 @@ class ModelSpec:
         adapter on the embedding, A is a look-up and counts no FLOPs.
         """
         adapters = self.num_adapter_parameters
-        if self.lora and EMBEDDING in self.lora.target_modules:
+        if self.lora and EMBEDDING in self.adapted_tables:
             adapters -= self.lora.lora_rank * self.vocab_size
-        return (4 if self.lora else 6) * self.num_matmul_parameters + 6 * adapters
+        return 4 * self.num_matmul_parameters + 2 * self._trained_matmul_parameters + 6 * adapters
+
+    @property
+    def _trained_matmul_parameters(self) -> int:
+        """Those of ``num_matmul_parameters`` that are trained in full."""
+        if self.lora is None:
+            return self.num_matmul_parameters
+        total = self.embedding_parameters if self.trains_head else 0
+        for layer in self.layers:
+            copies = self.moe.experts_per_token if self.moe and layer.sparse else 1
+            for matrix in layer.trained.intersection(self.matrix_shapes):
+                total += math.prod(self.matrix_shapes[matrix]) * (copies if matrix in FEED_FORWARD_MATRICES else 1)
+            total += self.hidden_size * self.moe.num_experts if self.moe and layer.sparse else 0
+        return total
 
     def _beside_one_expert(self, num_experts: int) -> int:
         """Return the parameters that experts add to dense layers: routers, and all but one of ``num_experts`` per layer."""
         router = self.hidden_size * self.moe.num_experts if self.moe else 0
         return self.num_sparse_layers * ((num_experts - 1) * self.expert_parameters + router)
+
+
+def _by_layer(names: frozenset[str], num_layers: int) -> list[frozenset[str]]:
+    """Return the matrices and norms of each layer among some parameters, by Hugging Face's names."""
+    found: list[set[str]] = [set() for _ in range(num_layers)]
+    for name in names:
+        if name.startswith("layers.") and not is_of_experts(name):
+            found[int(name.split(".")[1])].add(matrix_name(name.removesuffix(".weight")))
+    return [frozenset(matrices) for matrices in found]
 
 
 _SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)

@@ -7,10 +7,12 @@ from typing import Any
 import yaml
 
 from llama_core.config.hugging_face import is_folder, read_folder
+from llama_core.config.strategy import PARTS
 from llama_core.errors import ConfigError
 
 _PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 """Maps keys of PEFT's ``adapter_config.json`` to ours."""
+_PARTS = {part for parts in PARTS.values() for part in parts}
 
 
 def settings_of_weights(path: str) -> dict[str, Any]:
@@ -39,10 +41,8 @@ def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str,
     brought = settings_of_weights(init_from)
     if "model" in given or "architecture" in given:
         brought = {key: value for key, value in brought.items() if key not in {"model", "architecture"}}
-    if given.get("strategy") != "lora":
-        brought.pop("lora", None)
-    if given.get("strategy", "moe") != "moe":
-        brought.pop("moe", None)
+    parts = PARTS.get(str(given.get("strategy", brought.get("strategy"))), ())
+    brought = {key: value for key, value in brought.items() if key not in _PARTS or key in parts}
     for section in brought.keys() & given.keys():
         own = given[section]
         brought[section] = brought[section] | own if isinstance(own, dict) else own
@@ -52,10 +52,10 @@ def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str,
 def _of_run(config: dict[str, Any]) -> dict[str, Any]:
     settings = {"model": config["model"], "architecture": config["architecture"]}
     settings["data"] = {"tokenizer": config["data"]["tokenizer"]}
-    strategy = config["strategy"]
-    if strategy == "moe":
-        settings["strategy"] = strategy
-    return settings | ({strategy: config[strategy]} if strategy in {"lora", "moe"} else {})
+    parts = PARTS[config["strategy"]]
+    if "moe" in parts:
+        settings["strategy"] = config["strategy"]
+    return settings | {part: config[part] for part in parts if part in config}
 
 
 def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,10 @@ def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:
     """
     model, architecture, own = given.get("model"), given.get("architecture"), given.get("moe", {})
     recorded = isinstance(architecture, dict) and architecture.get("recorded_from")
-    if recorded or not isinstance(model, str) or given.get("strategy", "moe") != "moe" or not isinstance(own, dict):
+    if recorded or not isinstance(model, str) or not isinstance(own, dict):
+        return given
+    strategy = given.get("strategy", "moe")
+    if "moe" not in PARTS.get(str(strategy), ()):
         return given
     try:
         moe = read_folder(model).moe if is_folder(model) else None
@@ -85,4 +88,4 @@ def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:
         return given  # it is refused where its sizes are read
     if moe is None:
         return given
-    return given | {"strategy": "moe", "moe": moe.model_dump(exclude_defaults=True) | own}
+    return given | {"strategy": strategy, "moe": moe.model_dump(exclude_defaults=True) | own}

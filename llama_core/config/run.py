@@ -32,10 +32,11 @@ from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameters import matches, parameter_shapes
 from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
-from llama_core.config.strategy import LoRA, MoE, fine_tuning_defaults
+from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.schedules.registry import schedule_names
 
@@ -59,7 +60,7 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 RecomputeMode = Literal["none", "selective", "full"]
 ZeroBackend = Literal["native", "deepspeed"]
 ZeroStage = Literal[0, 1, 2, 3]
-StrategyName = Literal["standard", "lora", "moe"]
+StrategyName = Literal["standard", "lora", "moe", "hybrid"]
 WandbMode = Literal["off", "offline", "online"]
 
 Auto = Literal["auto"]
@@ -291,11 +292,14 @@ class RunConfig(Section):
     model: str = "tiny_llama3_50m"
     """A variant that `training-infra models` lists, or the path of a Llama's Hugging Face folder."""
     strategy: StrategyName = "standard"
-    """What is trained: every weight (standard), adapters over a frozen model (lora), or layers with experts (moe)."""
+    """What is trained: every weight (standard), adapters over a frozen model (lora), layers with experts (moe), or
+    adapters beside experts (hybrid)."""
     lora: LoRA = LoRA()
-    """The adapters that strategy=lora trains."""
+    """The adapters that strategy=lora or hybrid trains."""
     moe: MoE = MoE()
-    """The experts that strategy=moe trains."""
+    """The experts that strategy=moe or hybrid trains."""
+    trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Glob patterns of weights to train in full beside adapters, by name here or in Hugging Face, such as '*norm*'."""
     architecture: ArchitectureConfig = ArchitectureConfig()
     """Sizes and traits that differ from the model's own."""
     data: DataConfig = DataConfig()
@@ -310,6 +314,11 @@ class RunConfig(Section):
     """Where metrics go besides the run directory."""
     benchmark: BenchmarkConfig = BenchmarkConfig()
     """How the speed of a step is measured."""
+
+    @field_validator("trainable", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -345,9 +354,12 @@ class RunConfig(Section):
         except ConfigError as error:
             yield from error.problems
         yield from self._misdivisions()
-        for name in {"lora", "moe"} - {self.strategy}:
-            for key, value in getattr(self, name).model_dump(exclude_defaults=True).items():
-                yield f"{name}.{key}={value} needs strategy={name}, not {self.strategy}"
+        for name in ("lora", "moe"):
+            if name not in PARTS[self.strategy]:
+                for key, value in getattr(self, name).model_dump(exclude_defaults=True).items():
+                    yield f"{name}.{key}={value} needs strategy={name} or hybrid, not {self.strategy}"
+        if self.trainable and "trainable" not in PARTS[self.strategy]:
+            yield f"trainable={list(self.trainable)} needs strategy=lora or hybrid; {self.strategy} trains every weight"
         gpus = self.parallel.gpus
         if gpus % self.launch.nodes:
             yield f"parallel.gpus={gpus} cannot be spread evenly over launch.nodes={self.launch.nodes}"
@@ -398,6 +410,7 @@ class RunConfig(Section):
             )
         if spec.lora is not None:
             yield from spec.lora.misfits(spec.target_shapes, tied=spec.tied_embeddings)
+            yield from self._misfits_of_trainable(spec)
         if spec.num_heads % spec.num_kv_heads:
             divisors = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
             yield (
@@ -405,22 +418,39 @@ class RunConfig(Section):
                 f"use one of {', '.join(map(str, divisors))}"
             )
 
+    def _misfits_of_trainable(self, spec: ModelSpec) -> Iterator[str]:
+        names = parameter_shapes(spec)
+        for pattern in self.trainable:
+            if not any(matches(name, pattern) for name in names):
+                examples = [name for name in names if name.startswith("layers.0.") or not name.startswith("layers.")]
+                yield f"trainable={pattern!r} matches no weight of {spec.name}; weights are {', '.join(examples)}"
+        if not spec.num_adapter_parameters:
+            yield (
+                f"lora.target_modules={list(self.lora.target_modules)} leaves no matrix for adapters: experts replace "
+                f"it, or trainable={list(self.trainable)} trains it in full; choose others, or strategy="
+                f"{'moe' if spec.moe else 'standard'}"
+            )
+
     @cached_property
     def spec(self) -> ModelSpec:
         """The architecture of the model, with the adapters or experts that the strategy gives it."""
         spec = self.architecture.spec(self.model)
-        if spec.moe is not None and self.strategy != "moe":
-            raise ConfigError(f"strategy={self.strategy}: {spec.name} is a mixture of experts; use strategy=moe")
+        parts = PARTS[self.strategy]
+        if spec.moe is not None and "moe" not in parts:
+            raise ConfigError(
+                f"strategy={self.strategy}: {spec.name} is a mixture of experts; use strategy=moe or hybrid"
+            )
         return replace(
             spec,
-            lora=self.lora if self.strategy == "lora" else None,
-            moe=self.moe if self.strategy == "moe" else None,
+            lora=self.lora if "lora" in parts else None,
+            moe=self.moe if "moe" in parts else None,
+            trainable=self.trainable,
         )
 
     @property
     def has_random_base(self) -> bool:
         """Whether the run fine-tunes (adapters or an instruct model) from random weights."""
-        return self.training.init_from is None and (self.strategy == "lora" or self.spec.instruct)
+        return self.training.init_from is None and ("lora" in PARTS[self.strategy] or self.spec.instruct)
 
     @property
     def fine_tuning_defaults(self) -> dict[str, float]:
@@ -467,7 +497,8 @@ class RunConfig(Section):
             "model": whole.model,
             "architecture": whole.architecture.identity(),
             "strategy": self.strategy,
-            **({} if self.strategy == "standard" else {self.strategy: getattr(self, self.strategy).model_dump()}),
+            **{name: getattr(self, name).model_dump() for name in ("lora", "moe") if name in PARTS[self.strategy]},
+            **({"trainable": self.trainable} if self.trainable else {}),
             "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),
             "training": self.training.model_dump(exclude=set(_CADENCE))
             | {"batch_size": self.batch_size, "seq_len": self.seq_len},

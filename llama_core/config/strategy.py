@@ -27,6 +27,14 @@ TARGETS = (*MATRICES, EMBEDDING, HEAD)
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear layers but the head, which is all of ``MATRICES``."""
 
+PARTS: dict[str, tuple[str, ...]] = {
+    "standard": (),
+    "lora": ("lora", "trainable"),
+    "moe": ("moe",),
+    "hybrid": ("lora", "moe", "trainable"),
+}
+"""The keys of a run that belong to each strategy."""
+
 GateSoftmax = Literal["chosen", "all"]
 
 _Listed = Field(strict=False)

@@ -9,44 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameters import hugging_face_name, parameter_shapes
 from llama_core.errors import WeightsError
 
 HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-_OUTSIDE_LAYERS = {"tok_embeddings.weight": _EMBEDDING, "norm.weight": "model.norm.weight", "output.weight": HEAD}
-_IN_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
-_DENSE = {
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
-ROUTER = "feed_forward.router"
-_EXPERTS = {
-    ROUTER: "block_sparse_moe.gate",
-    **{f"feed_forward.experts.{matrix}": f"block_sparse_moe.experts.{{}}.{matrix}" for matrix in ("w1", "w2", "w3")},
-}
-_ANYWHERE = _IN_LAYER | _DENSE | _EXPERTS
 _ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes that weights can be written in, with transformers' names for them."""
-
-
-def hugging_face_name(name: str) -> str:
-    """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``.
-
-    For a tensor of experts, it has ``{}`` in place of the expert's number.
-    """
-    if name in _OUTSIDE_LAYERS:
-        return _OUTSIDE_LAYERS[name]
-    _, index, part = name.removesuffix(".weight").split(".", 2)
-    return f"model.layers.{index}.{_ANYWHERE[part]}.weight"
 
 
 def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
@@ -59,31 +28,6 @@ def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
 def dense_name(name: str) -> str:
     """Return the name of the matrix that takes the place of a tensor of experts in a dense model."""
     return name.replace(".experts.", ".")
-
-
-def matrix_name(path: str) -> str:
-    """Return Hugging Face's name for our matrix within its layer: ``q_proj`` for ``'layers.0.attention.wq'``."""
-    return hugging_face_name(f"{path}.weight").split(".")[-2]
-
-
-def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by our names, without adapters or a tied head."""
-    table, norm = (spec.vocab_size, spec.hidden_size), (spec.hidden_size,)
-    matrices = {name: (rows, columns) for name, (columns, rows) in spec.matrix_shapes.items()}
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": table}
-    for layer in range(spec.num_layers):
-        for part, theirs in _IN_LAYER.items():
-            shapes[f"layers.{layer}.{part}.weight"] = matrices.get(theirs.rpartition(".")[2], norm)
-        sparse = spec.moe if spec.moe and spec.moe.is_sparse(layer) else None
-        if sparse:
-            shapes[f"layers.{layer}.{ROUTER}.weight"] = (sparse.num_experts, spec.hidden_size)
-        for part, theirs in _DENSE.items():
-            shape = matrices[theirs.rpartition(".")[2]]
-            if sparse:
-                shapes[f"layers.{layer}.{part.replace('.', '.experts.')}.weight"] = (sparse.num_experts, *shape)
-            else:
-                shapes[f"layers.{layer}.{part}.weight"] = shape
-    return shapes | {"norm.weight": norm} | ({} if spec.tied_embeddings else {"output.weight": table})
 
 
 def hugging_face_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: freeze a model, and train small matrices beside some of its matrices.
+"""Low-rank adapters: freeze a model, or most of it, and train small matrices beside some of its matrices.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4; names and initial values are PEFT's.
 """
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
-from llama_core.models.hf import matrix_name
 from llama_core.models.layers import Linear, LowRank, TokenEmbedding
 from llama_core.models.llama import Llama
 
@@ -74,21 +73,25 @@ class AdaptedEmbedding(TokenEmbedding):
 def with_adapters(model: Llama) -> Llama:
     """Return ``model``, frozen and with the adapters of its spec; unchanged if the spec has none.
 
-    Frozen parameters are cast to the model's compute dtype; adapters have the dtype that its parameters had.
+    Parameters that the spec trains in full stay as they are. Frozen ones are cast to the model's compute dtype, and
+    adapters have the dtype that they had.
     """
-    lora = model.spec.lora
+    spec, lora = model.spec, model.spec.lora
     if lora is None:
         return model
     dtype = next(model.parameters()).dtype
-    model.to(model.compute_dtype).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name not in spec.trained_in_full:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(model.compute_dtype)
     for path, module in list(model.named_modules()):
         adapted: nn.Module
-        if isinstance(module, Linear) and matrix_name(path) in lora.target_modules:
-            adapted = AdaptedLinear(module, lora, dtype)
-        elif isinstance(module, TokenEmbedding) and matrix_name(path) in lora.target_modules:
-            adapted = AdaptedEmbedding(module, model.spec, lora, dtype)
-        else:
+        if f"{path}.weight" not in spec.adapted:
             continue
+        if isinstance(module, TokenEmbedding):
+            adapted = AdaptedEmbedding(module, spec, lora, dtype)
+        elif isinstance(module, Linear):
+            adapted = AdaptedLinear(module, lora, dtype)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, adapted)
     return model

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameters import hugging_face_name, matrix_name, parameter_shapes
 from llama_core.config.strategy import EMBEDDING, TARGETS, LoRA
 from llama_core.errors import WeightsError
-from llama_core.models.hf import check_shapes, hugging_face_name, matrix_name, parameter_shapes
+from llama_core.models.hf import check_shapes
 from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -75,7 +76,7 @@ def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     shapes: dict[str, tuple[int, int]] = {}
     for name in parameter_shapes(spec):
         path = name.removesuffix(".weight")
-        if spec.lora is not None and matrix_name(path) in spec.lora.target_modules:
+        if spec.lora is not None and name in spec.adapted:
             columns, rows = spec.target_shapes[matrix_name(path)]
             shapes[f"{path}.lora_A.weight"] = (spec.lora.lora_rank, columns)
             shapes[f"{path}.lora_B.weight"] = (rows, spec.lora.lora_rank)
@@ -166,8 +167,8 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
     """
     if spec.lora is None:
         raise WeightsError(
-            f"{source} holds adapters, which only strategy=lora trains; use that, or merge them into their model "
-            "(export-hf --merged, or PEFT's merge_and_unload)"
+            f"{source} holds adapters, which only strategy=lora and hybrid train; use one, or merge them into their "
+            "model (export-hf --merged, or PEFT's merge_and_unload)"
         )
     theirs, ours = _kind(given), _kind(spec.lora)
     different = [key for key in theirs if theirs[key] != ours[key]]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.models import ModelSpec, RopeScaling
+from llama_core.config.parameters import parameter_shapes
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models.hf import check_weights, hugging_face_names, hugging_face_shapes, parameter_shapes
-from llama_core.models.peft import adapter_weights, base_of, check_same_adapters, is_adapter_folder
+from llama_core.models.hf import check_weights, hugging_face_names, hugging_face_shapes
+from llama_core.models.peft import adapter_shapes, adapter_weights, base_of, check_same_adapters, is_adapter_folder
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, complete_state, newest_checkpoint
 from llama_core.records.directory import RunDirectory
@@ -29,7 +30,7 @@ class Origin:
     base: Path | None
     """A Hugging Face folder or a checkpoint with a full model; None if a run drew it from its seed."""
     adapters: Path | None = None
-    """A PEFT folder, or a checkpoint of a run that trains adapters; None if there are none yet."""
+    """A PEFT folder, or a checkpoint of a run that trains adapters, with all it trains; None if there are none yet."""
     drawn_by: RunConfig | None = None
     """The run that drew the base."""
 
@@ -57,7 +58,7 @@ def origin_of(source: Path) -> Origin:
     if not is_checkpoint(source):
         return Origin(source)
     config = saved_run(source)
-    if config.strategy != "lora":
+    if config.spec.lora is None:
         return Origin(source)
     init_from = config.training.init_from
     if init_from is None:
@@ -109,6 +110,12 @@ def _check_adapters(spec: ModelSpec, checkpoint: Path) -> list[str]:
     theirs = saved_run(checkpoint).spec
     if theirs.lora is not None:
         check_same_adapters(spec, theirs.lora, checkpoint)
+    lost = sorted((theirs.trained_in_full - spec.trained_in_full) | (theirs.adapted - spec.adapted))
+    if lost:
+        raise WeightsError(
+            f"{checkpoint} has trained {len(lost)} weights, such as {lost[0]}, that this run would take from the "
+            "frozen base; train them too (trainable, moe), or merge them first (export-hf --merged)"
+        )
     return _check_architecture(spec, theirs, checkpoint)
 
 
@@ -139,9 +146,21 @@ def _as_dense_as(theirs: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
     return replace(spec, moe=None) if theirs is not None and theirs.moe is None else spec
 
 
-def stored_model(spec: ModelSpec, source: Path) -> ModelSpec:
-    """Return ``spec`` as the full model in ``source`` has it: without experts if that has none."""
-    return _as_dense_as(saved_run(source).spec if is_checkpoint(source) else _model_of(source), spec)
+def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:
+    """Return ``spec`` as the full model of an origin has it: without experts if that has none."""
+    if origin.base is None:
+        return _as_dense_as(origin.drawn_by.spec if origin.drawn_by else None, spec)
+    return _as_dense_as(saved_run(origin.base).spec if is_checkpoint(origin.base) else _model_of(origin.base), spec)
+
+
+def names_beside_base(spec: ModelSpec, origin: Origin) -> frozenset[str]:
+    """Return the parameters that an origin does not take from its base: adapters, and what was trained with them."""
+    if origin.adapters is None:
+        return frozenset()
+    if not is_checkpoint(origin.adapters):
+        return frozenset(adapter_shapes(spec))
+    theirs = saved_run(origin.adapters).spec
+    return theirs.trained_in_full | adapter_shapes(theirs).keys()
 
 
 def is_checkpoint(source: Path) -> bool:
@@ -201,7 +220,7 @@ def full_model(checkpoint: Path) -> ModelSpec:
         WeightsError: if it holds adapters, or DeepSpeed wrote it at stage 1 in bf16.
     """
     config = saved_run(checkpoint)
-    if config.strategy == "lora":
+    if config.spec.lora is not None:
         raise WeightsError(
             f"{checkpoint} was trained with strategy={config.strategy} and holds no full model; name one that does"
         )

@@ -213,6 +213,8 @@ class ParallelPlan:
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
             yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
         yield from self._misfits_of_experts(spec)
+        if spec.trainable and self.zero_backend == "deepspeed":
+            yield f"zero_backend=deepspeed does not train {', '.join(spec.trainable)} beside adapters; use native"
         if precision == "fp16" and self.zero_backend == "deepspeed":
             yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
         if precision == "fp16" and self.gradient_compression == "powersgd":

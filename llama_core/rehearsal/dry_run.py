@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import LayerTraits, ModelSpec
 from llama_core.config.run import RecomputeMode, RunConfig
 from llama_core.errors import PlanError
 from llama_core.planning.memory.peaks import MemoryProfile
@@ -212,16 +212,16 @@ class _Contents(NamedTuple):
 
     modes: tuple[RecomputeMode, ...]
     """Recomputation of each layer."""
-    sparse: tuple[bool, ...]
-    """Which layers have experts."""
+    traits: tuple[LayerTraits, ...]
+    """What each layer has and trains."""
     is_first: bool
     is_last: bool
 
 
 def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
     modes, layers = plan.recompute_modes(spec), plan.stage_layers(spec)[stage]
-    sparse = tuple(map(spec.has_experts, layers))
-    return _Contents(modes[stage], sparse, is_first=stage == 0, is_last=stage == len(modes) - 1)
+    traits = spec.layers[layers.start : layers.stop]
+    return _Contents(modes[stage], traits, is_first=stage == 0, is_last=stage == len(modes) - 1)
 
 
 def _idle_shares(plan: ParallelPlan, steps: Sequence[ComposedStep]) -> list[float]:

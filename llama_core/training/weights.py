@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameters import ROUTER, parameter_shapes
 from llama_core.config.strategy import LoRA
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models.hf import ROUTER, dense_name, hugging_face_names, hugging_face_shapes, parameter_shapes
+from llama_core.models.hf import dense_name, hugging_face_names, hugging_face_shapes
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama, initialize_parameter
 from llama_core.models.lora import with_adapters
@@ -34,6 +35,7 @@ from llama_core.models.pretrained import (
     check_pretrained,
     hugging_face_weights,
     is_checkpoint,
+    names_beside_base,
     origin_of,
     resolve_pretrained,
     stored_model,
@@ -82,14 +84,14 @@ class Pretrained:
                 logger.warning("%s", difference)
         self._spec, self._seed = spec, seed
         origin = origin_of(source)
-        stored = spec if origin.base is None else stored_model(spec, origin.base)
+        stored = stored_model(spec, origin)
         copied = stored.moe != spec.moe
         base = _Copied(_base(stored, origin)) if copied else _base(stored, origin)
         self._sources: dict[str, _Source] = dict.fromkeys(
             (name for name in parameter_shapes(spec) if not (copied and ROUTER in name)), base
         )
         if origin.adapters is not None:
-            self._sources |= dict.fromkeys(adapter_shapes(spec), _adapters(spec, origin.adapters))
+            self._sources |= dict.fromkeys(names_beside_base(spec, origin), _adapters(spec, origin.adapters))
         self._progress = _Progress(source)
 
     @torch.no_grad()
@@ -190,16 +192,17 @@ class _PerExpert:
 
 
 class _Merged:
-    """Adds each adapter to its matrix: W + scale * B A, in fp32."""
+    """Adds each adapter to its matrix: W + scale * B A, in fp32. What was trained in full comes from beside them."""
 
     def __init__(self, spec: ModelSpec, lora: LoRA, origin: Origin, adapters: Path) -> None:
         self._base, self._adapters = _base(spec, origin), _adapters(spec, adapters)
         self._shapes, self._scale = adapter_shapes(spec), lora.scale
+        self._trained = spec.trained_in_full
 
     def read(self, name: str, into: Tensor) -> None:
         path = name.removesuffix(".weight")
         if f"{path}.lora_A.weight" not in self._shapes:
-            self._base.read(name, into)
+            (self._adapters if name in self._trained else self._base).read(name, into)
             return
         whole = torch.empty(into.shape)
         self._base.read(name, whole)

@@ -91,7 +91,7 @@ def test_a_damaged_file_brings_nothing(tmp_path, name, text):
 
 
 def test_a_run_records_every_trait_of_its_model():
-    written_elsewhere = {"name", "family", "default_seq_len", "lora", "moe"}
+    written_elsewhere = {"name", "family", "default_seq_len", "lora", "moe", "trainable"}
     assert {trait.name for trait in fields(ModelSpec)} - written_elsewhere <= set(ArchitectureConfig.model_fields)
 
 

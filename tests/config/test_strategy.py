@@ -1,11 +1,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError
+from llama_core.models.llama import Llama
+from llama_core.models.lora import with_adapters
 
 
 def test_adapters_of_a_7b_model_have_the_count_that_peft_documents():
@@ -25,6 +28,23 @@ def test_only_sparse_layers_count_experts():
     assert spec.num_parameters - dense.num_parameters == 3 * (15 * spec.expert_parameters + router)
     assert spec.num_active_parameters - dense.num_parameters == 3 * (spec.expert_parameters + router)
     assert spec.num_trainable_parameters == spec.num_parameters
+
+
+@pytest.mark.parametrize("patterns", [[], ["*norm*"], ["lm_head", "*.wv.*"], ["model.layers.1.*", "tok_embeddings"]])
+@pytest.mark.parametrize("strategy", ["lora", "hybrid"])
+def test_the_counts_are_those_of_the_model_that_trains(strategy, patterns):
+    moe = {"moe": {"num_experts": 2, "moe_layers": 2}} if strategy == "hybrid" else {}
+    mapping = {"strategy": strategy, "lora": {"target_modules": "all-linear"}, "trainable": patterns} | moe
+    sizes = {"num_layers": 4, "hidden_size": 64, "ffn_size": 96, "vocab_size": 512, "tied_embeddings": False}
+    spec = RunConfig.from_mapping(mapping | {"architecture": sizes}).spec
+    with torch.device("meta"):
+        model = with_adapters(Llama(spec))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = sum(parameter.numel() for name, parameter in trained.items() if ".lora_" in name)
+    counted = sum(parameter.numel() for parameter in trained.values()), adapters
+    assert (spec.num_trainable_parameters, spec.num_adapter_parameters) == counted
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert {name for name in trained if ".lora_" not in name} == spec.trained_in_full
 
 
 def test_every_second_layer_begins_with_the_second():
@@ -98,7 +118,7 @@ def test_other_adapters_make_another_run():
 @pytest.mark.parametrize(
     ("mapping", "problem"),
     [
-        ({"lora": {"lora_rank": 8}}, "lora.lora_rank=8 needs strategy=lora, not standard"),
+        ({"lora": {"lora_rank": 8}}, "lora.lora_rank=8 needs strategy=lora or hybrid, not standard"),
         (
             {"strategy": "lora", "lora": {"target_modules": ["q_proj", "wq"]}},
             "target_modules=['q_proj', 'wq'] must name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
@@ -122,6 +142,23 @@ def test_other_adapters_make_another_run():
         (
             {"strategy": "lora", "lora": {"lora_rank": 129, "target_modules": ["q_proj", "v_proj"]}},
             "lora.lora_rank=129 is above the largest rank of v_proj; use at most 128",
+        ),
+        (
+            {"strategy": "moe", "trainable": ["*norm*"]},
+            "trainable=['*norm*'] needs strategy=lora or hybrid; moe trains every weight",
+        ),
+        (
+            {"strategy": "lora", "architecture": {"num_layers": 1}, "trainable": ["*.nrom"]},
+            "trainable='*.nrom' matches no weight of tiny_llama3_50m; weights are tok_embeddings.weight, "
+            "layers.0.attention_norm.weight, layers.0.attention.wq.weight, layers.0.attention.wk.weight, "
+            "layers.0.attention.wv.weight, layers.0.attention.wo.weight, layers.0.ffn_norm.weight, "
+            "layers.0.feed_forward.w1.weight, layers.0.feed_forward.w2.weight, layers.0.feed_forward.w3.weight, "
+            "norm.weight",
+        ),
+        (
+            {"strategy": "hybrid", "lora": {"target_modules": ["up_proj"]}},
+            "lora.target_modules=['up_proj'] leaves no matrix for adapters: experts replace it, or trainable=[] trains "
+            "it in full; choose others, or strategy=moe",
         ),
         (
             {"strategy": "moe", "moe": {"num_experts": 4, "experts_per_token": 5}},

@@ -8,8 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
+from llama_core.config.parameters import hugging_face_name, parameter_shapes
 from llama_core.errors import WeightsError
-from llama_core.models.hf import check_weights, config_json, hugging_face_name, parameter_shapes
+from llama_core.models.hf import check_weights, config_json
 from llama_core.models.layers import rope_frequencies
 from llama_core.models.llama import Llama
 

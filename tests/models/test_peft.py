@@ -172,7 +172,9 @@ def test_adapters_that_this_run_cannot_start_from_are_refused(folder, change, co
 
 
 def test_a_run_that_trains_every_weight_cannot_start_from_adapters(folder):
-    assert "holds adapters, which only strategy=lora trains; use that, or merge" in refusal(folder, CONFIG.spec)
+    assert "holds adapters, which only strategy=lora and hybrid train; use one, or merge" in refusal(
+        folder, CONFIG.spec
+    )
 
 
 @pytest.fixture

@@ -243,7 +243,7 @@ def with_config(run, **changes):
             "was written by DeepSpeed at stage 1 in bf16, whose weights",
         ),
         (lambda run: with_config(run, strategy="moe"), "model.layers.0.mlp.gate_proj.weight is missing"),
-        (lambda run: with_config(run, strategy="lora"), "holds adapters, which only strategy=lora trains"),
+        (lambda run: with_config(run, strategy="lora"), "holds adapters, which only strategy=lora and hybrid train"),
         (lambda run: with_config(run, model="tiny_llama3_50m"), "tied_embeddings=True instead of False"),
         (
             lambda run: with_config(run, architecture=SIZES | {"vocab_size": 65}),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_ranks
-from parity import ADAPTED, SPARSE, TIED, UNTIED, largest_differences, train, weights_by_rank
+from parity import ADAPTED, HYBRID, SPARSE, TIED, UNTIED, largest_differences, train, weights_by_rank
 from width import cases, wide
 
 from llama_core.config.strategy import LoRA
@@ -128,6 +128,30 @@ SPARSE_PLANS = {
     "compiled": ParallelPlan(compile=True, recompute="selective", num_microbatches=4),
 }
 
+HYBRID_PLANS = {
+    name: (PLANS | SPARSE_PLANS)[name]
+    for name in (
+        "hsdp2x2",
+        "tp2 dp2",
+        "tp2 cp2",
+        "tp2 zero3 dp2",
+        "tp2 pp2 zero2 dp2",
+        "zero3 dp4",
+        "pp2 interleaved",
+        "pp4 chimera, N=8",
+        "pp2 chimera zero2 dp2",
+        "pp2 zb_h1",
+        "pp2 zbv",
+        "zero3 dp2, full recompute",
+        "tp2 sp, selective recompute",
+        "ep2 dp2",
+        "ep2 tp2 zero3",
+        "ep2 zero3 dp2",
+        "ep4 hsdp2x2",
+        "ep2 pp2",
+        "ep2, compiled",
+    )
+}
 
 NARROW = {
     "dp3",
@@ -171,6 +195,12 @@ def test_adapters_match_one_process_and_nothing_else_trains(plan):
 )
 def test_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=SPARSE)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases(HYBRID_PLANS, narrow={"tp2 dp2", "ep2 zero3 dp2", "pp2 zbv"}))
+def test_adapters_beside_experts_match_one_process(plan):
+    differences = largest_differences(plan, spec=HYBRID)
     assert max(differences.values()) < 1e-8, differences
 
 

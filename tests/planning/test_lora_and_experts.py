@@ -154,6 +154,21 @@ def test_the_estimate_of_a_sparse_layer_matches_the_bytes_autograd_saves(num_exp
     assert [bytes_kept(sparse_block(spec), spec)] * 2 == pytest.approx(bytes_estimated(spec), abs=64)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("trainable", [(), ("*norm*",), ("*.wv.*",), ("*ffn_norm*", "*.wo.*", "*.w2.*"), ("*.w1.*",)])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_estimate_of_a_layer_trained_in_part_matches_the_bytes_autograd_saves(sparse, trainable, dropout):
+    lora = LoRA(lora_rank=8, lora_dropout=dropout, target_modules=MATRICES)
+    spec = replace(TINY, lora=lora, trainable=trainable, moe=MoE(num_experts=4) if sparse else None)
+    block = adapted_block(spec)
+    prepare_routers(block, torch.ones(()))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.1)
+    kept = [bytes_kept(block, spec, follows_trained=later) for later in (False, True)]
+    assert kept == pytest.approx(bytes_estimated(spec), abs=64)
+
+
 @pytest.mark.parametrize("seq_len", [256, 4096])
 @pytest.mark.parametrize(("num_experts", "experts_per_token"), [(4, 1), (8, 3)])
 def test_the_estimate_of_a_sparse_model_matches_a_counted_step(num_experts, experts_per_token, seq_len):
@@ -211,7 +226,7 @@ def test_nothing_outside_the_layers_has_gradients_under_adapters():
     spec = adapted_spec("llama3_8b")
     gradients = [rank.phases["optimizer"]["gradients"] for rank in ranks_of(spec, plan)]
     layers = [len(layers) for layers in plan.stage_layers(spec)]
-    assert gradients == [4 * count * spec.layer_adapter_parameters for count in layers]
+    assert gradients == [4 * count * spec.num_adapter_parameters // spec.num_layers for count in layers]
 
 
 def test_adapters_of_70b_fit_eight_devices_of_80_gb_where_full_training_does_not():

@@ -31,6 +31,7 @@ ADAPTERS = st.fixed_dictionaries(
         ),
     }
 )
+TRAINABLE = st.sampled_from([[], ["*norm*"], ["lm_head", "norm"], ["*embed*"], ["layers.[67].*"]])
 EXPERTS = st.fixed_dictionaries(
     {
         "num_experts": st.sampled_from([2, 4]),
@@ -64,7 +65,17 @@ def legal_plans(draw):
     config = request(
         **draw(
             st.sampled_from(
-                [{}, {"strategy": "lora", "lora": draw(ADAPTERS)}, {"strategy": "moe", "moe": draw(EXPERTS)}]
+                [
+                    {},
+                    {"strategy": "lora", "lora": draw(ADAPTERS)},
+                    {"strategy": "moe", "moe": draw(EXPERTS)},
+                    {
+                        "strategy": "hybrid",
+                        "lora": draw(ADAPTERS),
+                        "moe": draw(EXPERTS) | {"moe_layers": 2},
+                        "trainable": draw(TRAINABLE),
+                    },
+                ]
             )
         ),
         training={

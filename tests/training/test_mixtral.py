@@ -1,12 +1,14 @@
 """Weights of experts come from Mixtral's folders, from dense models and from runs, and go back to Mixtral's folders."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from parity import native_engine
-from test_weights import differing, filled, lively, save_folder, save_run
+from test_weights import ALONE, differing, filled, lively, save_folder, save_run, train
 from transformers import MixtralConfig, MixtralForCausalLM
 from width import wide
 
@@ -14,7 +16,7 @@ from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.pretrained import resolve_pretrained
+from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.training.weights import Pretrained
@@ -133,6 +135,54 @@ def test_experts_that_begin_as_copies_of_a_dense_model_compute_what_it_computes(
     model = filled(config(moe=MOE | {"moe_layers": [1]}).spec, source)
     torch.testing.assert_close(model(TOKENS), dense(TOKENS), rtol=0, atol=1e-4)
     assert model.layers["1"].feed_forward.router.weight.std() > 0.01
+
+
+def hybrid(base, **settings):
+    lora = {"lora_rank": 4, "target_modules": ["q_proj", "o_proj"]}
+    mapping = {"strategy": "hybrid", "lora": lora, "trainable": ["*norm*"], "training": {"init_from": str(base)}}
+    return config(**(mapping | settings))
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A hybrid run over a dense model that has taken two steps, and its model before and after them."""
+    dense = save_folder(tmp_path / "dense", lively(replace(config().spec, moe=None)))
+    begun = hybrid(dense)
+    engine = native_engine(ALONE, begun.spec)
+    engine.set_weights(Pretrained(begun.spec, dense).fill)
+    before = {name: weight.detach().clone() for name, weight in engine.model.named_parameters()}
+    train(engine, 2)
+    run = RunDirectory(tmp_path / "hybrid")
+    run.create()
+    save_run(run, engine, begun, 2)
+    return run, begun, before, engine.model
+
+
+def test_a_hybrid_run_changes_what_it_trains_and_saves_nothing_else(trained):
+    run, begun, before, model = trained
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name, weight in model.named_parameters() if weight.requires_grad}
+    saved = dcp.FileSystemReader(run.checkpoints / "step-00000002").read_metadata().state_dict_metadata
+    assert {name.removeprefix("model.") for name in saved if name.startswith("model.")} == changed
+    assert begun.spec.trained_in_full < changed
+
+
+def test_a_hybrid_run_is_exported_as_a_mixtral_with_its_adapters_merged(trained, tmp_path):
+    run, begun, _, model = trained
+    assert differing(filled(begun.spec, resolve_pretrained(str(run.path))), model) == []
+    with torch.no_grad():
+        expected = model.eval()(TOKENS)
+    torch.testing.assert_close(logits_of_transformers(export_run(run, tmp_path / "out")), expected, rtol=0, atol=1e-4)
+
+
+def test_a_hybrid_run_begins_with_another_unless_it_would_lose_what_that_has_trained(trained):
+    run, begun, _, model = trained
+    read = RunConfig.from_mapping({"training": {"init_from": str(run.path)}})
+    assert (read.strategy, read.spec) == ("hybrid", begun.spec)
+    source = resolve_pretrained(str(run.path))
+    assert differing(filled(read.spec, source), model) == []
+    with pytest.raises(WeightsError, match=r"has trained 5 weights, such as layers\.0\.attention_norm\.weight, that"):
+        check_pretrained(hybrid(source, trainable=[]).spec, Path(source))
 
 
 def fill(folder, plan):

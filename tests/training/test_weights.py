@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.export import export_run
+from llama_core.config.parameters import hugging_face_name, parameter_shapes
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
-from llama_core.models.hf import config_json, hugging_face_name, parameter_shapes
+from llama_core.models.hf import config_json
 from llama_core.models.llama import Llama, build_llama
 from llama_core.models.lora import with_adapters
 from llama_core.models.peft import adapter_shapes

@@ -27,13 +27,20 @@ def test_experts_are_part_of_an_orchestrators_model():
     assert one.config.spec.num_sparse_layers == 7
 
 
+def test_hybrid_takes_the_parameters_of_both():
+    parameters = {"lora_rank": 8, "num_experts": 4, "trainable": ["*norm*"]}
+    one = LlamaTrainingOrchestrator("tiny_llama3_50m", TrainingStrategy("hybrid", parameters))
+    spec = one.config.spec
+    assert (spec.lora.lora_rank, spec.moe.num_experts, spec.trainable) == (8, 4, ("*norm*",))
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "problem"),
     [
         (
             "lora",
             {"lora_rnk": 8},
-            "strategy 'lora' takes lora_rank, lora_alpha, lora_dropout, target_modules, not lora_rnk; "
+            "strategy 'lora' takes lora_rank, lora_alpha, lora_dropout, target_modules, trainable, not lora_rnk; "
             "did you mean 'lora_rank'?",
         ),
         ("standard", {"lora_rank": 8}, "strategy 'standard' takes no parameters, not lora_rank"),

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from typing import Any
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import LayerTraits, ModelSpec
 from llama_core.config.run import Precision
 from llama_core.planning.memory.experts import ExpertTensors
-from llama_core.planning.memory.lora import AdaptedTensors
+from llama_core.planning.memory.lora import AdaptedExpertTensors, AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.memory.prefetch import Prefetch, Prefetches
@@ -93,15 +94,20 @@ def tensors_by_layer(
     def sizes(kind: Callable[..., Tensors]) -> Tensors:
         return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
 
-    if spec.lora:
-        inner = partial(AdaptedTensors, spec.lora)
-        first = partial(inner, follows_adapters=spec.trains_embedding)
-        return [sizes(first)] + [sizes(inner)] * (spec.num_layers - 1)
-    dense = sizes(Tensors)
-    if not spec.moe:
-        return [dense] * spec.num_layers
-    sparse = sizes(partial(ExpertTensors, spec.moe))
-    return [sparse if spec.has_experts(layer) else dense for layer in range(spec.num_layers)]
+    # the input of a frozen first layer may need no gradient
+    kinds = [(traits, layer == 0 and not spec.trains_embedding) for layer, traits in enumerate(spec.layers)]
+    made = {kind: sizes(_kind_of_tensors(spec, *kind)) for kind in set(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def _kind_of_tensors(spec: ModelSpec, traits: LayerTraits, begins: bool) -> Callable[..., Tensors]:
+    """Return the class of a layer's tensors; ``begins`` says that nothing before the layer is trained."""
+    if spec.lora is None:
+        return partial(ExpertTensors, spec.moe) if spec.moe and traits.sparse else Tensors
+    adapted: dict[str, Any] = {"lora": spec.lora, "traits": traits, "follows_trained": not begins}
+    if spec.moe and traits.sparse:
+        return partial(AdaptedExpertTensors, spec.moe, **adapted)
+    return partial(AdaptedTensors, **adapted)
 
 
 def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:
@@ -167,7 +173,7 @@ class _Rank:
         """Return the bytes of weights, gradients and moments between steps."""
         hosted = [self.stages[stage].weights for stage in self.hosted]
         shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in hosted))
-        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_shards for own in hosted)
+        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in hosted)
         return {
             "weights": 0 if self.plan.offload == "parameters" else shard + self.itemsize * ceil(frozen),
             "gradients": 0 if self.plan.offload != "none" else shard,

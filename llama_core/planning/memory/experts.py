@@ -46,8 +46,9 @@ class ExpertTensors(Tensors):
         experts = moe.num_experts // plan.ep
         self.ffn_parameters *= experts  # w1, w2 and w3 of all experts are one tensor each
         feed_forward = spec.expert_parameters // plan.tp
-        self.layer_parameters += spec.hidden_size * moe.num_experts + (experts - 1) * feed_forward
-        self.layer_trained = self.layer_parameters
+        more = spec.hidden_size * moe.num_experts + (experts - 1) * feed_forward
+        self.layer_parameters += more
+        self.layer_trained += more
         self.layer_divided = self.layer_parameters + (plan.fewer_expert_shards - 1) * experts * feed_forward
 
     def layer(self, mode: RecomputeMode = "none") -> int:

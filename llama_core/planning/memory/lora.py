@@ -1,65 +1,85 @@
-"""The tensors of a layer with adapters over frozen weights.
+"""The tensors of a layer with adapters over frozen weights, some of which may be trained in full.
 
 A frozen matrix is held in the activations' dtype. It needs only itself to pass gradients on, so its input is not kept,
-but an adapter beside it needs that input. Norms, attention and the activation keep what their own gradients need, but
-nothing before the first adapter, whose input needs no gradient.
+but an adapter beside it needs that input, as a trained matrix does. Norms, attention and the activation keep what their
+own gradients need, but nothing before the first trained weight, whose input needs no gradient.
 
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
 from llama_core.config.run import RecomputeMode
-from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, LoRA
+from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, LoRA, MoE
+from llama_core.planning.memory.experts import ExpertTensors
 from llama_core.planning.memory.tensors import DIVIDED_INPUT, Tensors, adapter_size
 from llama_core.planning.plan import ParallelPlan
 
 
 class AdaptedTensors(Tensors):
-    """The sizes of one layer whose weights are frozen, with adapters beside some of its matrices.
+    """The sizes of one layer whose weights are frozen but for some, with adapters beside some of its matrices.
 
     Args:
-        lora: the adapters.
         spec, plan, sizes: as in ``Tensors``.
-        follows_adapters: whether there are adapters before the layer, which need the gradient of its input.
+        lora: the adapters.
+        traits: which matrices have them, and what is trained in full.
+        follows_trained: whether weights before the layer are trained, which need the gradient of its input.
     """
 
     def __init__(
-        self, lora: LoRA, spec: ModelSpec, plan: ParallelPlan, *, follows_adapters: bool = True, **sizes: Any
+        self,
+        spec: ModelSpec,
+        plan: ParallelPlan,
+        *,
+        lora: LoRA,
+        traits: LayerTraits,
+        follows_trained: bool = True,
+        **sizes: Any,
     ) -> None:
         super().__init__(spec, plan, **sizes)
         self.is_tensor_parallel = plan.tp > 1
-        self.targets = frozenset(lora.in_layers)
+        self.targets, self.traits, self.follows_trained = traits.adapted, traits, follows_trained
         tokens = self.whole // (spec.hidden_size * self.itemsize)
         self.bottleneck = tokens * lora.lora_rank * self.itemsize  # A's output
-        self._adapters = {matrix: adapter_size(spec, matrix, plan.tp) for matrix in lora.in_layers}
-        self.norm -= self.wide  # the normalised input, which only the gradient of the norm's weight needs
-        self.layer_trained = self._parameters(MATRICES)
-        self.layer_parameters += self.layer_trained
+        self._adapters = {matrix: adapter_size(spec, matrix, plan.tp) for matrix in self.targets}
+        self.whole_matrices = traits.trained.intersection(MATRICES)
+        self.trained_parameters = {name: sum(adapter) for name, adapter in self._adapters.items()}
+        """Of each matrix and its adapter."""
+        self.trained_parameters |= {name: prod(spec.matrix_shapes[name]) // plan.tp for name in self.whole_matrices}
+        # a norm keeps its normalised input for the gradient of its weight, and a cast copy of a trained weight
+        self._trained_norm = self.wide + self.itemsize * self.casts * spec.hidden_size
+        self.norm += self._trained_norm * (ATTENTION_NORM in traits.trained) - self.wide
+        self.ffn_norm += self._trained_norm * (FFN_NORM in traits.trained) - self.wide
+        norms = len(traits.trained.intersection((ATTENTION_NORM, FFN_NORM)))
+        self.layer_trained = self._parameters(MATRICES) + norms * spec.hidden_size
+        self.layer_parameters += self._parameters(self.targets)
         self.layer_divided = self.layer_parameters
         self.ffn_parameters = self._parameters(FEED_FORWARD_MATRICES) // 3
         self.dropped = lora.lora_dropout > 0
-        self._unneeded = 0 if follows_adapters else self._before_adapters()
+        # matrices whose very input is kept: adapters behind a dropout have their own
+        self.reading = self.whole_matrices if self.dropped else self.whole_matrices | self.targets
         if self.put_off:  # inputs and gradients of every A and B
             inputs = self._inputs()
             returned = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys, "o_proj": self.stream}
             returned |= {"gate_proj": self.ffn, "up_proj": self.ffn, "down_proj": self.stream}
-            self.put_off = inputs + sum(returned[target] + 2 * self.bottleneck for target in self.targets)
+            self.put_off = inputs + sum(returned[name] for name in self.trained_parameters)
+            self.put_off += 2 * self.bottleneck * len(self.targets)
 
     def _parameters(self, matrices: Iterable[str]) -> int:
-        """Return the number of parameters in the adapters of some matrices."""
-        return sum(sum(self._adapters[matrix]) for matrix in self.targets.intersection(matrices))
+        """Return the number of trained parameters in some matrices and their adapters."""
+        return sum(self.trained_parameters.get(matrix, 0) for matrix in matrices)
 
     def _inputs(self, matrices: Iterable[str] = MATRICES) -> int:
-        """Return the bytes kept of the inputs of adapted matrices: some share one, unless each has its own dropout."""
-        adapted = self.targets.intersection(matrices)
+        """Return the bytes kept of the inputs of trained and adapted matrices: some share one, but after dropout."""
+        reading, kept = self.reading.intersection(matrices), 0
         if self.dropped:  # an input after dropout, and its mask
-            return sum(self._input(name) + self._mask(name) for name in adapted)
+            kept = sum(self._input(name) + self._mask(name) for name in self.targets.intersection(matrices))
         shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-        own = sum(self._input(name) for name in adapted.intersection(DIVIDED_INPUT))
-        return own + sum(self.whole for names in shared if adapted.intersection(names))
+        own = sum(self._input(name) for name in reading.intersection(DIVIDED_INPUT))
+        return kept + own + sum(self.whole for names in shared if reading.intersection(names))
 
     def _input(self, matrix: str) -> int:
         """Return the bytes of a matrix's input."""
@@ -70,7 +90,7 @@ class AdaptedTensors(Tensors):
         return self._input(matrix) // self.itemsize if self.dropped else 0
 
     def _beside(self, matrices: Iterable[str]) -> int:
-        """Return the bytes that the adapters of some matrices keep between A and B, and of the cast copies of both."""
+        """Return the bytes of cast copies of trained weights, and of what adapters keep between A and B."""
         copies = self.itemsize * self._parameters(matrices) if self.casts else 0
         return copies + self.bottleneck * len(self.targets.intersection(matrices))
 
@@ -79,29 +99,34 @@ class AdaptedTensors(Tensors):
         if mode != "none":
             return super().layer(mode)
         # rotated queries, rotated keys and values; gate, silu(gate) and up
-        needed = 2 * self.norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
-        if "o_proj" not in self.targets or self.dropped:  # else attention's output is among the inputs
+        needed = self.norm + self.ffn_norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
+        if "o_proj" not in self.reading:  # else attention's output is among the inputs
             needed += self.queries
-        return needed + self._inputs() + self._beside(MATRICES) - self._unneeded
+        return needed + self._inputs() + self._beside(MATRICES) - (0 if self.follows_trained else self._unneeded())
 
-    def _before_adapters(self) -> int:
-        """Return the bytes a layer would keep for gradients that are not needed, if the first adapters are its own."""
+    def _unneeded(self) -> int:
+        """Return the bytes a layer would keep for gradients that are not needed, if its own weights train first."""
         scores = self.queries + 2 * self.keys + self.log_sum_exp
-        if "o_proj" not in self.targets or self.dropped:
+        if "o_proj" not in self.reading:
             scores += self.queries
         unneeded = 0
-        for kept, matrices in (
-            (self.norm, ("q_proj", "k_proj", "v_proj")),
-            (scores, ("o_proj",)),
-            (self.norm, ("gate_proj", "up_proj")),
-            (3 * self.ffn, ("down_proj",)),
+        for kept, norm, matrices in (
+            (self.norm, ATTENTION_NORM, ("q_proj", "k_proj", "v_proj")),
+            (scores, None, ("o_proj",)),
+            (self.ffn_norm, FFN_NORM, ("gate_proj", "up_proj")),
+            (3 * self.ffn, None, ("down_proj",)),
         ):
-            first = self.targets.intersection(matrices)
+            if norm in self.traits.trained:  # its weight's gradient needs the normalised input
+                return unneeded + kept - self.wide
+            first = self.trained_parameters.keys() & matrices
             unneeded += kept
             for name in first:
-                divided, whole = self._adapters[name]
-                unneeded += self.itemsize * (divided if name in DIVIDED_INPUT else whole) * self.casts  # A's copy
-                unneeded += self._mask(name)
+                copied = self.trained_parameters[name]
+                if name in self.targets:  # A
+                    divided, whole = self._adapters[name]
+                    copied = divided if name in DIVIDED_INPUT else whole
+                    unneeded += self._mask(name)
+                unneeded += self.itemsize * copied * self.casts
             if first:
                 # gate and up are each kept for the gradient of the other, and gate for its own too
                 return unneeded + {"up_proj": 2 * self.ffn, "gate_proj": self.ffn}.get("".join(first), 0)
@@ -115,17 +140,24 @@ class AdaptedTensors(Tensors):
         parts = self.stream * self.is_divided  # this rank's part of a tensor beside the whole one
         # the stream before and after attention, and the norm's output
         entered = self.stream * (2 if self.narrow else 1) + self._entering + parts
-        if down:  # w2's output, its adapter's, their sum and, after dropout, the product that both read
+        if "down_proj" in self.whole_matrices:
+            joined = super().leaving("none") + self._entering
+        elif down:  # w2's output, its adapter's, their sum and, after dropout, the product that both read
             joined = entered + 3 * self.whole + self.ffn * self.dropped
         else:  # w2's input and its output (of a divided sequence also in the order in which it is sent, and its part)
             joined = entered + self.ffn + self.whole * (1 + self.is_divided) + parts
         # w3's output and its adapter's, before w2's input, which only an adapter keeps
-        return max(joined, ((2 - down) * self.ffn + entered) * up)
+        return max(joined, ((2 - self._keeps_product) * self.ffn + entered) * up)
 
     @property
     def _entering(self) -> int:
-        """Bytes of the normalised input of the feed-forward, if no adapter keeps it."""
-        return self.whole if self.dropped or not self.targets.intersection(("gate_proj", "up_proj")) else 0
+        """Bytes of the normalised input of the feed-forward, if no weight keeps it."""
+        return 0 if self.reading.intersection(("gate_proj", "up_proj")) else self.whole
+
+    @property
+    def _keeps_product(self) -> bool:
+        """Whether the input of w2 is kept, as it is or after dropout."""
+        return "down_proj" in self.trained_parameters
 
     @property
     def recomputing(self) -> int:  # type: ignore[override]
@@ -138,7 +170,7 @@ class AdaptedTensors(Tensors):
     @property
     def _inside(self) -> int:
         """Tensors on top of those kept as w3 adds its adapter, or as w2 reads a product that is not kept."""
-        up, down = "up_proj" in self.targets, "down_proj" in self.targets and not self.dropped
+        up, down = "up_proj" in self.targets, "down_proj" in self.reading
         return max((2 - down) * up, 1 - down)
 
     @property
@@ -152,3 +184,21 @@ class AdaptedTensors(Tensors):
     def layer_before_norm(self) -> int:
         """Bytes left of a layer after the backward of all three matrices of its feed-forward."""
         return self.layer_before_w2 - 3 * self.ffn - self._beside(("gate_proj", "up_proj"))
+
+
+class AdaptedExpertTensors(ExpertTensors, AdaptedTensors):
+    """The sizes of one layer that has trained experts, and attention that is frozen, with or without adapters.
+
+    Args:
+        moe: the experts.
+        spec, plan, sizes: as in ``AdaptedTensors``.
+    """
+
+    recomputing = 0
+
+    def __init__(self, moe: MoE, spec: ModelSpec, plan: ParallelPlan, **sizes: Any) -> None:
+        super().__init__(moe, spec, plan, **sizes)
+        for matrix in FEED_FORWARD_MATRICES:
+            self.trained_parameters[matrix] *= moe.num_experts // plan.ep
+        # the copies that layers keep are those of their matrices, so there is none of the router to take off
+        self.routing += self.itemsize * self.casts * spec.hidden_size * moe.num_experts

@@ -68,7 +68,7 @@ class StageMoments:
         kept = (layer.layer(mode) for layer, mode in zip(self.layers, self.stage.modes, strict=True))
         self._kept_below = list(accumulate(kept, initial=below))
         """Bytes kept by the layers before each one (and by all of them), with those that all layers share."""
-        self.kept = self._kept_below[weights.num_layers] + (tensors.norm if self.stage.is_last else 0)
+        self.kept = self._kept_below[weights.num_layers] + (tensors.final_norm if self.stage.is_last else 0)
         """Bytes of activations that a forward keeps for its backward."""
         self.kept_loss = tensors.loss_saved if self.stage.is_last else 0
         """Bytes that the loss keeps for its backward."""
@@ -239,7 +239,7 @@ class StageMoments:
         meets_head = self.stage.tied and self.stage.is_last
         # its upstream gradient: with a divided vocabulary zero for other ranks' tokens, then widened to fp32
         upstream = t.stream + t.whole * t.is_divided
-        if t.narrow and not t.spec.lora:
+        if t.narrow and t.spec.trains_table:
             upstream += 2 * t.whole * (2 if t.looked_up else 1)
         made = weights.trained.total - (t.head_trained if meets_head else 0)
         yield self._moment(

@@ -45,8 +45,8 @@ class Adapter(NamedTuple):
 
 
 def adapter_size(spec: ModelSpec, matrix: str, tp: int) -> Adapter:
-    """Return the size of a matrix's adapter; 0 if it has none."""
-    if spec.lora is None or matrix not in spec.lora.target_modules:
+    """Return the size of an adapter on a matrix; 0 in a model without adapters."""
+    if spec.lora is None:
         return Adapter(0, 0)
     columns, rows = spec.target_shapes[matrix]
     divided, whole = (columns, rows) if matrix in DIVIDED_INPUT else (rows, columns)
@@ -75,7 +75,7 @@ class Tensors:
         # copies of weights in the activations' dtype, kept for the backward; fully_shard gathers in that dtype
         casts = self.narrow and not plan.uses_fully_shard
         self.casts = casts and not plan.splits_backward  # a split backward makes its own copies
-        self.casts_head = casts and not spec.lora  # frozen weights are held in the activations' dtype
+        self.casts_head = casts and spec.trains_head  # frozen weights are held in the activations' dtype
         tp = plan.tp
         own_seq = seq_len // plan.cp
         tokens = plan.rows_per_forward * own_seq
@@ -89,6 +89,9 @@ class Tensors:
         self.queries = tokens * spec.q_size // tp * itemsize  # [B, N, S, H]
         self.keys = tokens * spec.kv_size // tp * itemsize  # keys, or values, [B, K, S, H]
         self.norm = 2 * self.wide + stream_tokens * FP32_BYTES  # the input in fp32, the input normalised, its scale
+        self.ffn_norm = self.norm
+        # only the gradient of a norm's weight needs the normalised input
+        self.final_norm = self.norm if spec.trains_final_norm else self.norm - self.wide
         # for its backward, attention also keeps a sum per query, or, in the math kernel, which computes in fp32 with
         # as many key heads as query heads, the scores and its inputs in that form
         self.scores = tokens * seq_len * spec.num_heads // tp * FP32_BYTES if plan.attention == "math" else 0
@@ -107,15 +110,7 @@ class Tensors:
         self.layer_divided = self.layer_parameters  # those that ZeRO divides over all sharding ranks
         self.ffn_parameters = spec.hidden_size * spec.ffn_size // tp  # trained ones, in one of its three matrices
         self.entering = self.whole  # the input of the feed-forward's first two matrices
-        self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head, without adapters
-        self.head_adapter = adapter_size(spec, HEAD, tp)
-        beside_embedding, beside_head = sum(adapter_size(spec, EMBEDDING, tp)), sum(self.head_adapter)
-        self.embedding_parameters = self.table_parameters + beside_embedding
-        self.head_parameters = self.table_parameters + beside_head
-        self.embedding_trained = beside_embedding if spec.lora else self.embedding_parameters
-        self.head_trained = beside_head if spec.lora else self.head_parameters
-        self.head_norm_trained = 0 if spec.lora else spec.hidden_size
-
+        self._set_tables(tp)
         num_inputs = 2 if documents == "none" else 3  # token, target, position
         pieces = 2 if plan.cp > 1 else 1  # this rank's columns, and the rows that all ranks of the sequence get
         self.inputs = INT64_BYTES * num_inputs * plan.microbatch_size * plan.num_microbatches
@@ -130,13 +125,26 @@ class Tensors:
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
         self._set_loss(plan, tokens)
 
+    def _set_tables(self, tp: int) -> None:
+        spec = self.spec
+        self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head, without adapters
+        tables = spec.adapted_tables
+        self.head_adapter = adapter_size(spec, HEAD, tp) if HEAD in tables else Adapter(0, 0)
+        beside_embedding = sum(adapter_size(spec, EMBEDDING, tp)) if EMBEDDING in tables else 0
+        beside_head = sum(self.head_adapter)
+        self.embedding_parameters = self.table_parameters + beside_embedding
+        self.head_parameters = self.table_parameters + beside_head
+        self.embedding_trained = self.embedding_parameters if spec.trains_table else beside_embedding
+        self.head_trained = self.head_parameters if spec.trains_head else beside_head
+        self.head_norm_trained = spec.hidden_size if spec.trains_final_norm else 0
+
     def _set_loss(self, plan: ParallelPlan, tokens: int) -> None:
         spec = self.spec
         vocab_size = spec.vocab_size // plan.tp
         limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
         chunk = -(-tokens // -(-tokens // limit))
         width = tokens * self.itemsize  # bytes of a column
-        self.loss_saved = self.whole + (0 if spec.lora else FP32_BYTES * self.table_parameters)
+        self.loss_saved = self.whole + (FP32_BYTES * self.table_parameters if spec.trains_head else 0)
         """Gradients of the hidden states and of the head."""
         self.loss_working = (
             self.loss_saved
@@ -146,9 +154,9 @@ class Tensors:
             + -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES  # fp32 rows for the softmax
             + tokens * (INT64_BYTES + 1 + FP32_BYTES)  # targets, which of them are ignored, losses
         )
-        if spec.lora is None:  # hidden states with ignored targets zeroed, and rows of the head's gradient
+        if spec.trains_head:  # hidden states with ignored targets zeroed, and rows of the head's gradient
             self.loss_working += self.whole + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize
-        elif sum(self.head_adapter):
+        elif spec.lora and sum(self.head_adapter):
             rank, dropped = spec.lora.lora_rank, spec.lora.lora_dropout > 0
             # A's input and its dropout mask; gradients of A's output and of B; copies of A and B
             kept = self.whole + dropped * self.whole // self.itemsize + width * rank
@@ -176,7 +184,7 @@ class Tensors:
             + self.log_sum_exp
         )
         # the norm's output: input of w1 and w3; then gate, silu(gate), up, and their product: input of w2
-        feed_forward = self.norm + self.whole + 4 * self.ffn
+        feed_forward = self.ffn_norm + self.whole + 4 * self.ffn
         return attention + feed_forward + (self.itemsize * self.layer_parameters if self.casts else 0)
 
     def leaving(self, mode: RecomputeMode) -> int:
@@ -200,4 +208,4 @@ class Tensors:
     @property
     def layer_attending(self) -> int:
         """Bytes left of a layer after the backward of its whole feed-forward: those kept before it."""
-        return self.layer_before_norm - self.norm - self.whole
+        return self.layer_before_norm - self.ffn_norm - self.whole

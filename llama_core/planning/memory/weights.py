@@ -103,9 +103,11 @@ class StageWeights:
         trained = (layer.layer_trained for layer in stage.layers)
         embedding, head, norm = tensors.embedding_trained, tensors.head_trained, tensors.head_norm_trained
         self.trained = Counts.of(stage, trained, embedding=embedding, head=head, norm=norm)
-        """Those of them that get gradients: all, or the adapters only."""
+        """Those of them that get gradients."""
         self.num_shards: int | Fraction = 1
-        """Ranks that share a parameter; an average if experts are sharded over fewer ranks than the rest."""
+        """Ranks that share a trained parameter; an average if experts are sharded over fewer ranks than the rest."""
+        self.num_frozen_shards = 1
+        """Ranks that share a frozen parameter."""
         self.root_gathered = 0
         """Bytes gathered in whichever stage of the rank runs."""
         self.stay_gathered = 0
@@ -180,10 +182,11 @@ class ShardedWeights(StageWeights):
     def __init__(self, stage: Stage, tensors: Tensors, plan: ParallelPlan) -> None:
         super().__init__(stage, tensors)
         self.itemsize, self.zero_stage = tensors.itemsize, plan.effective_zero_stage
-        self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        self.num_frozen_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
+        self.num_shards = self.num_frozen_shards
         more = sum(layer.layer_divided - layer.layer_parameters for layer in stage.layers)
         if more:
-            self.num_shards *= Fraction(self.held.total, self.held.total + more)
+            self.num_shards *= Fraction(self.trained.total, self.trained.total + more)
         self.drops = self.zero_stage == 3  # drops a layer's weights after its forward and its backward
         self.root_gathered = self.itemsize * self.held.root
         self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
@@ -206,7 +209,10 @@ class ShardedWeights(StageWeights):
         if not when.final:
             return self.stay_gathered
         # a group is freed when its gradients come, with its frozen part
-        frozen = (sum(self.held.layers) - layers) * min(done, layers) // layers
+        frozen = reached = 0
+        for held, trained in zip(reversed(self.held.layers), reversed(self.trained.layers), strict=True):
+            reached += trained
+            frozen += held - trained if reached <= done else 0
         if self.trained.root and done >= layers + self.trained.root:
             frozen += self.held.root - self.trained.root
         return self.stay_gathered - self.itemsize * (done + frozen)

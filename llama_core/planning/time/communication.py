@@ -13,9 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
-from llama_core.config.strategy import ATTENTION_MATRICES, EMBEDDING, HEAD
+from llama_core.config.strategy import ATTENTION_MATRICES, EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES
 from llama_core.planning.memory.tensors import FP32_BYTES, Adapter, adapter_size
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import Axis, Collective, Traffic
@@ -103,9 +103,6 @@ class Messages:
     def __init__(self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision) -> None:
         self.spec, self.plan = spec, plan
         self.itemsize = FP32_BYTES if precision == "fp32" else 2
-        targets = spec.lora.in_layers if spec.lora else ()
-        self._adapters = tuple(adapter_size(spec, matrix, plan.tp) for matrix in targets)
-        self._layer_adapters = sum(map(sum, self._adapters))
         schedule = plan.build_schedule()
         self.num_replicas, self.placement = schedule.num_replicas, schedule.placement
         self.layers, self.modes = plan.stage_layers(spec), plan.recompute_modes(spec)
@@ -114,7 +111,6 @@ class Messages:
         self.num_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         self.num_copies = plan.dp_replicate if plan.zero_stage else plan.dp * plan.cp
         self.stream = self.tokens * spec.hidden_size * self.itemsize
-        self._sparse = tuple(map(spec.has_experts, range(spec.num_layers)))
         self.num_expert_shards = self.num_shards // plan.fewer_expert_shards
         self.num_expert_copies = self.num_copies * plan.fewer_expert_shards // plan.ep
         self.hop = Traffic("send", "pp", 2, 1, self.stream / plan.tp if plan.sharded_sequence else self.stream)
@@ -127,10 +123,14 @@ class Messages:
         """Return whether a stage holds the head."""
         return stage == len(self.layers) - 1
 
+    def traits(self, stage: int) -> tuple[LayerTraits, ...]:
+        """Return the traits of a stage's layers."""
+        layers = self.layers[stage]
+        return self.spec.layers[layers.start : layers.stop]
+
     def sparse(self, stage: int) -> tuple[bool, ...]:
         """Return which layers of a stage have experts."""
-        layers = self.layers[stage]
-        return self._sparse[layers.start : layers.stop]
+        return tuple(traits.sparse for traits in self.traits(stage))
 
     def activations(self, stage: int) -> Iterator[Traffic]:
         """Yield the tp, cp and ep transfers of one microbatch's forward and backward through a stage."""
@@ -161,8 +161,10 @@ class Messages:
             forward.append(self._tp("reduce_scatter" if divided else "all_reduce", 1))
             if self.spec.trains_embedding:
                 backward += [self._tp("all_gather", 1)] * divided
-            elif self.spec.lora:  # inputs that no adapter precedes need no gradient sums either
-                without = 1 if set(ATTENTION_MATRICES).intersection(self.spec.lora.target_modules) else 2
+            else:  # inputs that no trained weight precedes need no gradient sums either
+                first = self.spec.layers[0].adapted | self.spec.layers[0].trained
+                without = 1 if first.intersection((*ATTENTION_MATRICES, FFN_NORM)) else 2
+                without = 0 if ATTENTION_NORM in first else without
                 backward.append(self._tp("reduce_scatter" if divided else "all_reduce", -without))
         if self.is_last(stage):
             forward += [self._tp("all_gather", 1)] * divided
@@ -211,33 +213,66 @@ class Messages:
         return self._blocks(stage) + self._rest(stage)
 
     def trained_groups(self, stage: int) -> tuple[float, ...]:
-        """Return the number of parameters with gradients in each group that has any: all, or the adapters only."""
-        if self.spec.lora is None:
+        """Return the number of parameters with gradients in each group that has any."""
+        spec = self.spec
+        if spec.lora is None:
             return self.groups(stage)
-        tables = (sum(adapter) for adapter in self._table_adapters(stage))
-        return (*(self._layer_adapters,) * len(self.layers[stage]), *tables)
+        tables: list[float] = [sum(adapter) for adapter in self._table_adapters(stage)]
+        if self.is_first(stage) and spec.trains_table and (self._is_tied_apart(stage) or not spec.tied_embeddings):
+            tables.append(self._table)
+        if self.is_last(stage):
+            tables.append(self._table * spec.trains_head + spec.hidden_size * spec.trains_final_norm)
+        layers = map(self._trained_of_layer, self.traits(stage))
+        return tuple(group for group in (*layers, *tables) if group)
+
+    def _trained_of_layer(self, traits: LayerTraits) -> float:
+        """Return the parameters of a layer with gradients, without experts that have a group of their own."""
+        spec, matrices = self.spec, traits.trained.intersection(MATRICES)
+        trained: float = self._adapters_of_layer(traits) + spec.hidden_size * len(traits.trained - matrices)
+        if traits.sparse:
+            matrices = matrices.difference(FEED_FORWARD_MATRICES)
+            trained += self._router + (self._experts_of_layer if self.plan.ep == 1 else 0)
+        return trained + sum(math.prod(spec.matrix_shapes[matrix]) for matrix in matrices) / self.plan.tp
+
+    def _adapters(self, layers: Iterable[LayerTraits]) -> list[Adapter]:
+        """Return the sizes of the adapters of some layers."""
+        return [adapter_size(self.spec, matrix, self.plan.tp) for traits in layers for matrix in traits.adapted]
+
+    def _adapters_of_layer(self, traits: LayerTraits) -> int:
+        return sum(map(sum, self._adapters([traits])))
+
+    @property
+    def _router(self) -> int:
+        """The parameters of a router."""
+        return self.spec.hidden_size * self.spec.moe.num_experts if self.spec.moe else 0
 
     def _table_adapters(self, stage: int) -> Iterator[Adapter]:
         """Yield the sizes of a stage's adapters outside the layers."""
         for table, is_there in ((EMBEDDING, self.is_first(stage)), (HEAD, self.is_last(stage))):
-            if is_there and self.spec.table_adapter_parameters(table):
+            if is_there and table in self.spec.adapted_tables:
                 yield adapter_size(self.spec, table, self.plan.tp)
 
     def _blocks(self, stage: int) -> tuple[float, ...]:
         """Return the number of parameters in every layer, and in an untied embedding."""
-        layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size + self._layer_adapters
-        router = self.spec.hidden_size * self.spec.moe.num_experts if self.spec.moe else 0
-        mixture = layer - self.spec.expert_parameters / self.plan.tp + router
+        layer = self.spec.layer_matmul_parameters / self.plan.tp + 2 * self.spec.hidden_size
+        mixture = layer - self.spec.expert_parameters / self.plan.tp + self._router
         mixture += self._experts_of_layer if self.plan.ep == 1 else 0
         embedding: tuple[float, ...] = ()
         if self.is_first(stage) and not self.spec.tied_embeddings:
-            embedding = (self._table + sum(adapter_size(self.spec, EMBEDDING, self.plan.tp)),)
-        return (*(mixture if sparse else layer for sparse in self.sparse(stage)), *embedding)
+            embedding = (self._table + self._beside(EMBEDDING),)
+        blocks = (
+            (mixture if traits.sparse else layer) + self._adapters_of_layer(traits) for traits in self.traits(stage)
+        )
+        return (*blocks, *embedding)
+
+    def _beside(self, table: str) -> int:
+        """Return the parameters of the adapter on a matrix outside the layers."""
+        return sum(adapter_size(self.spec, table, self.plan.tp)) if table in self.spec.adapted_tables else 0
 
     def _rest(self, stage: int) -> tuple[float, ...]:
         """Return the rest: the last norm and the head, or an embedding tied to the head of another rank."""
         if self.is_last(stage):
-            return (self._table + sum(adapter_size(self.spec, HEAD, self.plan.tp)) + self.spec.hidden_size,)
+            return (self._table + self._beside(HEAD) + self.spec.hidden_size,)
         return (self._table,) if self._is_tied_apart(stage) else ()
 
     @property
@@ -303,9 +338,10 @@ class Messages:
         spec = self.spec
         if spec.lora:
             rank = spec.lora.lora_rank
-            layers = [adapter for adapter in self._adapters for _ in range(spec.num_layers)]
-            everywhere = [*layers, *self._table_adapters(stage)]
+            everywhere = [*self._adapters(spec.layers), *self._table_adapters(stage)]
             sides = sum(rank + size // rank for adapter in everywhere for size in adapter)
+            whole = [matrix for traits in spec.layers for matrix in traits.trained.intersection(MATRICES)]
+            sides += sum(sum(spec.matrix_shapes[matrix]) for matrix in whole)
             return self._reduction(2 * count, POWERSGD_RANK * sides)
         sides = 2 * (hidden + spec.q_size) + 2 * (hidden + spec.kv_size) + 3 * (hidden + spec.ffn_size)
         tables = (1 if spec.tied_embeddings else 2) * (spec.vocab_size + hidden)
@@ -324,34 +360,34 @@ class Messages:
         These are the gradients of norms, where a rank sees its part of the sequence, of routers, where it sees its part
         of the experts, or of the whole side of adapters.
         """
-        num_layers = len(self.layers[stage])
-        count = 2 * num_layers + self.is_last(stage) if self.plan.sharded_sequence else 0
-        elements = count * self.spec.hidden_size
-        if self.spec.moe:
-            routers = sum(self.sparse(stage))
-            count, elements = count + routers, elements + routers * self.spec.hidden_size * self.spec.moe.num_experts
-        if self.spec.lora:
-            adapters = [*self._adapters * num_layers, *self._table_adapters(stage)]
-            count, elements = len(adapters), sum(adapter.whole for adapter in adapters)
+        layers, norms = self.traits(stage), 0
+        if self.plan.sharded_sequence:
+            norms = sum(len(traits.trained.difference(MATRICES)) for traits in layers)
+            norms += self.is_last(stage) and self.spec.trains_final_norm
+        routers, adapters = sum(self.sparse(stage)), [*self._adapters(layers), *self._table_adapters(stage)]
+        count = norms + routers + len(adapters)
+        elements = norms * self.spec.hidden_size + routers * self._router + sum(adapter.whole for adapter in adapters)
         is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
         itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
         return Traffic("all_reduce", "tp", self.plan.tp, count, elements * itemsize)
+
+    def _num_trained_tensors(self, stage: int) -> int:
+        """Return the number of a stage's tensors with gradients."""
+        spec, layers = self.spec, self.traits(stage)
+        tensors = sum(2 * len(traits.adapted) + len(traits.trained) + traits.sparse for traits in layers)  # a router
+        tensors += 2 * len(list(self._table_adapters(stage)))
+        tensors += self.is_last(stage) * (spec.trains_final_norm + spec.trains_head)
+        return tensors + (self.is_first(stage) and spec.trains_table and not spec.tied_embeddings)
 
     def shared_gradients(self, pp_rank: int) -> Iterator[Traffic]:
         """Yield the sums, after the last backward, of gradients that are partial on several pipeline ranks."""
         hosted = self.placement[pp_rank]
         groups = [group for stage in hosted for group in self.trained_groups(stage)]
         if self.num_replicas > 1:
-            if self.spec.lora:
-                tensors = 2 * len(self._adapters) * sum(len(self.layers[stage]) for stage in hosted)
-                tensors += 2 * sum(1 for stage in hosted for _ in self._table_adapters(stage))
-            else:
-                tensors = sum(9 * len(self.layers[stage]) + 2 * self.is_last(stage) for stage in hosted)
-                tensors += sum(sum(self.sparse(stage)) for stage in hosted)  # routers
-                tensors += sum(self.is_first(stage) and not self.spec.tied_embeddings for stage in hosted)
+            tensors = sum(map(self._num_trained_tensors, hosted))
             experts = sum(sum(self.expert_groups(stage)) for stage in hosted)
             num_bytes = FP32_BYTES * (sum(groups) / self.num_shards + experts / self.num_expert_shards)
             yield Traffic("all_reduce", "pp", self.num_replicas, tensors, num_bytes)
         ends = [stage for stage in hosted if self.is_first(stage) or self.is_last(stage)]
-        if self.num_replicas == 1 and self._is_tied_apart(0) and ends and not self.spec.lora:
+        if self.num_replicas == 1 and self._is_tied_apart(0) and ends and self.spec.trains_table:
             yield Traffic("all_reduce", "pp", 2, 1, self._table / self.num_shards * FP32_BYTES)

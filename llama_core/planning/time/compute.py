@@ -6,11 +6,12 @@ read and write. The kernels are this engine's: norms, rotation and activation in
 compiles; a linear cross-entropy that computes its gradients in the forward.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import LayerTraits, ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
 from llama_core.config.strategy import HEAD, MATRICES, MoE
 from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
@@ -110,18 +111,18 @@ class StageCompute:
         self.casts = self.itemsize < FP32_BYTES and not plan.uses_fully_shard
 
     def stage(
-        self, modes: tuple[RecomputeMode, ...], sparse: tuple[bool, ...] = (), *, is_first: bool, is_last: bool
+        self, modes: tuple[RecomputeMode, ...], traits: tuple[LayerTraits, ...] = (), *, is_first: bool, is_last: bool
     ) -> Pass:
         """Return the time of a stage.
 
         Args:
             modes: the recomputation of each layer.
-            sparse: which layers have experts; default: none.
+            traits: the traits of each layer; default: those of the model's first.
             is_first: whether it holds the embedding.
             is_last: whether it holds the head.
         """
-        kinds = list(zip(modes, sparse or (False,) * len(modes), strict=True))
-        layers = {kind: self.layer(kind[0], sparse=kind[1]) for kind in set(kinds)}
+        kinds = list(zip(modes, traits or self.spec.layers[:1] * len(modes), strict=True))
+        layers = {kind: self.layer(*kind) for kind in set(kinds)}
         total = NO_TIME
         for kind in kinds:
             total = total.plus(layers[kind])
@@ -129,17 +130,19 @@ class StageCompute:
             total = total.plus(self.embedding())
         return total.plus(self.head()) if is_last else total
 
-    def layer(self, mode: RecomputeMode, *, sparse: bool = False) -> Pass:
-        """Return the time of one layer, including recomputation in its backward; if ``sparse``, with experts."""
+    def layer(self, mode: RecomputeMode, traits: LayerTraits | None = None) -> Pass:
+        """Return the time of a layer with these traits, by default the first, with recomputation in its backward."""
+        traits = self.spec.layers[0] if traits is None else traits
         products = {name: self._product(*shape) for name, shape in self._shapes().items()}
-        attention, elementwise, adapters = self.attention(), self._elementwise(), self._beside_frozen()
-        if sparse and self.spec.moe is not None:
+        attention, elementwise, adapters = self.attention(), self._elementwise(traits), self._beside_frozen(traits)
+        if traits.sparse and self.spec.moe is not None:
             products |= self._products_of_experts(self.spec.moe)
             elementwise = elementwise.plus(self._routing(self.spec.moe))
         launches = KERNEL_SECONDS * KERNELS_PER_LAYER[self.plan.compile]
         once = sum(products.values())
         # a frozen matrix has no gradient of its own, but passes gradients on
-        back = once if self.spec.lora else 2 * once
+        names = dict(zip(self._shapes(), MATRICES, strict=True))
+        back = once + sum(seconds for name, seconds in products.items() if names[name] in traits.trained)
         forward = max(once + attention.forward + elementwise.forward + adapters.forward, launches)
         backward = max(back + attention.backward + elementwise.backward + adapters.backward, 2 * launches)
         if mode == "none":
@@ -171,13 +174,13 @@ class StageCompute:
             weights = Pass(self._memory(more, 1, 1), self._memory(more, 1, 4))
         return Pass(self._memory(ffn, *forward) + moved, self._memory(ffn, *backward) + moved).plus(weights)
 
-    def _beside_frozen(self) -> Pass:
+    def _beside_frozen(self, traits: LayerTraits) -> Pass:
         """Return the time of a layer's adapters: two narrow products each, and adding their output."""
         spec, forward, backward = self.spec, 0.0, 0.0
         if spec.lora is None:
             return NO_TIME
         for matrix, (columns, rows) in zip(MATRICES, self._shapes().values(), strict=True):
-            if matrix in spec.lora.target_modules:
+            if matrix in traits.adapted:
                 products = self._product(columns, spec.lora.lora_rank) + self._product(spec.lora.lora_rank, rows)
                 forward += products + self._memory(self.tokens * rows, narrow=3, wide=0)
                 backward += 2 * products + self._memory(self.tokens * columns, narrow=3, wide=0)
@@ -194,7 +197,7 @@ class StageCompute:
         looked_up = self._memory(self.tokens * self.spec.hidden_size, narrow=1, wide=2)
         if not self.spec.trains_embedding:
             return Pass(looked_up, 0.0)
-        if self.spec.lora:
+        if self.spec.lora and not self.spec.trains_table:
             product = self._product(self.spec.lora.lora_rank, self.spec.hidden_size)
             side = self._memory(self.spec.lora.lora_rank * self.spec.vocab_size / self.plan.tp, narrow=0, wide=4)
             return Pass(looked_up + product, 2 * product + side)
@@ -208,9 +211,9 @@ class StageCompute:
         product = self._product(self.spec.hidden_size, vocab_size)
         loss = self._memory(self.tokens * vocab_size, *_LOSS_ACCESSES)
         hidden = self._memory(self.tokens * self.spec.hidden_size, narrow=2, wide=0)
-        if self.spec.lora:
+        if not self.spec.trains_head:
             narrow = wide = 0.0
-            if HEAD in self.spec.lora.target_modules:
+            if self.spec.lora and HEAD in self.spec.adapted_tables:
                 narrow = self._product(self.spec.hidden_size, self.spec.lora.lora_rank)
                 wide = self._product(self.spec.lora.lora_rank, vocab_size)
             return Pass(2 * product + loss + narrow + 3 * wide, hidden + 2 * narrow)
@@ -247,13 +250,14 @@ class StageCompute:
         rate = self.peak * self.device.matmul_share * MODEL_SHAPES * shortest / (shortest + HALF_RATE_DIM)
         return 2 * tokens * columns * rows / rate
 
-    def _elementwise(self) -> Pass:
+    def _elementwise(self, traits: LayerTraits) -> Pass:
         """Return the time of one layer outside products and attention."""
         forward, backward = (sum(self._elementwise_parts(backward)) for backward in (False, True))
-        if not self.casts or self.spec.lora:
+        if not self.casts:
             return Pass(forward, backward)
         # each weight is read in fp32 and written narrow; its gradient is widened and accumulated
-        weights = self.spec.layer_matmul_parameters / self.plan.tp
+        shapes = self.spec.matrix_shapes
+        weights = sum(math.prod(shapes[name]) for name in traits.trained.intersection(shapes)) / self.plan.tp
         return Pass(forward + self._memory(weights, 1, 1), backward + self._memory(weights, 1, 4))
 
     def _elementwise_parts(self, backward: bool) -> Iterator[float]:

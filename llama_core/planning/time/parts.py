@@ -88,7 +88,7 @@ class StepParts:
         messages = self.messages
         return self.compute.stage(
             messages.modes[stage],
-            messages.sparse(stage),
+            messages.traits(stage),
             is_first=messages.is_first(stage),
             is_last=messages.is_last(stage),
         )
