@@ -21,7 +21,7 @@ class LocalAdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(local_part, tensors)
         return has_complex
