@@ -84,9 +84,19 @@ class RunDirectory:
         return self.path / "metrics"
 
     @property
+    def metrics_tail(self) -> Path:
+        """The steps that are in no Parquet part yet, a line of JSON each."""
+        return self.path / "metrics" / "tail.jsonl"
+
+    @property
     def heartbeat(self) -> Path:
         """The newest ``StepRecord``, rewritten every step for monitoring."""
         return self.path / "metrics" / "heartbeat.json"
+
+    @property
+    def activity(self) -> Path:
+        """What the first rank does while it completes no step."""
+        return self.path / "logs" / "activity.json"
 
     @property
     def checkpoints(self) -> Path:

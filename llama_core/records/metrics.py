@@ -1,10 +1,14 @@
-"""The metrics of a run, as several Parquet parts, since a Parquet file cannot be read until it is closed."""
+"""The metrics of a run: Parquet parts, and the steps of the next part as lines of JSON.
 
+A Parquet file cannot be read until it is closed, and the process may be killed before. A line outlives it.
+"""
+
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
@@ -15,13 +19,23 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+def append_metrics(run: RunDirectory, record: StepRecord) -> None:
+    """Keep the record of a step that is in no part yet, so that it outlives this process."""
+    with run.metrics_tail.open("a") as tail:
+        tail.write(json.dumps(asdict(record)) + "\n")
+
+
 def write_metrics_part(run: RunDirectory, records: Sequence[StepRecord]) -> Path:
-    """Write ``records`` as the next Parquet part of the run's metrics and return its path."""
-    import pyarrow as pa
+    """Write ``records`` as the next Parquet part of the metrics, in place of the appended ones; return its path."""
+    path = _write_part(run, _table([asdict(record) for record in records]))
+    run.metrics_tail.unlink(missing_ok=True)
+    return path
+
+
+def _write_part(run: RunDirectory, table: "pa.Table") -> Path:
     import pyarrow.parquet as pq
 
     number = 1 + max((int(path.stem.removeprefix("part-")) for path in _parts(run)), default=-1)
-    table = pa.Table.from_pylist([asdict(record) for record in records], schema=_metrics_schema())
     path = run.metrics / f"part-{number:05d}.parquet"
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary)
@@ -31,10 +45,8 @@ def write_metrics_part(run: RunDirectory, records: Sequence[StepRecord]) -> Path
 def read_metrics(run: RunDirectory) -> "pa.Table":
     """Return the run's ``StepRecord`` rows ordered by step; an empty table if there are none."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    tables = [pq.read_table(path, schema=_metrics_schema()) for path in _parts(run)]
-    return pa.concat_tables([_metrics_schema().empty_table(), *tables]).sort_by("step")
+    return pa.concat_tables(_parts_and_tail(run)).sort_by("step")
 
 
 def read_heartbeat(run: RunDirectory) -> StepRecord | None:
@@ -52,6 +64,10 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
     newest = read_heartbeat(run)
     if newest is not None and newest.step > step:
         run.heartbeat.unlink()
+    _, tail = _parts_and_tail(run)
+    if tail.num_rows:
+        _write_part(run, tail)
+    run.metrics_tail.unlink(missing_ok=True)
     for path in _parts(run):
         table = pq.read_table(path, schema=_metrics_schema())
         kept = table.filter(pc.field("step") <= step)
@@ -64,6 +80,32 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
 
 def _parts(run: RunDirectory) -> list[Path]:
     return sorted(run.metrics.glob("part-*.parquet"))
+
+
+def _parts_and_tail(run: RunDirectory) -> tuple["pa.Table", "pa.Table"]:
+    """Return the rows of all parts, and those that are in none yet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = _appended(run)  # read first: a part that is written meanwhile repeats them
+    parts = pa.concat_tables([_table([]), *(pq.read_table(path, schema=_metrics_schema()) for path in _parts(run))])
+    known = set(parts.column("step").to_pylist())
+    return parts, _table([row for row in rows if row["step"] not in known])
+
+
+def _appended(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the appended records, without a last line that was cut short."""
+    try:
+        complete = run.metrics_tail.read_text().rpartition("\n")[0]
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(rows, schema=_metrics_schema())
 
 
 def _metrics_schema() -> "pa.Schema":

@@ -9,7 +9,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import StepRecord
-from llama_core.records.metrics import write_metrics_part
+from llama_core.records.metrics import append_metrics, write_metrics_part
 from llama_core.units import format_bytes
 
 
@@ -27,7 +27,7 @@ class MetricsSink(Protocol):
 
 
 class ParquetSink:
-    """Appends records to the run's metrics as a new Parquet part every ``part_size`` records."""
+    """Adds records to the run's metrics at once, and puts every ``part_size`` of them into a new Parquet part."""
 
     def __init__(self, run: RunDirectory, part_size: int = 100) -> None:
         self.run = run
@@ -35,13 +35,14 @@ class ParquetSink:
         self._records: list[StepRecord] = []
 
     def write(self, record: StepRecord) -> None:
-        """Buffer the record; write a part once ``part_size`` are buffered."""
+        """Append the record; write a part once there are ``part_size``."""
+        append_metrics(self.run, record)
         self._records.append(record)
         if len(self._records) >= self.part_size:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered records as a part."""
+        """Write the records since the last part as a part."""
         if self._records:
             write_metrics_part(self.run, self._records)
             self._records = []

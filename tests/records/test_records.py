@@ -7,7 +7,13 @@ from step_record import record
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, read_json, write_json
-from llama_core.records.metrics import drop_metrics_after, read_heartbeat, read_metrics, write_metrics_part
+from llama_core.records.metrics import (
+    append_metrics,
+    drop_metrics_after,
+    read_heartbeat,
+    read_metrics,
+    write_metrics_part,
+)
 
 
 @pytest.fixture
@@ -67,6 +73,19 @@ def test_resuming_drops_the_steps_it_will_repeat(run):
     write_metrics_part(run, [record(5)])
     drop_metrics_after(run, 3)
     write_metrics_part(run, [record(4)])
+    assert steps_of(run) == [1, 2, 3, 4]
+
+
+def test_steps_that_a_killed_process_appended_are_read_once_and_survive_resuming(run):
+    write_metrics_part(run, [record(1), record(2)])
+    for step in (2, 3, 4, 5):  # it was killed after it had written the part, before it forgot step 2
+        append_metrics(run, record(step))
+    with run.metrics_tail.open("a") as tail:
+        tail.write('{"step": 6, "lo')
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+    drop_metrics_after(run, 3)
+    assert steps_of(run) == [1, 2, 3]
+    append_metrics(run, record(4))
     assert steps_of(run) == [1, 2, 3, 4]
 
 
