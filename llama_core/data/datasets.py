@@ -23,7 +23,7 @@ from llama_core.data.token_cache import TokenCache, cache_directory, cached_toke
 from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError
 from llama_core.models.batch import IGNORE_INDEX, Batch
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import is_disk_full, no_room, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -333,8 +333,9 @@ def _writing_to(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        cause = no_room(directory) if is_disk_full(error) else error.strerror or str(error)
         raise DataError(
-            f"cannot write the token cache in {str(directory)!r}: {error.strerror or error}; "
+            f"cannot write the token cache in {str(directory)!r}: {cause}; "
             "make room there or choose another data.cache_dir"
         ) from None
 

@@ -1,7 +1,9 @@
 """Write records atomically, so that a reader never sees half of one, and read them back."""
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -11,8 +13,27 @@ from typing import Any
 from uuid import uuid4
 
 from llama_core.errors import RunDirectoryError
+from llama_core.units import format_bytes
 
 SCHEMA_VERSION = 1
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return whether ``error``, or one that led to it, says that a disk or the user's quota on it is used up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def no_room(folder: Path, num_bytes: int = 0) -> str:
+    """Return the clause that the disk of ``folder`` is full, with what is free there and, if known, what is needed."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    needed = f"{format_bytes(num_bytes)} needed, " if num_bytes else ""
+    quota = " (your quota may be used up)" if free > num_bytes > 0 else ""
+    return f"the disk of {folder} is full: {needed}{format_bytes(free)} free{quota}"
 
 
 def now() -> str:

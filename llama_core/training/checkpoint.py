@@ -9,7 +9,6 @@ byte is on disk; the ``latest`` file names the newest one and is replaced last. 
 therefore leaves the earlier checkpoints intact.
 """
 
-import errno
 import logging
 import shutil
 import warnings
@@ -33,7 +32,7 @@ from llama_core.records.checkpoints import (
     newest_checkpoint,
 )
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, write_json
+from llama_core.records.files import atomic_write, is_disk_full, no_room, write_json
 from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -51,11 +50,18 @@ class _Pending:
 
 
 class Checkpointer:
-    """Saves and restores one run's weights, moments and counters; all ranks call each method together."""
+    """Saves and restores one run's weights, moments and counters; all ranks call each method together.
 
-    def __init__(self, run: RunDirectory, *, keep: int) -> None:
+    Args:
+        run: the run.
+        keep: how many of the newest checkpoints stay on disk.
+        num_bytes: the size of a checkpoint, for the error of a full disk.
+    """
+
+    def __init__(self, run: RunDirectory, *, keep: int, num_bytes: int = 0) -> None:
         self.run = run
         self.keep = keep
+        self.num_bytes = num_bytes
         self._pending: _Pending | None = None
 
     def save(self, step: int, engine: Engine, state: Mapping[str, Any]) -> None:
@@ -161,8 +167,7 @@ class Checkpointer:
         shutil.rmtree(self._writing(step), ignore_errors=True)
         newest = newest_checkpoint(self.run)
         kept = f"{newest.name} is complete" if newest else "no earlier checkpoint exists"
-        full = _is_disk_full(error)
-        cause = f"no space left under {self.run.checkpoints}" if full else one_line(error)
+        cause = no_room(self.run.checkpoints, self.num_bytes) if lacks_room(error) else one_line(error)
         return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
 
 
@@ -174,12 +179,13 @@ def _state_or_problem(path: Path) -> tuple[dict[str, Any] | None, str]:
         return None, one_line(error)
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
+def lacks_room(error: BaseException | None) -> bool:
+    """Return whether the disk was full for some rank; torch gathers the errors of all ranks in one."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            return True
         if isinstance(error, dcp.CheckpointException):
-            return any(_is_disk_full(failure[0]) for failure in error.failures.values())
+            return any(is_disk_full(failure[0]) for failure in error.failures.values())
+        if is_disk_full(error):
+            return True
         error = error.__cause__ or error.__context__
     return False
 

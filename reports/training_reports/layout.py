@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from llama_core.errors import RunDirectoryError
-from llama_core.records.files import atomic_write, now
+from llama_core.records.files import atomic_write, is_disk_full, no_room, now
 
 STATUS_STYLE = {"finished": "good", "preempted": "warn", "timeout": "warn", "cancelled": "warn"}
 """CSS class of each outcome; all others are ``bad``."""
@@ -59,9 +59,11 @@ def write_page(path: Path, template: str, **values: object) -> Path:
         with atomic_write(path) as temporary:
             temporary.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise RunDirectoryError(
-            f"cannot write {str(path)!r}: {error.strerror or error}; make the directory writable"
-        ) from None
+        if is_disk_full(error):
+            cause, remedy = no_room(path.parent, len(page.encode())), "free some space there"
+        else:
+            cause, remedy = error.strerror or str(error), "make the directory writable"
+        raise RunDirectoryError(f"cannot write {str(path)!r}: {cause}; {remedy}") from None
     return path
 
 

@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def trained(steps, seed=0):
 
 
 def save(run, *steps, keep=5):
-    checkpointer = Checkpointer(run, keep=keep)
+    checkpointer = Checkpointer(run, keep=keep, num_bytes=977 * 2**10)
     for step in steps:
         checkpointer.save(step, trained(step), {"tokens": 10 * step})
     checkpointer.finish()
@@ -158,8 +159,10 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_
     (small_disk / "ballast").write_bytes(b"\0" * (shutil.disk_usage(small_disk).free - 8192))
     with pytest.raises(CheckpointError) as caught:
         save(run, 2)
-    assert str(caught.value) == (
-        f"cannot save the checkpoint of step 2: no space left under {run.checkpoints}; step-00000001 is complete"
+    assert re.fullmatch(
+        rf"cannot save the checkpoint of step 2: the disk of {run.checkpoints} is full: 977.00 KiB needed, "
+        r"\d.* free; step-00000001 is complete",
+        str(caught.value),
     )
     assert names(run) == ["latest", "step-00000001"]
     assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
