@@ -1,12 +1,22 @@
 """The chain of a run, shared by the command line, the Prefect flow and ``launch_training``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_core.chain.console import say
-from llama_core.chain.steps import NOT_REHEARSED, describe, say_data, say_plan, say_weights, stopping_on_interrupt
+from llama_core.chain.steps import (
+    NOT_REHEARSED,
+    describe,
+    say_data,
+    say_extension,
+    say_plan,
+    say_weights,
+    stopping_on_interrupt,
+)
+from llama_core.errors import TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -33,8 +43,8 @@ class Steps:
     """Start the run's job, or find the running one; None if there is no job to wait for."""
     train: Callable[[RunDirectory], TrainingSummary | None]
     """Follow the run to its end; None if it only times steps."""
-    benchmark: Callable[[RunDirectory], BenchmarkRecord]
-    """Return the steps timed at the end of the run."""
+    benchmark: Callable[[RunDirectory], BenchmarkRecord | None]
+    """Return the steps timed at the end of the run; None if it times none."""
     report: Callable[[RunDirectory], Path]
     """Write the report."""
 
@@ -42,7 +52,8 @@ class Steps:
 def run_chain(steps: Steps) -> RunDirectory:
     """Prepare, validate, estimate, rehearse, submit, train, benchmark and report one run, printing a line for each.
 
-    From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends.
+    From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. Where the
+    run fails and the report too, the run's error is raised.
 
     Raises:
         TrainingInfraError: if a step fails.
@@ -50,19 +61,31 @@ def run_chain(steps: Steps) -> RunDirectory:
     run = steps.prepare()
     say_weights(run)
     say("run", describe(run))
+    say_extension(run)
     say("validate", steps.validate(run).summary())
     say_data(run)
     say_plan(run)
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)
     say("dry-run", rehearsed.summary() if rehearsed else NOT_REHEARSED)
-    try:
-        with stopping_on_interrupt(run):
-            if (job := steps.submit(run)) is not None:
-                say("submit", job.describe())
-            if (trained := steps.train(run)) is not None:
-                say("train", trained.summary())
-            say("benchmark", steps.benchmark(run).summary())
-    finally:
-        say("report", str(steps.report(run)))
+    with _reported(run, steps.report), stopping_on_interrupt(run):
+        if (job := steps.submit(run)) is not None:
+            say("submit", job.describe())
+        if (trained := steps.train(run)) is not None:
+            say("train", trained.summary())
+        timed = steps.benchmark(run)
+        say("benchmark", timed.summary() if timed else "skipped: benchmark.steps=0")
     return run
+
+
+@contextmanager
+def _reported(run: RunDirectory, write: Callable[[RunDirectory], Path]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        try:
+            say("report", str(write(run)))
+        except TrainingInfraError as error:
+            say("report", str(error))
+        raise
+    say("report", str(write(run)))

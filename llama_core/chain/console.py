@@ -23,6 +23,11 @@ class Announcer:
         # A single print, so that a progress bar below is not redrawn in between.
         self.console.print(Text.assemble((f"{step:<10}", "bold"), text))
 
+    @property
+    def can_redraw(self) -> bool:
+        """Whether a bar can be redrawn in place; FORCE_COLOR makes rich take a pipe for a terminal."""
+        return not self.console.quiet and self.console.is_interactive and self.console.file.isatty()
+
     @contextmanager
     def silenced(self, quiet: bool) -> Iterator[None]:
         """Print nothing inside the block if ``quiet``."""
@@ -45,9 +50,9 @@ def say_output(rank: int, line: str) -> None:
 def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
     """Show a progress bar with loss, tokens/s and memory, and yield the function to call with every step.
 
-    If the output is not a terminal, print a line at every tenth of the run instead.
+    If the output is not a terminal, print a line for the first step and at every tenth of the run instead.
     """
-    if say.console.quiet or not say.console.is_terminal:
+    if not say.can_redraw:
         yield _TenLines()
         return
     with Progress(
@@ -62,11 +67,25 @@ def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
         yield lambda record: progress.update(task, total=record.total_steps, completed=record.step, text=_short(record))
 
 
+@contextmanager
+def count_down(text: str) -> Iterator[Callable[[float], None]]:
+    """Print ``text``; on a terminal, also show the seconds that are left, given to the yielded function."""
+    say("stopping", text)
+    if not say.can_redraw:
+        yield lambda left: None
+        return
+    with Progress(
+        TextColumn("[bold]stopping  "), TextColumn("{task.fields[text]}"), console=say.console, transient=True
+    ) as progress:
+        task = progress.add_task("stop", total=None, text="")
+        yield lambda left: progress.update(task, text=f"{left:.0f} s left")
+
+
 class _TenLines:
-    """Prints the record that completes each tenth of the run."""
+    """Prints the first record, and the one that completes each tenth of the run."""
 
     def __init__(self) -> None:
-        self._tenths = 0
+        self._tenths = -1
 
     def __call__(self, record: StepRecord) -> None:
         tenths = record.step * 10 // record.total_steps

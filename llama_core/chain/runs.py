@@ -9,9 +9,16 @@ from typing import Any
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
+from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import checkpoint_name, is_complete, list_checkpoints
+from llama_core.records.checkpoints import (
+    checkpoint_name,
+    checkpoint_step,
+    is_complete,
+    list_checkpoints,
+    newest_step,
+)
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
@@ -47,9 +54,15 @@ def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
         return found[-1]
     wanted = run.checkpoints / checkpoint_name(step)
     if wanted not in found:
-        there = ", ".join(str(int(path.name.rpartition("-")[2])) for path in found)
+        there = ", ".join(str(checkpoint_step(path)) for path in found)
         raise RunDirectoryError(f"{run.path} has no complete checkpoint of step {step}; there are {there}")
     return wanted
+
+
+def resume_point(run: RunDirectory) -> str:
+    """Return where ``run`` goes on when it is resumed, as the end of a sentence about it."""
+    step = newest_step(run)
+    return f"continues after step {step}" if step else "starts over, since there is no checkpoint yet"
 
 
 def is_finished(run: RunDirectory) -> bool:
@@ -64,10 +77,11 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
     Args:
         config: the request, with its defaults filled in.
         run_dir: the requested directory; None looks through ``RUNS``.
-        resume: whether to continue a run.
+        resume: whether to continue a run; with ``training.steps``, also a finished one.
 
     Raises:
-        RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set.
+        RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set, or
+            ``config`` asks for fewer steps than the run has taken.
     """
     if run_dir is None:
         return _newest_unfinished(config) if resume else None
@@ -83,14 +97,32 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
             raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
         return None
     there = RunConfig.load(run.config)
-    if there.fingerprint() != config.fingerprint():
-        differences = "; ".join(_differences(there, config))
+    differences = dict(_differences(there, config))
+    if differences and not (resume and config.training.steps and set(differences) <= _LENGTH):
         raise RunDirectoryError(
-            f"{run_dir} holds a run of another configuration ({differences}); choose another --run-dir"
+            f"{run_dir} holds a run of another configuration ({'; '.join(differences.values())}); "
+            "choose another --run-dir"
         )
+    if differences:
+        _check_extension(run, config.training.steps)
     if not resume:
         raise RunDirectoryError(f"{run_dir} already holds this run; add --resume to continue it")
     return run
+
+
+_LENGTH = {"training.steps", "training.epochs"}
+"""The keys that a run may change when it is resumed with a number of steps."""
+
+
+def _check_extension(run: RunDirectory, num_steps: int | None) -> None:
+    step = newest_step(run)
+    if num_steps is not None and num_steps <= step:
+        raise RunDirectoryError(
+            f"training.steps={num_steps}: {run.path} has already taken {step} steps; ask for more, or choose another "
+            "--run-dir"
+        )
+    if attach(run) is not None:
+        raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change training.steps")
 
 
 def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:
@@ -124,13 +156,13 @@ def _never_began(run: RunDirectory) -> bool:
     return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.heartbeat.exists()
 
 
-def _differences(one: RunConfig, other: RunConfig) -> Iterable[str]:
-    """Yield each key in which two runs differ, with both values."""
+def _differences(one: RunConfig, other: RunConfig) -> Iterable[tuple[str, str]]:
+    """Yield each key in which two runs differ, and a clause with both values."""
     left, right = _flat(one.identity()), _flat(other.identity())
     for key in sorted(left | right):
         if left.get(key) != right.get(key):
             there, here = (repr(side[key]) if key in side else "unset" for side in (left, right))
-            yield f"{key} is {there} there, {here} here"
+            yield key, f"{key} is {there} there, {here} here"
 
 
 def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

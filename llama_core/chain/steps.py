@@ -7,15 +7,18 @@ calls the steps in order; each can be repeated on its own.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llama_core.chain.console import say, say_output, watch
+from llama_core.chain.console import count_down, say, say_output, watch
 from llama_core.chain.environment import validate_environment
+from llama_core.chain.expected import expected_step
 from llama_core.chain.prepare import refuse_unfit
-from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
 from llama_core.config.run import DATALOADER, RANDOM_BASE, SAMPLE, RunConfig
 from llama_core.errors import (
     CancelledError,
+    ConfigError,
     DoesNotFitError,
     EnvironmentMismatchError,
     RequestError,
@@ -28,10 +31,13 @@ from llama_core.launch.outcome import read_outcome, record_outcome
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import Outcome, Part
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.records.metrics import read_heartbeat
+from llama_core.units import format_duration
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
@@ -127,14 +133,15 @@ def follow(run: RunDirectory, on_step: Callable[[StepRecord], None] | None = Non
     Raises:
         TrainingFailedError, StoppedError: like ``wait``.
     """
-    with watch(run) as show:
+    handle = attach(run)
+    with stopping_on_interrupt(run), watch(run) as show:
 
         def on_progress(record: StepRecord) -> None:
             show(record)
             if on_step is not None:
                 on_step(record)
 
-        wait(run, attach(run), on_progress, say_output)
+        wait(run, handle, on_progress, say_output)
     return training_summary(run) if run.training.exists() else None
 
 
@@ -144,7 +151,7 @@ def wait(
     on_progress: Callable[[StepRecord], None] | None = None,
     on_output: Callable[[int, str], None] | None = None,
 ) -> Outcome:
-    """Wait for the job's end and return its outcome; an interrupt (Ctrl-C) stops the job first.
+    """Wait for the job's end and return its outcome.
 
     Args:
         run: the run.
@@ -154,19 +161,16 @@ def wait(
 
     Raises:
         TrainingFailedError: if the job ended without finishing, with the reason and what to try.
-        StoppedError: if it was interrupted, with the command that resumes the run.
     """
     if handle is None:
         return check_outcome(read_outcome(run))
-    try:
-        return check_outcome(handle.wait(on_progress, on_output, lambda line: say("waiting", line)))
-    except KeyboardInterrupt:
-        return _stop(run, handle)
+    say_waiting = partial(say, "waiting")
+    return check_outcome(handle.wait(on_progress, on_output, say_waiting, lambda: expected_step(run)))
 
 
 @contextmanager
 def stopping_on_interrupt(run: RunDirectory) -> Iterator[None]:
-    """Stop the run's job if Ctrl-C interrupts the block while nothing waits for the job.
+    """Stop the run's job if Ctrl-C interrupts the block; a second Ctrl-C kills the job.
 
     Raises:
         StoppedError: with the command that resumes the run.
@@ -181,11 +185,38 @@ def stopping_on_interrupt(run: RunDirectory) -> Iterator[None]:
 
 
 def _stop(run: RunDirectory, handle: JobHandle) -> Outcome:
-    say("stopping", "after this step, with a checkpoint")
-    outcome = handle.cancel()
+    try:
+        with count_down(_what_stopping_takes(run, handle)) as on_second:
+            outcome = handle.cancel(on_second=on_second)
+    except KeyboardInterrupt:
+        outcome = _stop_at_once(handle)
     if outcome.status == "cancelled":
         raise stopped(run, outcome) from None
     return check_outcome(outcome)  # the job had ended by itself
+
+
+def _stop_at_once(handle: JobHandle) -> Outcome:
+    say("stopping", "at once")
+    try:
+        return handle.cancel(grace_seconds=0)
+    except KeyboardInterrupt:
+        raise StoppedError(
+            f"{handle.kind} {handle.record.job_id} may still run; look with {handle.listed_by}"
+        ) from None
+
+
+def _what_stopping_takes(run: RunDirectory, handle: JobHandle) -> str:
+    """Return what an interrupt waits for, at most how long, and what a second one would lose."""
+    if handle.waits_for:
+        return "taking the job out of the queue"
+    newest = read_heartbeat(run)
+    step = f"step {newest.step + 1} (the last took {format_duration(newest.step_seconds)})" if newest else "a step"
+    if newest is not None and newest.step == newest.total_steps:
+        step = f"the work after step {newest.step}"
+    return (
+        f"waiting for the end of {step} and a checkpoint, at most {handle.record.grace_seconds:g} s; "
+        f"Ctrl-C again stops at once: then --resume {resume_point(run)}"
+    )
 
 
 def cancel(run: RunDirectory) -> Outcome | None:
@@ -204,7 +235,13 @@ def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
     again = f"training-infra train --run-dir {run.path} --resume"
     if load_config(run).data.source == DATALOADER:
         again = f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
-    return StoppedError(f"stopped after step {outcome.step}; continue with: {again}")
+    where = f"after step {outcome.step}" if outcome.step else "before the first step"
+    match newest_step(run):
+        case 0:
+            return StoppedError(f"stopped {where}, with no checkpoint yet; start over with: {again}")
+        case saved if saved < outcome.step:
+            return StoppedError(f"stopped {where}; continue after step {saved}, the newest checkpoint, with: {again}")
+    return StoppedError(f"stopped {where}; continue with: {again}")
 
 
 def check_outcome(outcome: Outcome) -> Outcome:
@@ -228,6 +265,21 @@ def benchmark(run: RunDirectory) -> BenchmarkRecord:
     """Return the steps timed at the end of the run's job, in the same allocation."""
     record = read_json(run.benchmark)
     return BenchmarkRecord(**record | {"step_seconds": tuple(record["step_seconds"])})
+
+
+def timed_steps(run: RunDirectory) -> BenchmarkRecord | None:
+    """Return the steps timed at the end of the run's job; None if the run times none."""
+    return benchmark(run) if load_config(run).benchmark.steps else None
+
+
+def refuse_untimed(config: RunConfig) -> None:
+    """Refuse a benchmark without timed steps.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    if not config.benchmark.steps:
+        raise ConfigError("benchmark.steps=0 leaves nothing to time; give at least 1")
 
 
 def training_summary(run: RunDirectory) -> TrainingSummary:
@@ -280,11 +332,25 @@ def say_data(run: RunDirectory) -> None:
         say("data", facts["data"])
 
 
+def say_extension(run: RunDirectory) -> None:
+    """Print what a new number of steps means for the learning rate of a run that goes on."""
+    newest, training = read_heartbeat(run), load_config(run).training
+    if newest is None or training.steps in {None, newest.total_steps}:
+        return
+    from llama_core.training.optimizer import learning_rate
+
+    step, total = newest_step(run), training.steps
+    before, after = learning_rate(step, training, newest.total_steps), learning_rate(step + 1, training, total)
+    change = f"{before:.2e} at step {step}, {after:.2e} at step {step + 1}" if step else f"{after:.2e} at step 1"
+    instead = f"{total} steps instead of {newest.total_steps}"
+    say("note", f"{instead}; learning rate on the {training.lr_schedule} schedule of {total} steps: {change}")
+
+
 def describe(run: RunDirectory) -> str:
     """Return the run's path, and whether it is new, continued, finished or already running."""
-    if not run.job.exists():
+    if not any(path.exists() for path in (run.job, run.outcome, run.heartbeat)):
         return f"{run.path}, new"
     job = attach(run)
     if job is not None:
         return f"{run.path}: job {job.record.job_id} is already running; following it"
-    return f"{run.path}: {'already finished' if is_finished(run) else 'continues from its newest checkpoint'}"
+    return f"{run.path}: {'already finished' if is_finished(run) else resume_point(run)}"

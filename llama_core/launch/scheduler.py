@@ -21,7 +21,7 @@ class JobStatus:
     state: str
     """``RUNNING``, ``PENDING``, ``NODE_FAIL`` and so on; ``UNKNOWN`` for a job that Slurm has forgotten."""
     reason: str = ""
-    """Why it waits, such as ``Priority``."""
+    """Why it waits, such as ``Priority``; empty if Slurm gives no reason."""
     is_preempted: bool = False
     """Whether it has been told to make room for another job."""
 
@@ -63,7 +63,8 @@ def _status(shown: str, name: str) -> JobStatus:
     if fields.get("JobName") != name:
         return JobStatus("UNKNOWN")
     is_preempted = fields.get("PreemptTime", "None") != "None"
-    return JobStatus(fields.get("JobState", "UNKNOWN"), fields.get("Reason", ""), is_preempted)
+    reason = fields.get("Reason", "").removeprefix("None")  # Slurm has not considered the job yet, or it runs
+    return JobStatus(fields.get("JobState", "UNKNOWN"), reason, is_preempted)
 
 
 def _indices(written: str) -> Iterator[int]:

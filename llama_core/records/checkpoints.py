@@ -29,6 +29,17 @@ def newest_checkpoint(run: RunDirectory) -> Path | None:
     return next((path for path in reversed(list_checkpoints(run)) if is_complete(path)), None)
 
 
+def checkpoint_step(path: Path) -> int:
+    """Return the step of the checkpoint in ``path``."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def newest_step(run: RunDirectory) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    newest = newest_checkpoint(run)
+    return checkpoint_step(newest) if newest else 0
+
+
 def is_complete(path: Path) -> bool:
     """Return whether every file of the checkpoint in ``path`` exists with its recorded size."""
     try:

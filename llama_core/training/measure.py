@@ -68,6 +68,7 @@ def synchronize(device: torch.device) -> None:
 def time_steps(
     step: Callable[[], object],
     *,
+    between: Callable[[], None] = lambda: None,
     warmup_steps: int,
     num_steps: int,
     tokens_per_step: int,
@@ -79,6 +80,7 @@ def time_steps(
 
     Args:
         step: runs one whole optimizer step.
+        between: called before every step, outside of its time.
         warmup_steps: untimed steps before the timed ones.
         num_steps: steps that are timed, at least one.
         tokens_per_step: tokens of one step over all devices.
@@ -87,11 +89,13 @@ def time_steps(
         mfu: converts tokens per second into model FLOPs utilisation; returns None if the device's peak is unknown.
     """
     for _ in range(warmup_steps):
+        between()
         step()
     synchronize(device)
     meter = MemoryMeter(device)
     seconds = []
     for _ in range(num_steps):
+        between()
         started = time.perf_counter()
         step()
         synchronize(device)

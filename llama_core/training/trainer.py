@@ -17,12 +17,14 @@ from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.errors import NonFiniteError, StoppedError
+from llama_core.machine.validate import CHECKPOINT_BYTES_PER_PARAMETER
 from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics
 from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device, wait_for_all
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
+from llama_core.records.activity import record_activity
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
@@ -63,7 +65,8 @@ class Trainer:
             and the same number on every rank; None to skip evaluation.
         total_steps: optimizer steps of the whole run.
         entropies: entropies of the corpus's tokens, for the summary; None if unknown.
-        should_stop: called after every step; once it returns True on any rank, the run saves a checkpoint and stops.
+        should_stop: called after every step, also a timed one; once it returns True on any rank, the run stops, after
+            it has saved a checkpoint of a trained step.
         on_step: called with the record of every step on rank 0, in addition to the metrics sinks.
     """
 
@@ -92,9 +95,11 @@ class Trainer:
         self._takes_documents = document_attention(config, plan) == "varlen"
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
+        self._tell("building the model")
         self.engine = build_engine(config, plan, self.device)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
-        self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints)
+        num_bytes = CHECKPOINT_BYTES_PER_PARAMETER * config.spec.num_trainable_parameters
+        self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints, num_bytes=num_bytes)
         self.step = 0
         self.tokens = 0
         self._skipped_in_a_row = 0
@@ -102,7 +107,13 @@ class Trainer:
         self._last_eval: tuple[float, int] | None = None
         self._resume()
 
+    def _tell(self, doing: str) -> None:
+        """Record what this rank does until its next step, for someone who waits for it."""
+        if is_first_rank():
+            record_activity(self.run, doing)
+
     def _resume(self) -> None:
+        self._tell("reading the weights")
         is_partly_frozen = self.config.spec.lora is not None  # torch's checkpoints do not hold frozen weights
         if is_partly_frozen:
             self._set_initial_weights()
@@ -138,6 +149,7 @@ class Trainer:
         started = time.perf_counter()
         self.meter.reset_peak()
         sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
+        self._tell("in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start")
         try:
             while self.step < self.total_steps:
                 record, stop = self._take_step()
@@ -146,6 +158,7 @@ class Trainer:
                     self.on_step(record)
                 self._checkpoint_if_due(sinks, stop=stop)
         finally:  # however the run ends, complete the checkpoint that is being written
+            self._tell("writing a checkpoint")
             try:
                 self.checkpointer.finish()
             finally:
@@ -169,10 +182,16 @@ class Trainer:
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
-        """Time whole steps from the current state, after warm-up; no metrics or checkpoints are written."""
+        """Time whole steps from the current state, after warm-up; no metrics or checkpoints are written.
+
+        Raises:
+            StoppedError: when ``should_stop`` returned True.
+        """
         timing = self.config.benchmark
+        self._tell("timing steps")
         record = time_steps(
             self._time_step,
+            between=self._stop_if_asked,
             warmup_steps=timing.warmup_steps,
             num_steps=timing.steps,
             tokens_per_step=self.config.batch_size * self.config.seq_len,
@@ -182,6 +201,11 @@ class Trainer:
         )
         (peak,) = most_over_ranks(record.memory_peak_bytes)
         return replace(record, memory_peak_bytes=peak)
+
+    def _stop_if_asked(self) -> None:
+        (stop,) = most_over_ranks(int(self.should_stop()))
+        if stop:
+            raise StoppedError(f"stopped after step {self.step}, before the timed steps were done")
 
     def _time_step(self) -> None:
         self._optimize(self.batches.next_batch(), on_phase=lambda phase: None)
@@ -261,6 +285,7 @@ class Trainer:
         """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
+        self._tell("evaluating")
         microbatches = [micro for batch in self.validation() for micro in self._microbatches(batch)]
         # only with dropout: switching the mode recompiles compiled code
         self.engine.model.train(not self._drops_out)

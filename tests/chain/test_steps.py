@@ -1,11 +1,14 @@
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from llama_core.chain import steps
+from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.planned import plan_run
@@ -13,12 +16,20 @@ from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
 from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.run import RunConfig
-from llama_core.errors import DataError, EnvironmentMismatchError, PlanError, RunDirectoryError, WeightsError
+from llama_core.errors import (
+    DataError,
+    EnvironmentMismatchError,
+    PlanError,
+    RunDirectoryError,
+    TrainingFailedError,
+    WeightsError,
+)
 from llama_core.records.checkpoints import STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
-from llama_core.records.job import Outcome
+from llama_core.records.job import JobRecord, Outcome
 from llama_core.units import GIB
+from training_infra.local import local_steps
 
 
 @pytest.fixture(autouse=True)
@@ -272,6 +283,14 @@ def test_a_finished_run_is_not_started_again():
     assert steps.wait(run, None).status == "finished"
 
 
+def test_a_run_says_where_it_goes_on(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    write_json(run.job, JobRecord("local", "999999999", socket.gethostname(), "2026-01-01T00:00:00+00:00"))
+    assert steps.describe(run) == f"{run.path}: starts over, since there is no checkpoint yet"
+    save_checkpoint(run, 7)
+    assert steps.describe(run) == f"{run.path}: continues after step 7"
+
+
 def test_a_run_that_only_timed_steps_is_not_finished():
     run = prepare_run(config())
     finish(run)
@@ -356,3 +375,16 @@ def test_a_run_finds_its_data_from_any_directory(tmp_path):
     run = prepare_run(asked)
     assert RunConfig.load(run.config).data.source == str(tmp_path / "texts.jsonl")
     assert prepare_run(asked, resume=True) == run
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_path):
+    def refuse(run):
+        raise RunDirectoryError("cannot write the report")
+
+    def fail(run):
+        raise TrainingFailedError("crashed after step 3")
+
+    chain = replace(local_steps(config(steps=1), tmp_path / "run", resume=False), submit=fail, report=refuse)
+    with pytest.raises(TrainingFailedError, match="crashed after step 3"), say.console.capture() as told:
+        run_chain(chain)
+    assert told.get().splitlines()[-1] == "report    cannot write the report"

@@ -29,12 +29,12 @@ def questions(tmp_path, monkeypatch):
 
 
 def test_every_element_of_an_array_has_the_status_of_its_line(questions):
-    pending, running = JobStatus("PENDING", "Priority"), JobStatus("RUNNING", "None")
+    pending, running = JobStatus("PENDING", "Priority"), JobStatus("RUNNING")
     assert array_statuses("3", "sweep") == {
         **{f"3_{index}": pending for index in (4, 7, 8, 9, 10, 12, 14)},
         "3_1": running,
-        "3_2": JobStatus("RUNNING", "None", is_preempted=True),
-        "3_0": JobStatus("COMPLETED", "None"),
+        "3_2": JobStatus("RUNNING", is_preempted=True),
+        "3_0": JobStatus("COMPLETED"),
     }
 
 

@@ -93,7 +93,7 @@ def test_an_interrupt_while_nobody_waits_for_the_job_stops_it_too(submit, run, c
     run.config.write_text(config.to_yaml())
     job = submit("serve")
     job.worker()
-    with pytest.raises(StoppedError, match="continue with"), stopping_on_interrupt(run):
+    with pytest.raises(StoppedError, match="no checkpoint yet; start over with"), stopping_on_interrupt(run):
         raise KeyboardInterrupt
     assert not job.handle.is_running()
 

@@ -14,6 +14,7 @@ from datetime import datetime
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingFailedError
 from llama_core.launch.attempts import request_cancellation
+from llama_core.launch.jobs.silence import Silence
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude
 from llama_core.records.directory import RunDirectory
@@ -84,6 +85,7 @@ class JobHandle(ABC):
         on_progress: Callable[[StepRecord], None] | None = None,
         on_output: Callable[[int, str], None] | None = None,
         on_waiting: Callable[[str], None] | None = None,
+        expected: Callable[[], str] = str,
     ) -> Outcome:
         """Wait until the job ends, and return why it ended.
 
@@ -91,18 +93,22 @@ class JobHandle(ABC):
             on_progress: called with each newest step meanwhile. If steps are faster than ``poll_seconds``, some are
                 skipped, but never the last.
             on_output: called with the rank and the line of each warning and error that a rank prints.
-            on_waiting: called with a line on the queue whenever the reason that the job waits there changes.
+            on_waiting: called with a line on the queue whenever the reason that the job waits there changes, and with
+                a line on the first rank when no step has come for long.
+            expected: returns a clause on how long a step should take, for such a line.
         """
         newest: StepRecord | None = None
         waits_for, looked_at = "", time.monotonic()
         logs = LogFollower(self.run)
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
+        silence = Silence(self.run, submitted, expected)
         while True:
             running = self.is_running()  # asked first, so that the last step is still reported
             step = read_heartbeat(self.run)
-            if on_progress is not None and step is not None and step != newest and step.time >= submitted:
-                on_progress(step)
+            if step is not None and step != newest and step.time >= submitted:
                 newest = step
+                if on_progress is not None:
+                    on_progress(step)
             if on_output is not None and (not running or time.monotonic() - looked_at >= self.log_seconds):
                 looked_at = time.monotonic()
                 for rank, line in logs.notable_lines():
@@ -112,29 +118,40 @@ class JobHandle(ABC):
                 on_waiting(f"for {waits_for}" if waits_for else "Slurm has started the job")
             if not running:
                 return self._conclude()
+            if on_waiting is not None and (word := silence.line(newest, waits_for)):
+                on_waiting(word)
             time.sleep(self.poll_seconds)
 
-    def cancel(self, grace_seconds: float | None = None) -> Outcome:
+    def cancel(
+        self, grace_seconds: float | None = None, on_second: Callable[[float], None] = lambda left: None
+    ) -> Outcome:
         """Ask the job to finish its step and save a checkpoint, kill what is left of it, and return its outcome.
 
         Args:
             grace_seconds: time the job gets before it is killed; by default ``launch.save_timeout_s`` of its run.
+            on_second: called with the seconds left until then, at least every second.
 
         Raises:
             TrainingFailedError: if it could not be ended.
         """
-        return cancel_all([self], grace_seconds)[0]
+        return cancel_all([self], grace_seconds, on_second)[0]
 
-    def _ends_within(self, seconds: float) -> bool:
+    def _ends_within(self, seconds: float, on_second: Callable[[float], None] = lambda left: None) -> bool:
         deadline = time.monotonic() + seconds
         while self.is_running():
-            if time.monotonic() >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return False
+            on_second(left)
             time.sleep(self.poll_seconds)
         return True
 
 
-def cancel_all(jobs: Sequence[JobHandle], grace_seconds: float | None = None) -> list[Outcome]:
+def cancel_all(
+    jobs: Sequence[JobHandle],
+    grace_seconds: float | None = None,
+    on_second: Callable[[float], None] = lambda left: None,
+) -> list[Outcome]:
     """Cancel several jobs at once, so that all of them share one grace period; see ``JobHandle.cancel``."""
     alive = [job for job in jobs if job.is_running()]
     for job in alive:
@@ -144,7 +161,7 @@ def cancel_all(jobs: Sequence[JobHandle], grace_seconds: float | None = None) ->
     asked_at = time.monotonic()
     for job in alive:
         grace = job.record.grace_seconds if grace_seconds is None else grace_seconds
-        if not job._ends_within(asked_at + grace - time.monotonic()):
+        if not job._ends_within(asked_at + grace - time.monotonic(), on_second):
             job._kill()
     for job in alive:
         if not job._ends_within(job.kill_seconds):

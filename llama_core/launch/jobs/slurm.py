@@ -68,7 +68,7 @@ class SlurmJobHandle(JobHandle):
         status = self._ask_slurm(self.record.job_id, self.record.name)
         self._asked_at = time.monotonic()
         if status is not None:
-            self.waits_for = status.reason if status.state == "PENDING" else ""
+            self.waits_for = (status.reason or "Slurm to consider the job") if status.state == "PENDING" else ""
         if status is None or status.state == self._state:
             self._interval = min(SLOWEST_POLL_SECONDS, 1.5 * self._interval)
         else:

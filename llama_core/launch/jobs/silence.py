@@ -1,0 +1,67 @@
+"""What to tell someone who waits for a job that completes no step."""
+
+import time
+from collections.abc import Callable
+
+from llama_core.records.activity import Activity, read_activity
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import StepRecord
+from llama_core.units import format_duration
+
+FIRST_WORD_SECONDS = 180.0
+"""Silence after which the first line is due; the time between two lines then doubles."""
+LONGEST_PAUSE_SECONDS = 1800.0
+"""Most seconds between two lines."""
+USUAL_STEPS = 3
+"""Silence that is no news, in steps of the length of the last one."""
+
+
+class Silence:
+    """Finds a line whenever a job has been silent for long: where the first rank is, and what to expect.
+
+    Args:
+        run: the run.
+        submitted: when its job was submitted, in seconds since the epoch.
+        expected: returns what is known of the length of a step; called when a line before the first step is due.
+    """
+
+    def __init__(self, run: RunDirectory, submitted: float, expected: Callable[[], str]) -> None:
+        self.run, self.expected = run, expected
+        self._started = submitted
+        self._newest: StepRecord | None = None
+        self._queued = False
+        self._due = FIRST_WORD_SECONDS
+
+    def line(self, newest: StepRecord | None, waits_for: str) -> str | None:
+        """Return the line that is due now, if any.
+
+        Args:
+            newest: the last step of this job.
+            waits_for: why the job waits in a queue; empty if it does not.
+        """
+        now = time.time()
+        if self._queued and not waits_for:
+            self._started, self._due = now, FIRST_WORD_SECONDS
+        self._queued = bool(waits_for)
+        if newest is not None and newest != self._newest:
+            self._newest, self._due = newest, max(FIRST_WORD_SECONDS, USUAL_STEPS * newest.step_seconds)
+        silent = now - (self._newest.time if self._newest and not self._queued else self._started)
+        if silent < self._due:
+            return None
+        self._due = silent + min(silent, LONGEST_PAUSE_SECONDS)
+        if waits_for:
+            return f"still for {waits_for}, {format_duration(silent)} after submission"
+        return self._of_first_rank(now, silent)
+
+    def _of_first_rank(self, now: float, silent: float) -> str:
+        newest = self._newest
+        if newest is None:
+            activity = Activity("starting Python and torch", self._started)
+            heading, ending = f"no step yet after {format_duration(silent)}", f"; {self.expected()}"
+        else:
+            activity = Activity(f"in step {newest.step + 1}", newest.time)
+            heading, ending = f"no step since step {newest.step}, which took {format_duration(newest.step_seconds)}", ""
+        recorded = read_activity(self.run)
+        if recorded is not None and recorded.since >= activity.since:  # otherwise it was over before
+            activity = recorded
+        return f"{heading}: rank 0 has been {activity.doing} for {format_duration(now - activity.since)}{ending}"
