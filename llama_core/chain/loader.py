@@ -5,27 +5,33 @@
 * Otherwise, several devices of this machine: start a job with one rank per device and send the loader to rank 0.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llama_core.chain import steps as chain_steps
 from llama_core.chain.chain import Steps, run_chain
-from llama_core.chain.console import watch
+from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.planned import with_keys
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
 from llama_core.config.run import DATALOADER, RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFailedError
+from llama_core.launch.attempts import LOG_HEADER, log_path
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import WORKER, JobHandle
+from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.supervisor import rendezvous_port
+from llama_core.launch.verdict import RESUME
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import detect_machine
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now
 from llama_core.records.measurements import StepRecord, TrainingSummary
 
 if TYPE_CHECKING:
@@ -125,7 +131,7 @@ def prepare_loader_run(
 
 
 def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
-    """Train in this process, alone or as one rank of a group; Ctrl-C saves a checkpoint and stops.
+    """Train in this process, alone or as one rank of a group; Ctrl-C saves a checkpoint and stops, twice just stops.
 
     Raises:
         TrainingFailedError: if the run ended without finishing; StoppedError if it was interrupted.
@@ -133,23 +139,58 @@ def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
     from llama_core.launch.rank.loader import loader_trainer
     from llama_core.launch.rank.worker import LostPeersError, run_to_end
     from llama_core.parallel.ranks import is_first_rank
+    from llama_core.training.metrics import format_record
 
     if is_finished(run):
         return chain_steps.training_summary(run)
-    with watch(run) as show:
+    with watch(run) as show, _own_log(run) as log:
 
         def on_step(record: StepRecord) -> None:
             if is_first_rank():
                 show(record)
+                log.write(f"{format_record(record)}\n")
+
+        def on_signal() -> None:
+            if is_first_rank():
+                second = f"Ctrl-C again stops at once: then resume=True {resume_point(run)}"
+                say("stopping", f"waiting for the end of this step and a checkpoint; {second}")
 
         try:
-            outcome = run_to_end(run, lambda should_stop: loader_trainer(run, loaders, should_stop, on_step))
+            outcome = run_to_end(
+                run, lambda should_stop: loader_trainer(run, loaders, should_stop, on_step), on_signal=on_signal
+            )
         except LostPeersError as error:
             raise TrainingFailedError(str(error)) from None
+        except KeyboardInterrupt:
+            outcome = record_outcome(run, "cancelled", reason="it was interrupted twice", next_action=RESUME)
     if outcome.status == "cancelled":
         raise chain_steps.stopped(run, outcome)
     chain_steps.check_outcome(outcome)
     return chain_steps.training_summary(run)
+
+
+@contextmanager
+def _own_log(run: RunDirectory) -> Iterator[TextIO]:
+    """Yield the log that a supervisor would give this rank, with what the engine says; warnings also reach the user."""
+    rank = int(os.environ.get("RANK", "0"))
+
+    class Notable(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say_output(rank, f"{record.levelname} {record.getMessage()}")
+
+    engine = logging.getLogger("llama_core")
+    with log_path(run, rank).open("a", buffering=1) as log:
+        log.write(f"{LOG_HEADER}of this process, rank {rank}, {now()} ===\n")
+        to_file = logging.StreamHandler(log)
+        to_file.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        handlers = [to_file] if engine.hasHandlers() else [to_file, Notable(logging.WARNING)]
+        for handler in handlers:
+            engine.addHandler(handler)
+        try:
+            yield log
+        finally:
+            for handler in handlers:
+                engine.removeHandler(handler)
 
 
 def _with_group(

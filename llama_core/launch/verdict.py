@@ -4,7 +4,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from llama_core.launch.attempts import RankExit, end_of_log, read_rank_exits, submission_log
+from llama_core.launch.attempts import RankExit, end_of_log, log_path, read_rank_exits, submission_log
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, OutcomeStatus
 
@@ -18,7 +18,7 @@ LESS_MEMORY = (
     "use a smaller parallel.microbatch_size or parallel.recompute=full (on Slurm also more "
     "launch.slurm.memory_gb_per_node), then --resume"
 )
-READ_LOG = "read logs/rank-*.log, fix the cause, then --resume"
+MORE_DISK = "free some space there, or lower training.keep_checkpoints, then --resume"
 LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
 RESUME = "start it again with --resume"
 
@@ -30,6 +30,11 @@ _OUT_OF_MEMORY = re.compile(
     r"|exceeded memory limit",
     re.MULTILINE,
 )
+
+
+def read_log(run: RunDirectory, rank: int) -> str:
+    """Return the next action after ``rank`` failed in a way that only its output explains."""
+    return f"read {log_path(run, rank)}, fix the cause, then --resume"
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
         return _of_vanished_rank(job, min(missing))
     if any(rank_exit.failed for rank_exit in exits):
         return Verdict("crashed", "the ranks were ended, but none of them had failed", RESUME)
-    return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", READ_LOG)
+    return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", read_log(run, 0))
 
 
 def _lost_the_others(run: RunDirectory, rank_exit: RankExit) -> bool:
@@ -112,13 +117,13 @@ def _of_rank(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> Verdict:
     if evidence:
         return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
     if rank_exit.signal is not None:
-        return _of_signal(rank, rank_exit.signal)
+        return _of_signal(run, rank, rank_exit.signal)
     if "Traceback (most recent call last)" in log and "KeyboardInterrupt" in _last_line(log):
         return Verdict("cancelled", f"rank {rank} was interrupted", RESUME)
-    return Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", READ_LOG)
+    return Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", read_log(run, rank))
 
 
-def _of_signal(rank: int, number: int) -> Verdict:
+def _of_signal(run: RunDirectory, rank: int, number: int) -> Verdict:
     name = signal.Signals(number).name
     match number:
         case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
@@ -129,7 +134,7 @@ def _of_signal(rank: int, number: int) -> Verdict:
             )
         case signal.SIGKILL:
             return Verdict("crashed", f"rank {rank} was killed by signal 9 (possibly out of memory)", RESUME)
-    return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", READ_LOG)
+    return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", read_log(run, rank))
 
 
 def _of_vanished_rank(job: JobRecord, rank: int) -> Verdict:

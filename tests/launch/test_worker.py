@@ -1,6 +1,7 @@
 """The worker as a real process, training a tiny model on the built-in sample."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.records.activity import read_activity
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 
@@ -98,6 +100,7 @@ def test_a_finished_run_leaves_its_whole_record(undisturbed):
     assert 0 < summary["bigram_entropy"] < summary["unigram_entropy"]
     assert len(read_json(undisturbed.benchmark)["step_seconds"]) == 2
     assert list((undisturbed.logs / "tensorboard").glob("events*"))
+    assert read_activity(undisturbed).doing == "timing steps"
 
 
 @pytest.mark.wide
@@ -123,6 +126,15 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
         assert torch.equal(ours["optimizer"][name], theirs["optimizer"][name]), name
 
 
+def test_every_step_of_a_run_killed_before_its_first_checkpoint_is_on_disk(cache, tmp_path):
+    run = prepared(tmp_path / "killed", cache, steps=1000, checkpoint_every=0)
+    process = start(run)
+    wait_until(lambda: step_of(run) >= 3)
+    process.kill()
+    process.wait()
+    assert [row["step"] for row in losses(run)] == list(range(1, step_of(run) + 1))
+
+
 def test_a_trained_run_without_a_benchmark_is_only_timed(undisturbed):
     before = read_json(undisturbed.training)
     undisturbed.benchmark.unlink()
@@ -142,6 +154,17 @@ def test_a_run_asked_to_stop_first_saves_a_checkpoint_of_its_last_step(cache, tm
     outcome = read_outcome(run)
     assert (outcome.status, outcome.next_action) == ("cancelled", "start it again with --resume")
     assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"
+
+
+def test_a_run_asked_to_stop_after_its_last_step_times_no_steps(cache, tmp_path):
+    config = configuration(cache, steps=1).with_overrides("benchmark.steps=100000")
+    run = prepare_run(config, tmp_path / "stopped")
+    process = start(run)
+    wait_until(run.training.exists)
+    process.terminate()
+    assert process.wait(timeout=100) == STOPPED_EXIT
+    assert (read_outcome(run).status, read_outcome(run).step) == ("cancelled", 1)
+    assert not run.benchmark.exists()
 
 
 def test_a_run_resumes_only_on_its_own_data(undisturbed, cache, tmp_path):
@@ -187,7 +210,8 @@ def test_a_full_disk_ends_the_run_and_leaves_its_last_checkpoint_complete(cache,
     assert code == 1, output
     assert outcome.status == "crashed"
     assert outcome.reason.startswith("cannot save the checkpoint of step ")
-    assert f"no space left under {run.checkpoints}; step-" in outcome.reason
+    assert re.search(rf"the disk of {run.checkpoints} is full: .* needed, .* free; step-", outcome.reason)
+    assert outcome.next_action == "free some space there, or lower training.keep_checkpoints, then --resume"
     assert "Traceback" not in output
     newest = (run.checkpoints / "latest").read_text().strip()
     assert outcome.reason.endswith(f"{newest} is complete")

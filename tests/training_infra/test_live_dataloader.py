@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import training_infra
-from llama_core.errors import ConfigError, RequestError
+from llama_core.errors import ConfigError, RequestError, TrainingFailedError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
 
@@ -100,6 +100,32 @@ def test_a_larger_batch_than_the_first_is_refused():
     with pytest.raises(RequestError, match="a batch of 4 sequences after one of 2") as caught:
         orchestrator(2, steps=3).launch_training(uneven)
     assert "\n" not in str(caught.value)
+
+
+class Broken(torch.utils.data.Dataset):
+    """A data set whose third item cannot be read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, place):
+        if place == 2:
+            raise KeyError("the third line has no text")
+        return batches()[0][0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_raises_is_one_line_with_the_log_that_has_the_traceback(num_workers):
+    one = orchestrator(1, steps=4)
+    loader = torch.utils.data.DataLoader(Broken(), batch_size=1, num_workers=num_workers)
+    with pytest.raises(TrainingFailedError) as caught:
+        one.launch_training(loader)
+    log = RunDirectory(one.run_dir).logs / "rank-00000.log"
+    assert str(caught.value) == (
+        f"crashed after step 2: KeyError: 'the third line has no text'; read {log}, fix the cause, then resume=True"
+    )
+    assert "step 2/4" in log.read_text()
+    assert "in __getitem__" in log.read_text()
 
 
 def test_slurm_starts_no_ranks_for_a_loader():

@@ -27,13 +27,15 @@ from llama_core.errors import CheckpointError, NonFiniteError, RequestError, Sto
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.checks import check_own_device, check_ranks_agree, limit_own_memory
 from llama_core.launch.rank.loader import loader_trainer, unpickled
-from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, READ_LOG, RESUME, STOPPED_EXIT
+from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, MORE_DISK, RESUME, STOPPED_EXIT, read_log
 from llama_core.machine.detect import device_label
 from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.activity import record_activity
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import now, read_json, write_json
+from llama_core.records.files import no_room, now, read_json, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
+from llama_core.training.checkpoint import lacks_room
 from llama_core.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -76,34 +78,44 @@ class LostPeersError(Exception):
     """The other ranks are gone or do not answer; the process that sees all ranks end records why."""
 
 
-def run_to_end(run: RunDirectory, build: Build, only: Part | None = None) -> Outcome:
+def run_to_end(
+    run: RunDirectory, build: Build, only: Part | None = None, on_signal: Callable[[], None] = lambda: None
+) -> Outcome:
     """Train and time some steps; return the outcome, which is also written to ``outcome.json``.
 
     With several ranks, the first one records an ending that all share; a rank that fails alone records it itself.
 
+    Args:
+        run: the run.
+        build: builds the trainer.
+        only: do only this part of the work.
+        on_signal: called when a signal asks the run to stop after its step.
+
     Raises:
         LostPeersError: if it ended because other ranks are gone; nothing is recorded.
+        KeyboardInterrupt: at a second SIGINT; nothing is recorded.
     """
     try:
-        with _stop_on_signal() as should_stop:
+        with _stop_on_signal(on_signal) as should_stop:
             trainer = build(should_stop)
             trained = run.training.exists() and trainer.step == trainer.total_steps
             if only != "benchmark" and not trained:
                 summary = trainer.fit()
                 if is_first_rank():
                     write_json(run.training, summary)
-            if only != "train":
+            if only != "train" and trainer.config.benchmark.steps:
                 record = trainer.benchmark(device_label(trainer.device.type))
                 if is_first_rank():
                     write_json(run.benchmark, record)
     except Exception as error:
-        status, next_action = _classify(error)
+        status, next_action = _classify(run, error)
         expected = isinstance(error, TrainingInfraError) or status != "crashed"
         if status == "crashed" and has_lost_the_others(error):
             raise LostPeersError(f"lost the other ranks: {_first_line(error)}") from error
         logger.error("the run ended: %s", error, exc_info=not expected)
         own = status in {"oom", "crashed"} and not expected
-        return _ended(run, status, reason=_of_rank(_first_line(error)), next_action=next_action, everywhere=not own)
+        reason = _of_rank(_first_line(error) if expected else _named(run, error))
+        return _ended(run, status, reason=reason, next_action=next_action, everywhere=not own)
     return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
 
 
@@ -123,12 +135,19 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     training = config.training
     plan = ParallelPlan.from_dict(read_json(run.plan))
     alone = plan.zero_backend == "deepspeed"
+
+    def tell(doing: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            record_activity(run, doing)
+
     check_own_device(config)
     limit_own_memory(config)
+    tell("waiting for the other ranks")
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
     check_ranks_agree(run, config)
     if loader is not None:
         return loader_trainer(run, unpickled(loader) if is_first_rank() else None, should_stop)
+    tell("reading the data")
     with one_per_machine_first():
         datasets = load_datasets(config.data, config.spec, seq_len=config.seq_len, seed=training.seed)
     if is_first_rank():
@@ -155,15 +174,19 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+def _stop_on_signal(on_signal: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Turn the signals that end a job into a flag that the training loop checks between steps.
 
+    Who presses Ctrl-C twice does not want to wait for the step: a second SIGINT raises ``KeyboardInterrupt``.
     With SIGUSR2 Slurm announces the end of the time limit and, on some clusters, preemption.
     """
     received: list[int] = []
 
     def remember(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and signum in received:
+            raise KeyboardInterrupt
         received.append(signum)
+        on_signal()
 
     stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) if current_thread() is main_thread() else ()
     before = {number: signal.signal(number, remember) for number in stopping}
@@ -180,23 +203,35 @@ _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
     (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
     (torch.OutOfMemoryError, "oom", LESS_MEMORY),
     (MemoryError, "oom", LESS_MEMORY),
-    (CheckpointError, "crashed", "check that the disk has room and can be read, then --resume"),
+    (CheckpointError, "crashed", "check that the disk can be read and written, then --resume"),
 )
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # in the RuntimeError of torch's CPU allocator
 
 
-def _classify(error: Exception) -> tuple[OutcomeStatus, str]:
+def _classify(run: RunDirectory, error: Exception) -> tuple[OutcomeStatus, str]:
     """Return the outcome of a run that ended by ``error``, and the next thing to try."""
+    if lacks_room(error):
+        return "crashed", MORE_DISK
     if _CPU_OUT_OF_MEMORY in str(error):
         return "oom", LESS_MEMORY
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
             return status, next_action
-    return "crashed", READ_LOG
+    return "crashed", read_log(run, dist.get_rank() if dist.is_initialized() else 0)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _named(run: RunDirectory, error: Exception) -> str:
+    """Return an unexpected error in one line: its type and message, or those of the process that it comes from."""
+    if lacks_room(error):
+        return no_room(run.path)
+    lines = str(error).strip().splitlines()
+    if any(line.startswith("Original Traceback") for line in lines):  # of a worker of torch's DataLoader
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 if __name__ == "__main__":
