@@ -11,9 +11,11 @@ from tasks.announce import unless_the_server_is_away
 
 
 @task(name="benchmark", cache_policy=NO_CACHE)
-def benchmark(run: RunDirectory) -> BenchmarkRecord:
-    """Return the steps timed inside the training job, and show them as a table."""
-    record = steps.benchmark(run)
+def benchmark(run: RunDirectory) -> BenchmarkRecord | None:
+    """Return the steps timed inside the training job, and show them as a table; None if there are none."""
+    record = steps.timed_steps(run)
+    if record is None:
+        return None
     rows = [{"timed step": number, "seconds": seconds} for number, seconds in enumerate(record.step_seconds, start=1)]
     with unless_the_server_is_away():
         create_table_artifact(rows, key="benchmark", description=record.summary())

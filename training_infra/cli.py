@@ -28,6 +28,7 @@ from llama_core.errors import (
 )
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import is_disk_full
 from training_infra.flags import LAUNCHERS, MODEL_FLAGS, RUN_FLAGS, Flag
 from training_infra.tables import (
     print_choice,
@@ -86,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # such as a full disk, which a traceback would not explain
         if options.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        full = is_disk_full(error)
+        where = f" writing {error.filename}" if error.filename else ""
+        print(f"error: {f'a disk is full{where}; free some space' if full else error}", file=sys.stderr)
         return 1
 
 
@@ -417,11 +420,17 @@ def _report(options: argparse.Namespace) -> None:
 
 def _logs(options: argparse.Namespace) -> None:
     from llama_core.chain import steps
-    from llama_core.chain.runs import load_config
+    from llama_core.chain.runs import load_config, load_plan
     from llama_core.launch.logs import LogFollower
 
     run = RunDirectory(options.run_dir)
     load_config(run)
+    num_ranks = load_plan(run).world_size
+    if options.rank is not None and options.rank not in range(num_ranks):
+        ranks = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "only rank 0"
+        raise ConfigError(f"--rank {options.rank}: {run.path} has {ranks}")
+    if options.lines < 0:
+        raise ConfigError(f"--lines {options.lines}: give 0 or more")
     follower = LogFollower(run, options.rank, options.lines)
     job = steps.attach(run) if options.follow else None
     while True:

@@ -21,7 +21,12 @@ def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: 
         run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
         only: run this part alone: training or the timed steps.
+
+    Raises:
+        ConfigError: if only steps are to be timed, but none are.
     """
+    if only == "benchmark":
+        steps.refuse_untimed(config)
     return Steps(
         prepare=lambda: prepare_run(config, run_dir, resume=resume),
         validate=steps.validate,
@@ -29,7 +34,7 @@ def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: 
         rehearse=steps.rehearse,
         submit=partial(steps.submit, only=only),
         train=steps.follow,
-        benchmark=steps.benchmark,
+        benchmark=steps.timed_steps,
         report=page.write_report,
     )
 

@@ -53,6 +53,9 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
             planned = planned_as(planned.config, detect_machine(), plan=kept)
     refuse_unfit(planned.estimate, planned.config, "estimated")
     run.create()
+    if run.config.exists() and load_config(run).training.steps != planned.config.training.steps:
+        for of_fewer_steps in (run.training, run.benchmark):
+            of_fewer_steps.unlink(missing_ok=True)
     sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
     with atomic_write(run.config) as temporary:
         temporary.write_text(with_keys(planned.config, training=sizes).to_yaml())

@@ -124,7 +124,9 @@ def _prepare_element(sweep: SweepDirectory, element: Element, base: RunConfig) -
     if is_timed(run):
         return record
     try:
-        prepare_run(element.config(base), run.path, resume=run.config.exists())
+        config = element.config(base)
+        steps.refuse_untimed(config)
+        prepare_run(config, run.path, resume=run.config.exists())
         steps.estimate(run)
     except _IMPOSSIBLE as error:
         return replace(record, skipped=str(error))

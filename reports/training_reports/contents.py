@@ -60,10 +60,14 @@ class RunContents:
         if steps is None:
             steps = pd.DataFrame(columns=[field.name for field in fields(StepRecord)])
         elif steps.empty:
-            missing["steps"] = "No metrics yet: no part of metrics has been written."
+            missing["steps"] = "No metrics yet: no step was completed."
+        config = load("config", "configuration", run.config, _read_yaml)
+        benchmark = load("benchmark", "benchmark", run.benchmark, lambda path: BenchmarkRecord(**read_json(path)))
+        if benchmark is None and not run.benchmark.exists() and _times_none(config):
+            missing["benchmark"] = "No benchmark: benchmark.steps=0."
         return cls(
             steps=steps,
-            config=load("config", "configuration", run.config, _read_yaml),
+            config=config,
             plan=load("plan", "plan", run.plan, read_json),
             environment=load("environment", "check of the environment", run.environment, read_json),
             estimate=load("estimate", "memory estimate", run.estimate, _read_profile),
@@ -74,7 +78,7 @@ class RunContents:
             training=load(
                 "training", "training summary", run.training, lambda path: TrainingSummary(**read_json(path))
             ),
-            benchmark=load("benchmark", "benchmark", run.benchmark, lambda path: BenchmarkRecord(**read_json(path))),
+            benchmark=benchmark,
             outcome=load("outcome", "outcome", run.outcome, lambda path: Outcome(**read_json(path))),
             missing=missing,
         )
@@ -100,6 +104,11 @@ class RunContents:
 
 _DAMAGE = (RunDirectoryError, ConfigError, OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """Errors of reading a file that was cut short, edited, or written by another version."""
+
+
+def _times_none(config: Record | None) -> bool:
+    section = (config or {}).get("benchmark")
+    return isinstance(section, dict) and section.get("steps") == 0
 
 
 def _read_yaml(path: Path) -> Record:

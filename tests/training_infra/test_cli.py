@@ -7,15 +7,19 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 
+from llama_core.chain.prepare import prepare_run
 from llama_core.config.models import model_names
-from llama_core.config.run import config_keys
+from llama_core.config.run import RunConfig, config_keys
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
+from llama_core.training.optimizer import learning_rate
 from training_infra import cli
 
 FEW_PARAMETERS = [
@@ -303,6 +307,63 @@ def test_resuming_needs_only_the_directory(shell):
     assert ended.returncode == 0, ended.stderr
     assert read_json(run.training)["steps"] == 4
     assert read_metrics(run).num_rows == 4
+
+
+def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell):
+    begun = shell("train", *SMALL, "--steps=4", "--run-dir=mine", "--set=benchmark.steps=0")
+    assert begun.returncode == 0, begun.stderr
+    assert "benchmark skipped: benchmark.steps=0" in begun.stdout
+    extended = shell("train", "--resume", "--run-dir=mine", "--steps=6")
+    assert extended.returncode == 0, extended.stderr
+    lines = extended.stdout.splitlines()
+    assert lines[0] == "run       mine: continues after step 4"
+    run = RunDirectory(shell.path / "mine")
+    rates = read_metrics(run).column("learning_rate").to_pylist()
+    assert lines[1] == (
+        "note      6 steps instead of 4; learning rate on the cosine schedule of 6 steps: "
+        f"{rates[3]:.2e} at step 4, {rates[4]:.2e} at step 5"
+    )
+    whole = RunConfig.load(run.config).training
+    assert rates[4:] == [learning_rate(step, whole, 6) for step in (5, 6)]
+    assert read_json(run.training)["steps"] == 6
+    fewer = shell("train", "--resume", "--run-dir=mine", "--steps=5")
+    assert fewer.stderr == (
+        "error: training.steps=5: mine has already taken 6 steps; ask for more, or choose another --run-dir\n"
+    )
+
+
+def test_output_of_a_rank_that_does_not_exist_is_one_line(shell, monkeypatch):
+    monkeypatch.chdir(shell.path)
+    prepare_run(RunConfig.from_mapping({}, [flag.removeprefix("--set=") for flag in FEW_PARAMETERS]), Path("mine"))
+    for wrong, told in (
+        ("--rank=7", "--rank 7: mine has only rank 0"),
+        ("--lines=-3", "--lines -3: give 0 or more"),
+    ):
+        ended = shell("logs", "mine", wrong)
+        assert (ended.returncode, ended.stderr) == (2, f"error: {told}\n")
+
+
+def test_a_benchmark_without_timed_steps_is_refused_and_writes_nothing(shell):
+    ended = shell("benchmark", *SMALL, "--set=benchmark.steps=0")
+    assert (ended.returncode, ended.stderr) == (2, "error: benchmark.steps=0 leaves nothing to time; give at least 1\n")
+    assert list(shell.path.iterdir()) == []
+
+
+@pytest.mark.wide
+def test_a_run_killed_before_its_first_checkpoint_has_its_steps_in_the_report_and_starts_over(shell):
+    process = subprocess.Popen(
+        shell.command("train", *SMALL, "--steps=100000", "--run-dir=mine"), cwd=shell.path, stdout=subprocess.PIPE
+    )
+    run = RunDirectory(shell.path / "mine")
+    while not run.heartbeat.exists():
+        time.sleep(0.05)
+    psutil.Process(int(read_json(run.job)["job_id"])).kill()
+    told, _ = process.communicate()
+    assert process.returncode == 1, told
+    assert "No metrics yet" not in run.report.read_text()
+    again = shell("train", "--resume", "--run-dir=mine", "--steps=3")
+    assert again.stdout.startswith("run       mine: starts over, since there is no checkpoint yet\n")
+    assert read_metrics(run).column("step").to_pylist() == [1, 2, 3]
 
 
 @pytest.mark.wide
