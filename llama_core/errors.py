@@ -84,5 +84,10 @@ class StoppedError(TrainingFailedError):
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x' or 'y'?"`` for the choices nearest to ``name``, or an empty string."""
-    near = get_close_matches(name, list(choices), n=2, cutoff=0.7)
-    return f"; did you mean {' or '.join(repr(choice) for choice in near)}?" if near else ""
+    return ask_for(get_close_matches(name, list(choices), n=2, cutoff=0.7))
+
+
+def ask_for(names: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x' or 'y'?"`` for ``names``, or an empty string for none."""
+    asked = " or ".join(map(repr, names))
+    return f"; did you mean {asked}?" if asked else ""

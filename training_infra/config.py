@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama_core.config.names import keys_called
 from llama_core.config.run import RunConfig, StrategyName, config_keys, literal_values
 from llama_core.config.strategy import PARTS, LoRA, MoE
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError, ask_for, did_you_mean
 from training_infra.spelling import python_spelling
 
 _SECTIONS: dict[str, tuple[str, ...]] = {"lora": tuple(LoRA.model_fields), "moe": tuple(MoE.model_fields)}
@@ -121,5 +122,6 @@ def setting_path(name: str) -> list[str]:
         *sections, key = dotted.split(".")
         if key == name:
             return [*sections, key]
-    names = {dotted.rpartition(".")[2] for dotted in config_keys()}
-    raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, names)}")
+    names = {dotted.rpartition(".")[2]: dotted for dotted in config_keys()}
+    meant = [key.rpartition(".")[2] for key in keys_called(name, names.values())]
+    raise ConfigError(f"unknown setting {name!r}{ask_for(meant) or did_you_mean(name, names)}")

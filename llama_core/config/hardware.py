@@ -8,9 +8,10 @@ figures 4 to 6) and 31 % on Hopper, where torch uses the same kernel (Shah et al
 and 6). Devices without a published figure take their generation's; AMD devices take Hopper's.
 """
 
+import re
 from dataclasses import dataclass
 
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError
 from llama_core.units import GB, GIB, TFLOP
 
 CONTEXT_BYTES = GIB
@@ -117,15 +118,32 @@ def gpu_names() -> list[str]:
 
 
 def gpu_spec(name: str) -> DeviceSpec:
-    """Return the device called ``name``.
+    """Return the device called ``name``, here or elsewhere: ``a100``, ``a100-80gb``, ``NVIDIA A100-SXM4-80GB``.
+
+    Of several devices that a name suits, it is the one with the shortest name of ours.
 
     Raises:
-        ConfigError: if there is no such device; the message names the nearest ones.
+        ConfigError: if there is no such device; the message lists the known ones.
     """
-    if name not in _REGISTRY:
-        nearest = did_you_mean(name, _REGISTRY) or f"; choose one of {', '.join(_REGISTRY)}"
-        raise ConfigError(f"unknown gpu type {name!r}{nearest}")
-    return _REGISTRY[name]
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    asked = set(_words(name))
+    suited = [device for device in _DEVICES if _words(device.name)[0] in asked and asked <= _all_words(device)]
+    if not suited:
+        raise ConfigError(f"unknown GPU type {name!r}; choose one of {', '.join(_REGISTRY)}")
+    return min(suited, key=lambda device: len(device.name))
+
+
+def _all_words(device: DeviceSpec) -> set[str]:
+    """Return every word that a spelling of the device may have."""
+    return {word for name in (device.name, device.label, *device.reported_names) for word in _words(name)}
+
+
+def _words(name: str) -> list[str]:
+    """Return what tells a device from others: of ``NVIDIA A100-SXM4-80GB``, the words ``a100`` and ``80gb``."""
+    text = re.sub(r"nvidia|amd|instinct|geforce|tesla|\bsxm\d?|[ _-]+", " ", name.lower().replace("_", " "))
+    words = re.findall(r"rtx ?\d+|\d+ ?g?b?|[a-z]+\d*[a-z]*|\S", text)
+    return [f"{word.rstrip(' gb')}gb" if word[0].isdigit() else word.replace(" ", "") for word in words]
 
 
 def recognise_gpu(reported_name: str) -> DeviceSpec | None:

@@ -29,15 +29,16 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from llama_core.config.architecture import ArchitectureConfig
-from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.hardware import gpu_spec
 from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import ModelSpec
+from llama_core.config.names import keys_meant
 from llama_core.config.parameters import matches, parameter_shapes
 from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError, ask_for, did_you_mean
 from llama_core.schedules.registry import schedule_names
 
 SAMPLE = "sample"
@@ -239,7 +240,7 @@ class LaunchConfig(Section):
     device: Device = "auto"
     """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
     gpu_type: str | None = None
-    """GPU to plan for; default: the one present, else h100."""
+    """GPU to plan for, such as h100, h200 or A100-SXM4-80GB; default: the one present, else h100."""
     nodes: int = Field(1, ge=1)
     """Machines the devices are spread over."""
     collective_timeout_s: int = Field(600, ge=1)
@@ -252,6 +253,11 @@ class LaunchConfig(Section):
     """Submit the run even if it does not fit in device memory."""
     slurm: SlurmConfig = SlurmConfig()
     """Settings of the Slurm job."""
+
+    @field_validator("gpu_type")
+    @classmethod
+    def _known_gpu(cls, name: str | None) -> str | None:
+        return None if name is None else gpu_spec(name).name
 
     @property
     def is_here(self) -> bool:
@@ -349,10 +355,6 @@ class RunConfig(Section):
             yield from error.problems
         else:
             yield from self._misfits(spec)
-        try:
-            gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE)
-        except ConfigError as error:
-            yield from error.problems
         yield from self._misdivisions()
         for name in ("lora", "moe"):
             if name not in PARTS[self.strategy]:
@@ -540,16 +542,18 @@ class RunConfig(Section):
         """Read a YAML file, then apply ``section.key=value`` overrides.
 
         Raises:
-            ConfigError: if the file cannot be read, is not a mapping, or does not describe a run.
+            ConfigError: if the file cannot be read, is empty or not a mapping, or does not describe a run.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read configuration {str(path)!r}: {error}") from None
         mapping = parse_yaml(text, str(path))
-        if not isinstance(mapping, dict | None):
+        if mapping is None:
+            raise ConfigError(f"configuration {str(path)!r} is empty; write a key such as 'model: llama3_8b' into it")
+        if not isinstance(mapping, dict):
             raise ConfigError(f"configuration {str(path)!r} is not a mapping of keys to values")
-        return cls.from_mapping(mapping or {}, overrides)
+        return cls.from_mapping(mapping, overrides)
 
     def to_yaml(self) -> str:
         """Return the whole configuration, defaults included, as YAML."""
@@ -571,11 +575,12 @@ class RunConfig(Section):
 
 _TUNED = ("learning_rate", "weight_decay", "epochs")
 """Settings with other defaults in fine-tuning."""
+_NULLS = ("null", "Null", "NULL", "~")
 _CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML 1.1 as people mean it: 1e-4 is a number, 2026-01-31 is text, and a key given twice is an error."""
+    """YAML 1.1 as people mean it: 1e-4 is a number, 2026-01-31 and 1:30 are text, a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -592,6 +597,8 @@ _StrictLoader.yaml_implicit_resolvers = {
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
+for _digit in "0123456789":  # the first pattern that matches counts; YAML 1.1 reads 1:30 as 90
+    _StrictLoader.yaml_implicit_resolvers[_digit].insert(0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d+)+$")))
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -621,7 +628,10 @@ def _apply_override(mapping: dict[str, Any], override: str) -> list[str]:
         if not isinstance(target.get(section), dict):
             target[section] = {}
         target = target[section]
-    target[last] = parse_yaml(text, f"override {key!r}")
+    value = parse_yaml(text, f"override {key!r}")
+    if value is None and text.strip() not in _NULLS:
+        return [f"{key.strip()}={text} has no value; write one, or null for the default"]
+    target[last] = value
     return []
 
 
@@ -632,7 +642,7 @@ def _describe(detail: ErrorDetails) -> Iterable[str]:
     if isinstance(cause, ConfigError):
         return cause.problems
     if detail["type"] == "extra_forbidden":
-        return [f"unknown key {key!r}{did_you_mean(key, config_keys())}"]
+        return [f"unknown key {key!r}{ask_for(keys_meant(key, config_keys()))}"]
     if detail["type"] == "model_type":
         return [f"{key}={detail['input']!r}: this is a section of keys, not a value"]
     message = detail["msg"]

@@ -1,5 +1,6 @@
 """Settings of a Slurm job, checked so that no value can inject a line into the job script."""
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -45,6 +46,19 @@ def _value(value: Any) -> Any:
     return _one_line(value) if isinstance(value, str) else value
 
 
+def _minutes(value: Any) -> Any:
+    """Return the minutes of a time as Slurm writes it; anything else as it is, for the next check."""
+    if not isinstance(value, str):
+        return value
+    written = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value)
+    if written is None:
+        raise PydanticCustomError("time", "input should be minutes, or a time such as 90:00, 12:00:00 or 1-12:00:00")
+    days, first, second, third = (int(part) if part else 0 for part in written.groups())
+    if written[1] or written[4]:  # days-hours[:minutes[:seconds]], or hours:minutes:seconds
+        return days * 24 * 60 + first * 60 + second + math.ceil(third / 60)
+    return first + math.ceil(second / 60)  # minutes[:seconds]
+
+
 SlurmName = Annotated[str, AfterValidator(_one_word)]
 OptionName = Annotated[str, AfterValidator(_option)]
 OptionValue = Annotated[str | int | bool, BeforeValidator(_value)]
@@ -62,8 +76,8 @@ class SlurmConfig(Section):
     """Quality of service; default: the account's."""
     constraint: SlurmName | None = None
     """Features that nodes must have, such as 'h100&infiniband'."""
-    time_limit_min: int = Field(24 * 60, ge=1)
-    """Time limit in minutes."""
+    time_limit_min: Annotated[int, Field(ge=1), BeforeValidator(_minutes)] = 24 * 60
+    """Time limit in minutes, or as Slurm writes it: 12:00:00, 1-12 (a day and 12 hours)."""
     cpus_per_rank: int = Field(4, ge=1)
     """CPU cores of each rank."""
     memory_gb_per_node: int | None = Field(None, ge=1)

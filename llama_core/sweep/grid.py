@@ -13,9 +13,10 @@ from typing import Annotated, Any, Self
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from llama_core.config.names import keys_meant
 from llama_core.config.run import RunConfig, config_keys, parse_yaml
 from llama_core.config.section import Section
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError, ask_for, did_you_mean
 
 LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
@@ -113,7 +114,7 @@ def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[str]:
     known = config_keys()
     for key, values in grid.items():
         if key not in known:
-            yield f"grid: unknown key {key!r}{did_you_mean(key, known)}"
+            yield f"grid: unknown key {key!r}{ask_for(keys_meant(key, known))}"
             continue
         for value in values:
             yield from _value_problems(key, value)

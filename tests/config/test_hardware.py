@@ -30,9 +30,33 @@ def test_a_program_gets_less_memory_than_the_data_sheet_says(name):
     assert 0 < gpu_spec(name).usable_bytes < gpu_spec(name).memory_bytes
 
 
-def test_a_misspelt_gpu_type_suggests_the_nearest_name():
-    with pytest.raises(ConfigError, match="unknown gpu type 'h10'; did you mean 'h100'"):
-        gpu_spec("h10")
+@pytest.mark.parametrize(
+    ("spelt", "name"),
+    [
+        ("a100_80gb", "a100"),
+        ("a100-40gb", "a100_40gb"),
+        ("A100-SXM4-80GB", "a100"),
+        ("H100-SXM5-80GB", "h100"),
+        ("H100 PCIe", "h100_pcie"),
+        ("H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_may_be_spelt_as_others_spell_it(spelt, name):
+    assert gpu_spec(spelt).name == name
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_a_gpu_may_be_spelt_as_its_maker_does(name):
+    assert gpu_spec(gpu_spec(name).label).name == name
+
+
+@pytest.mark.parametrize("name", ["h10", "a100_20gb", "h100 nvl", "a100-pcie", "v100", ""])
+def test_an_unknown_gpu_type_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError) as refused:
+        gpu_spec(name)
+    assert str(refused.value) == f"unknown GPU type {name!r}; choose one of {', '.join(gpu_names())}"
 
 
 @pytest.mark.parametrize("name", gpu_names())

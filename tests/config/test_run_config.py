@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llama_core.config.hardware import gpu_names
 from llama_core.config.models import LinearScaling, Llama3Scaling
+from llama_core.config.names import ALSO_CALLED
 from llama_core.config.run import RunConfig, config_keys, parse_yaml
 from llama_core.errors import ConfigError
 
@@ -41,9 +43,9 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
         "with architecture.rope_scaling.factor=2, or keep them as they are with architecture.max_context=4096",
         "training.steps='many': input should be a valid integer",
         "training.warmup_steps=-1: input should be greater than or equal to 0",
-        "unknown gpu type 'h1000'; did you mean 'h100'?",
+        f"unknown GPU type 'h1000'; choose one of {', '.join(gpu_names())}",
         "unknown key 'modle'; did you mean 'model'?",
-        "unknown key 'training.batchsize'; did you mean 'training.batch_size' or 'training.epochs'?",
+        "unknown key 'training.batchsize'; did you mean 'training.batch_size'?",
     ]
 
 
@@ -106,8 +108,58 @@ def test_the_default_batch_has_a_microbatch_for_every_possible_data_parallel_ran
     assert (open_degrees.batch_size, tensor_parallel.batch_size) == (64, 16)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.lr", "training.learning_rate"),
+        ("lr", "training.learning_rate"),
+        ("training.gradient_accumulation_steps", "parallel.num_microbatches"),
+        ("launch.partition", "launch.slurm.partition"),
+        ("lora.rank", "lora.lora_rank"),
+        ("trainig.steps", "training"),
+        ("training.warm_up_steps", "training.warmup_steps"),
+    ],
+)
+def test_an_unknown_key_suggests_the_setting_that_is_meant(key, meant):
+    (problem,) = problems({}, f"{key}=1")
+    assert problem.endswith(f"; did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize("key", ["training.x", "training.optimiser", "nonsense"])
+def test_an_unknown_key_suggests_nothing_far_fetched(key):
+    assert problems({}, f"{key}=1") == (f"unknown key {key!r}",)
+
+
+def test_names_from_elsewhere_belong_to_keys_and_to_one_key_each():
+    names = [name for names in ALSO_CALLED.values() for name in names]
+    assert ALSO_CALLED.keys() <= config_keys().keys()
+    assert len(set(names)) == len(names)
+
+
 def test_an_override_without_a_value_is_refused():
     assert problems({}, "training.steps") == ("override 'training.steps' is not of the form section.key=value",)
+    for empty in ("training.steps=", "training.steps= # 7"):
+        assert problems({}, empty) == (f"{empty} has no value; write one, or null for the default",)
+    assert RunConfig.from_mapping({}, ["training.steps=null"]) == RunConfig()
+
+
+def test_a_gpu_type_is_recorded_by_our_name():
+    assert RunConfig.from_mapping({}, ["launch.gpu_type=A100-SXM4-80GB"]).launch.gpu_type == "a100"
+
+
+@pytest.mark.parametrize(
+    ("written", "minutes"),
+    [("90", 90), ("90:00", 90), ("12:00:00", 720), ("0:10:30", 11), ("1-12", 2160), ("1-12:30:00", 2190)],
+)
+def test_a_time_limit_may_be_written_as_slurm_does(written, minutes):
+    config = RunConfig.from_mapping({}, [f"launch.slurm.time_limit_min={written}"])
+    assert config.launch.slurm.time_limit_min == minutes
+
+
+@pytest.mark.parametrize("written", ["0", "0:00", "-5", "soon", "1:2:3:4"])
+def test_a_time_limit_that_is_none_is_refused(written):
+    (problem,) = problems({}, f"launch.slurm.time_limit_min={written}")
+    assert problem.startswith("launch.slurm.time_limit_min=")
 
 
 def test_a_key_given_twice_is_refused(tmp_path):
@@ -121,6 +173,8 @@ def test_a_key_given_twice_is_refused(tmp_path):
     [
         (b"model: [", "not valid YAML"),
         (b"- 1\n", "is not a mapping"),
+        (b"", "is empty; write a key such as 'model: llama3_8b' into it"),
+        (b"# model: llama3_8b\n", "is empty"),
         (b"\xff\xfe\x00", "cannot read configuration"),
     ],
 )
@@ -214,7 +268,7 @@ def test_rope_scaling_stretches_the_rotary_embedding_and_the_context(model, sett
         ),
         (["factor=0.5"], f"{ROPE}.factor=0.5: input should be greater than or equal to 1"),
         (["kind=yarn"], f"{ROPE}.kind='yarn': input should be 'none', 'linear' or 'llama3'"),
-        (["knd=linear"], f"unknown key '{ROPE}.knd'; did you mean '{ROPE}.kind' or '{ROPE}.factor'?"),
+        (["knd=linear"], f"unknown key '{ROPE}.knd'; did you mean '{ROPE}.kind'?"),
     ],
 )
 def test_a_scaling_that_makes_no_sense_is_refused_in_one_line(settings, message):

@@ -126,7 +126,7 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
         ),
         (
             ["train", "--set", "training.batchsize=3"],
-            ["error: unknown key 'training.batchsize'; did you mean 'training.batch_size' or 'training.epochs'?"],
+            ["error: unknown key 'training.batchsize'; did you mean 'training.batch_size'?"],
         ),
         (
             ["train", "--batch-size", "eight", "--seq-len", "4096"],
