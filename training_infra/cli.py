@@ -1,7 +1,7 @@
 """The command line: ``training-infra`` or ``python -m training_infra.cli``.
 
-Every flag of a run is one row of a table: the flag and the configuration key it sets. The key's documentation is the
-flag's help text. Nothing here imports torch; the commands import what they need.
+The flags of a run, and the configuration keys they set, are a table in ``flags.py``. Nothing here imports torch; the
+commands import what they need.
 """
 
 import argparse
@@ -14,22 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
-from llama_core.config.run import DATALOADER, RunConfig, config_keys
+from llama_core.config.run import DATALOADER, RunConfig
 from llama_core.errors import (
     ConfigError,
     DoesNotFitError,
     EnvironmentMismatchError,
     StoppedError,
     TrainingInfraError,
-    did_you_mean,
 )
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import is_disk_full
-from training_infra.flags import LAUNCHERS, MODEL_FLAGS, RUN_FLAGS, Flag
+from training_infra.flags import FLAGS, LAUNCHERS, Flag
+from training_infra.parser import Parser
 from training_infra.tables import (
     print_choice,
     print_environment,
@@ -44,25 +44,6 @@ FOLLOW_SECONDS = 0.5
 
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Long names of dtypes, also accepted by ``--mixed-precision`` and ``--dtype``."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and suggest the nearest flag for a misspelt one."""
-
-    def error(self, message: str) -> NoReturn:
-        near = ""
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-            near = did_you_mean(unknown, [flag for action in self._actions for flag in action.option_strings])
-        self.exit(2, f"error: {message}{near}\n")
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and let the chosen command report unknown arguments."""
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            parser: _Parser = getattr(options, "parser", self)
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,79 +74,185 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="training-infra",
         description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
         epilog="exit codes: 0 success, 1 the run failed, 2 invalid request, 3 does not fit, 130 interrupted",
+        examples=("train --help", "train --model tiny_llama3_50m --device cpu --steps 20"),
     )
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int | None], help_text: str) -> _Parser:
-        added = commands.add_parser(name, help=help_text, description=help_text)
-        added.set_defaults(command=run, parser=added)
+    def command(
+        name: str,
+        run: Callable[[argparse.Namespace], int | None],
+        when: str,
+        help_text: str,
+        *examples: str,
+        flags: Sequence[Flag] = (),
+    ) -> Parser:
+        parser.tables.setdefault(when, []).append((name, help_text))
+        sentence = f"{help_text[0].upper()}{help_text[1:]}."
+        added = commands.add_parser(name, description=sentence, examples=examples, flags=flags)
+        added.set_defaults(command=run, parser=added, flags=flags)
+        if flags:
+            added.add_argument("--json", action="store_true", help="print the result as JSON")
         added.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback with an error"
         )
         return added
 
-    train = command("train", _train, "run the whole chain: validate, estimate, rehearse, train, benchmark, report")
-    _add_config_flags(train, MODEL_FLAGS + RUN_FLAGS)
-    _add_run_dir_flags(train)
-    train.add_argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing")
-    train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
+    _add_planning_commands(command)
+    _add_running_commands(command)
+    _add_commands_on_runs(command)
+    return parser
 
-    estimate = command("estimate-memory", _estimate_memory, "estimate bytes per rank and category; needs no GPU")
-    _add_config_flags(estimate, MODEL_FLAGS + RUN_FLAGS)
 
-    dry_run = command("dry-run", _dry_run, "run real steps on fake tensors and count every byte; needs no GPU")
-    _add_config_flags(dry_run, MODEL_FLAGS + RUN_FLAGS)
+def _add_planning_commands(command: Callable[..., Parser]) -> None:
+    when = "before a run"
+    models = command(
+        "models",
+        _models,
+        when,
+        "list the model variants, with the fewest GPUs that can train each",
+        "--gpu-type h200",
+    )
+    models.add_argument("--gpu-type", metavar="h200", default=DEFAULT_GPU_TYPE, help=f"default: {DEFAULT_GPU_TYPE}")
+    models.add_argument("--markdown", action="store_true", help="print the README's table")
+    models.add_argument("--json", action="store_true", help="print JSON")
+
+    command(
+        "estimate-memory",
+        _estimate_memory,
+        when,
+        "find the fastest plan that fits, and estimate bytes per rank and category; needs no GPU",
+        "--model llama3_8b --gpus 8",
+        "--model llama3_70b --gpus 64 --gpu-type h200 --microbatches 8 --activation-checkpointing",
+        flags=FLAGS,
+    )
+
+    dry_run = command(
+        "dry-run",
+        _dry_run,
+        when,
+        "run real steps on fake tensors and count every byte; needs no GPU",
+        "--model llama3_8b --gpus 8 --gpu-type h200",
+        "--model tiny_llama3_50m --gpus 4 --tensor-parallel 2 --pipeline-parallel 2 --device cpu --twin",
+        flags=FLAGS,
+    )
     dry_run.add_argument(
         "--twin",
         action="store_true",
         help="also train a tiny twin of the plan on real processes and compare it with one process",
     )
 
-    bench = command("benchmark", _benchmark, "time optimizer steps on this machine or the cluster, or predict them")
-    _add_config_flags(bench, MODEL_FLAGS + RUN_FLAGS)
+    command(
+        "validate-environment",
+        _validate_environment,
+        when,
+        "check whether a run can start on this machine",
+        "",
+        "--launcher slurm --gpus 16 --nodes 2 --partition gpu",
+        flags=FLAGS,
+    )
+
+
+def _add_running_commands(command: Callable[..., Parser]) -> None:
+    when = "run"
+    train = command(
+        "train",
+        _train,
+        when,
+        "run the whole chain: validate, estimate, rehearse, train, benchmark, report",
+        "--model tiny_llama3_150m --data texts.jsonl --batch-size 32",
+        "--init-from ~/Llama-3.2-1B --strategy lora --data chats.jsonl",
+        "--model llama3_8b --gpus 16 --nodes 2 --launcher slurm --partition gpu --time 12:00:00",
+        "--resume --run-dir runs/mine",
+        flags=FLAGS,
+    )
+    _add_run_dir_flags(train)
+    train.add_argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing")
+    train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
+
+    bench = command(
+        "benchmark",
+        _benchmark,
+        when,
+        "time optimizer steps on this machine or the cluster, or predict them",
+        "--model tiny_llama3_50m --device cpu",
+        "--model llama2_7b --gpus 4 --batch-sizes 1 2 4 8",
+        flags=[flag for flag in FLAGS if flag.name != "--no-benchmark"],
+    )
     _add_run_dir_flags(bench)
     bench.add_argument(
         "--batch-sizes",
         type=int,
         nargs="+",
-        metavar="N",
+        metavar="8",
         help="compare these: measured if the devices are here, else predicted; --run-dir is then a sweep's directory",
     )
-    bench.add_argument("--save-results", type=Path, metavar="FILE", help="write the comparison as JSON")
+    bench.add_argument("--save-results", type=Path, metavar="times.json", help="write the comparison as JSON")
 
-    sweep = command("sweep", _sweep, "time every combination of a grid of settings, and compare them in one report")
-    sweep.add_argument("--config", type=Path, metavar="FILE", help="the sweep in YAML: name, base, grid, exclude")
+    sweep = command(
+        "sweep",
+        _sweep,
+        when,
+        "time every combination of a grid of settings, and compare them in one report",
+        "--config configs/sweeps/tiny_llama3_50m_throughput.yaml",
+        "--resume --sweep-dir sweeps/mine",
+    )
+    sweep.add_argument("--config", type=Path, metavar="sweep.yaml", help="the sweep: name, base, grid, exclude")
     sweep.add_argument(
-        "--sweep-dir", type=Path, metavar="DIR", help="the sweep's directory; default: sweeps/<name>-<date>"
+        "--sweep-dir", type=Path, metavar="sweeps/mine", help="the sweep's directory; default: sweeps/<name>-<date>"
     )
     sweep.add_argument("--resume", action="store_true", help="run only the unfinished elements of a sweep")
-    sweep.add_argument("--launcher", metavar=LAUNCHERS, help="launcher of all elements")
+    sweep.add_argument("--launcher", metavar="slurm", help=f"launcher of all elements: {LAUNCHERS}")
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
 
-    validate = command("validate-environment", _validate_environment, "check whether a run can start on this machine")
-    _add_config_flags(validate, MODEL_FLAGS + RUN_FLAGS)
 
-    report = command("report", _report, "write report.html of a run, finished or not")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-
-    logs = command("logs", _logs, "show the output of a run's ranks")
-    logs.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
+    when = "follow a run, and use it"
+    logs = command("logs", _logs, when, "show the output of a run's ranks", "runs/mine --follow", "runs/mine --rank 3")
+    _add_run_dir(logs)
     logs.add_argument("--follow", action="store_true", help="keep printing until the run's job ends")
-    logs.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    logs.add_argument("--lines", type=int, default=10, metavar="N", help="start with each rank's last N lines")
+    logs.add_argument("--rank", type=int, metavar="3", help="only this rank")
+    logs.add_argument(
+        "--lines", type=int, default=10, metavar="50", help="start with each rank's last lines; default: 10"
+    )
 
-    cancel = command("cancel", _cancel, "end a run's job after its current step, with a checkpoint, wherever it runs")
-    cancel.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    cancel = command(
+        "cancel",
+        _cancel,
+        when,
+        "end a run's job after its current step, with a checkpoint, wherever it runs",
+        "runs/mine",
+    )
+    _add_run_dir(cancel)
 
-    export = command("export-hf", _export_hf, "write a run's weights and tokenizer for transformers or PEFT")
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    export.add_argument("--out", type=Path, metavar="DIR", required=True, help="the folder to write; new or empty")
+    report = command("report", _report, when, "write report.html of a run, finished or not", "runs/mine")
+    _add_run_dir(report)
+
+    generate = command(
+        "generate",
+        _generate,
+        when,
+        "continue a prompt, to look at what a model has learnt",
+        'runs/mine --prompt "Once upon a time"',
+        'runs/mine --prompt "Capital of France?" --chat --temperature 0.8 --top-p 0.95',
+    )
+    _add_generate_flags(generate)
+
+    export = command(
+        "export-hf",
+        _export_hf,
+        when,
+        "write a run's weights and tokenizer for transformers or PEFT",
+        "runs/mine --out ~/my-llama --dtype bf16",
+        "runs/mine --out ~/merged --merged",
+    )
+    _add_run_dir(export)
+    export.add_argument("--out", type=Path, metavar="~/my-llama", required=True, help="the folder; new or empty")
     _add_weights_flags(export)
     export.add_argument(
         "--merged",
@@ -173,65 +260,53 @@ def _parser() -> _Parser:
         help="for a run with strategy=lora: write the full model instead of a PEFT folder",
     )
 
-    generate = command("generate", _generate, "continue a prompt, to look at what a model has learnt")
-    _add_generate_flags(generate)
 
-    models = command("models", _models, "list the model variants, with the fewest GPUs that can train each")
-    models.add_argument("--gpu-type", metavar="NAME", default=DEFAULT_GPU_TYPE, help=f"default: {DEFAULT_GPU_TYPE}")
-    models.add_argument("--markdown", action="store_true", help="print the README's table")
-    models.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+def _add_run_dir(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
 
 
-def _add_config_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
-    texts = config_keys()
-    parser.add_argument("--config", type=Path, metavar="FILE", help="run configuration in YAML; flags override it")
-    for flag in flags:
-        text = f"{texts[flag.key]} [{flag.key}]".replace("%", "%%")
-        if flag.constant is None:
-            parser.add_argument(flag.name, dest=flag.key, metavar=flag.metavar, help=text)
-        else:
-            parser.add_argument(flag.name, dest=flag.key, action="store_const", const=flag.constant, help=text)
+def _add_weights_flags(parser: Parser) -> None:
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="set any configuration key"
+        "--step", type=int, metavar="400", help="the checkpoint's step; default: the newest complete one"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(flags=flags)
-    others = texts.keys() - {flag.key for flag in flags}
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "other keys, for --config and --set:\n" + "\n".join(
-        f"  {key}\n      {text}" for key, text in texts.items() if key in others
-    )
-
-
-def _add_weights_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; default: the newest complete one")
     parser.add_argument(
         "--dtype",
         type=lambda name: _LONG_NAMES.get(name, name),
         choices=tuple(DTYPES),
+        metavar="bf16",
         default="fp32",
-        help="dtype of the weights; default: fp32, as in training",
+        help=f"dtype of the weights: {', '.join(DTYPES)}; default: fp32, as in training",
     )
 
 
-def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+def _add_generate_flags(parser: Parser) -> None:
     parser.add_argument("source", type=Path, metavar="RUN_DIR|FOLDER", help="a run, or a Hugging Face or PEFT folder")
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; - reads standard input")
+    parser.add_argument(
+        "--prompt", metavar='"Once upon"', required=True, help="the text to continue; - reads standard input"
+    )
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", default=128, help="stop after N; default: 128")
-    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="above 0, draw tokens; default: 0")
-    parser.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have P together")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeat a draw; default: draw anew each time")
-    parser.add_argument("--tokenizer", metavar="PATH", help="'bytes' or a path; default: the run's or the folder's")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if present")
+    parser.add_argument("--max-new-tokens", type=int, metavar="64", default=128, help="most tokens; default: 128")
+    parser.add_argument(
+        "--temperature", type=float, metavar="0.8", default=0.0, help="above 0, draw tokens; default: 0"
+    )
+    parser.add_argument("--top-k", type=int, metavar="50", help="draw from as many of the likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=float, metavar="0.95", help="draw from the likeliest tokens that have this probability together"
+    )
+    parser.add_argument("--seed", type=int, metavar="1", help="repeat a draw; default: draw anew each time")
+    parser.add_argument("--tokenizer", metavar="bytes", help="'bytes' or a path; default: the run's or the folder's")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), metavar="cpu", help="cpu or cuda; default: cuda if present"
+    )
     _add_weights_flags(parser)
 
 
-def _add_run_dir_flags(parser: argparse.ArgumentParser) -> None:
+def _add_run_dir_flags(parser: Parser) -> None:
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="the run's directory; default: runs/<model>-<date>-<fingerprint>"
+        "--run-dir",
+        type=Path,
+        metavar="runs/mine",
+        help="the run's directory; default: runs/<model>-<date>-<fingerprint>",
     )
     parser.add_argument(
         "--resume",
@@ -253,6 +328,11 @@ def _config(options: argparse.Namespace) -> RunConfig:
     ]
     overrides += options.overrides
     config = RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
+    for flag in options.flags:
+        if flag.key.startswith("launch.slurm.") and getattr(options, flag.key) is not None and config.launch.is_here:
+            raise ConfigError(
+                f"{flag.name} is for Slurm jobs, and this run stays on this machine; add --launcher slurm"
+            )
     if config.data.source == DATALOADER:
         raise ConfigError(
             "this run trains on a dataloader; continue it from Python, with launch_training(..., resume=True)"

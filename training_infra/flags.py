@@ -12,49 +12,70 @@ class Flag:
 
     name: str
     key: str
-    metavar: str = "N"
+    example: str = ""
+    """A value, for the help; empty for a flag that takes none."""
     constant: str | None = None
-    """The value set by a flag that takes no argument."""
+    """The value if the flag is given without one."""
+    also: tuple[str, ...] = ()
+    """Other names of the flag."""
+    is_common: bool = False
+    """Whether the short help has it."""
+
+    @property
+    def group(self) -> str:
+        """The group that the flag belongs to in the help."""
+        return group_of(self.key)
 
 
 LAUNCHERS = "|".join(get_args(LauncherName))
-MODEL_FLAGS = (
-    Flag("--model", "model", "NAME|FOLDER"),
-    Flag("--strategy", "strategy", "standard|lora|moe|hybrid"),
-    Flag("--lora-rank", "lora.lora_rank"),
-    Flag("--gpus", "parallel.gpus"),
-    Flag("--nodes", "launch.nodes"),
-    Flag("--gpu-type", "launch.gpu_type", "NAME"),
-    Flag("--device", "launch.device", "cpu|cuda"),
-    Flag("--batch-size", "training.batch_size"),
-    Flag("--seq-len", "training.seq_len"),
-    Flag("--microbatch-size", "parallel.microbatch_size"),
-    Flag("--microbatches", "parallel.num_microbatches"),
-    Flag("--tensor-parallel", "parallel.tp"),
-    Flag("--pipeline-parallel", "parallel.pp"),
-    Flag("--context-parallel", "parallel.cp"),
-    Flag("--expert-parallel", "parallel.ep"),
-    Flag("--schedule", "parallel.schedule", "NAME"),
-    Flag("--zero-stage", "parallel.zero_stage", "0|1|2|3"),
-    Flag("--activation-checkpointing", "parallel.recompute", constant="full"),
-    Flag("--gradient-compression", "parallel.gradient_compression", constant="bf16"),
-    Flag("--mixed-precision", "training.precision", "bfloat16|float16|fp32"),
-)
-RUN_FLAGS = (
-    Flag("--data", "data.source", "PATH"),
-    Flag("--validation-data", "data.validation", "PATH"),
-    Flag("--tokenizer", "data.tokenizer", "PATH"),
-    Flag("--steps", "training.steps"),
-    Flag("--epochs", "training.epochs"),
-    Flag("--lr", "training.learning_rate", "X"),
-    Flag("--lr-schedule", "training.lr_schedule", "cosine|wsd|constant"),
-    Flag("--warmup-steps", "training.warmup_steps"),
-    Flag("--seed", "training.seed"),
-    Flag("--init-from", "training.init_from", "PATH"),
+FLAGS = (
+    Flag("--model", "model", "llama3_8b", is_common=True),
+    Flag("--strategy", "strategy", "lora", is_common=True),
+    Flag("--lora-rank", "lora.lora_rank", "64"),
+    Flag("--lora-alpha", "lora.lora_alpha", "128"),
+    Flag("--data", "data.source", "texts.jsonl", is_common=True),
+    Flag("--validation-data", "data.validation", "held-out.jsonl"),
+    Flag("--tokenizer", "data.tokenizer", "~/my-tokenizer", is_common=True),
+    Flag("--init-from", "training.init_from", "~/Llama-3.2-1B", is_common=True),
+    Flag("--steps", "training.steps", "1000", is_common=True),
+    Flag("--epochs", "training.epochs", "2"),
+    Flag("--batch-size", "training.batch_size", "32", is_common=True),
+    Flag("--seq-len", "training.seq_len", "2048", is_common=True),
+    Flag("--learning-rate", "training.learning_rate", "1e-4", also=("--lr",), is_common=True),
+    Flag("--lr-schedule", "training.lr_schedule", "wsd"),
+    Flag("--warmup-steps", "training.warmup_steps", "100"),
+    Flag("--weight-decay", "training.weight_decay", "0.05"),
+    Flag("--mixed-precision", "training.precision", "bfloat16"),
+    Flag("--seed", "training.seed", "1"),
     Flag("--deterministic", "training.deterministic", constant="true"),
-    Flag("--eval-every", "training.eval_every"),
-    Flag("--checkpoint-every", "training.checkpoint_every"),
-    Flag("--launcher", "launch.launcher", LAUNCHERS),
+    Flag("--eval-every", "training.eval_every", "100"),
+    Flag("--checkpoint-every", "training.checkpoint_every", "500"),
+    Flag("--gpus", "parallel.gpus", "8", is_common=True),
+    Flag("--tensor-parallel", "parallel.tp", "2"),
+    Flag("--pipeline-parallel", "parallel.pp", "4"),
+    Flag("--context-parallel", "parallel.cp", "2"),
+    Flag("--expert-parallel", "parallel.ep", "4"),
+    Flag("--microbatch-size", "parallel.microbatch_size", "2"),
+    Flag("--microbatches", "parallel.num_microbatches", "8"),
+    Flag("--schedule", "parallel.schedule", "1f1b"),
+    Flag("--zero-stage", "parallel.zero_stage", "3"),
+    Flag("--activation-checkpointing", "parallel.recompute", "selective", constant="full"),
+    Flag("--gradient-compression", "parallel.gradient_compression", "powersgd", constant="bf16"),
+    Flag("--device", "launch.device", "cpu", is_common=True),
+    Flag("--gpu-type", "launch.gpu_type", "a100_80gb"),
+    Flag("--nodes", "launch.nodes", "2"),
+    Flag("--launcher", "launch.launcher", "slurm", is_common=True),
+    Flag("--partition", "launch.slurm.partition", "gpu"),
+    Flag("--account", "launch.slurm.account", "llm"),
+    Flag("--time", "launch.slurm.time_limit_min", "12:00:00"),
     Flag("--force", "launch.force", constant="true"),
-    Flag("--wandb", "tracking.wandb", "off|offline|online"),
+    Flag("--wandb", "tracking.wandb", "offline"),
 )
+_GROUPS = {"strategy": "model", "architecture": "model", "lora": "model", "moe": "model", "benchmark": "tracking"}
+"""Sections of the configuration whose keys are in the group of another one."""
+
+
+def group_of(key: str) -> str:
+    """Return the group of a configuration key in the help: its section, or that of a section close to it."""
+    section = key.partition(".")[0]
+    return _GROUPS.get(section, section)

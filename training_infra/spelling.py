@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llama_core.errors import ConfigError, TrainingInfraError
-from training_infra.flags import MODEL_FLAGS, RUN_FLAGS
+from training_infra.flags import FLAGS
 
 _CONTINUING = re.compile(r"training-infra train --run-dir (\S+) --resume")
 _FLAG = re.compile(r"(--[a-z][a-z-]*[a-z])(?: (\d+|cpu|cuda|local|slurm|standard|lora|moe|hybrid|PATH)\b)?")
@@ -39,7 +39,7 @@ def python_spelling() -> Iterator[None]:
 
 def _argument(found: re.Match[str]) -> str:
     name, value = found[1], found[2]
-    flag = next((flag for flag in MODEL_FLAGS + RUN_FLAGS if flag.name == name), None)
+    flag = next((flag for flag in FLAGS if name in (flag.name, *flag.also)), None)
     if name in _ARGUMENTS:
         argument = _ARGUMENTS[name]
     elif flag is None:

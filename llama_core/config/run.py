@@ -202,7 +202,10 @@ class ParallelConfig(Section):
     microbatch_size: int | None = Field(None, ge=1)
     """Sequences per forward pass on each rank; default: chosen to fit memory and keep a pipeline busy."""
     num_microbatches: int | None = Field(None, ge=1)
-    """Forward passes per rank in one optimizer step; an alternative to microbatch_size."""
+    """Forward passes per rank in one optimizer step (gradient accumulation); an alternative to microbatch_size.
+
+    With batch_size 32 on 4 data-parallel ranks, 8 microbatches have 1 sequence each.
+    """
     recompute: RecomputeRequest = "auto"
     """Activation checkpointing: none, selective, full, or adaptive (same as auto): the least of them that fits."""
     gradient_compression: GradientCompression = "none"

@@ -2,11 +2,12 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import psutil
@@ -55,19 +56,117 @@ def wait_for_a_step(path):
         time.sleep(0.05)
 
 
-def test_help_names_every_command(shell):
-    told = shell("--help").stdout
-    for command in ("train", "estimate-memory", "dry-run", "benchmark", "validate-environment", "report", "export-hf"):
-        assert re.search(rf"^    {command}\b", told, re.MULTILINE)
+COMMANDS = (
+    *("models", "estimate-memory", "dry-run", "validate-environment", "train", "benchmark", "sweep"),
+    *("logs", "cancel", "report", "generate", "export-hf"),
+)
+OF_RUNS = COMMANDS[1:6]
+"""Commands that take the flags of a run."""
 
 
-def test_the_help_of_train_describes_every_flag_and_every_key(shell):
-    told = shell("train", "--help").stdout
+@pytest.fixture
+def told(capsys, monkeypatch):
+    """Return what a command that ends while its arguments are read prints: a help text, or the line of an error."""
+
+    def tell(*arguments):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        return "".join(capsys.readouterr())
+
+    monkeypatch.setenv("COLUMNS", "100")
+    return tell
+
+
+def test_help_names_every_command(told):
+    assert re.findall(r"^  ([a-z][a-z-]+)  ", told("--help"), re.MULTILINE) == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_is_a_screen_of_examples_and_the_arguments_of_most_users(told, command):
+    page = told(command, "--help")
+    assert len(page.splitlines()) <= 60
+    assert f"\nexamples:\n  training-infra {command}" in page
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_a_command_are_understood(told, command, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, f"_{command.replace('-', '_')}", asked.append)
+    _, _, examples = told(command, "--help").partition("\nexamples:\n")
+    lines = examples.partition("\n\n")[0].splitlines()
+    for line in lines:
+        cli.main(shlex.split(line)[1:])
+    assert len(asked) == len(lines)
+    assert all(cli._config(options) for options in asked if command in OF_RUNS and "~" not in str(options))
+
+
+def test_the_example_of_every_flag_is_a_valid_value():
+    for flag in cli.FLAGS:
+        strategy = ["strategy=lora"] if flag.key.startswith("lora.") else []
+        others = ["launch.launcher=slurm", "launch.nodes=1", "parallel.gpus=8", "training.batch_size=32", *strategy]
+        for value in filter(None, (flag.example, flag.constant)):
+            if not value.startswith("~"):
+                written = cli._LONG_NAMES.get(value, value)
+                assert RunConfig.from_mapping({}, [*others, f"{flag.key}={written}"])
+
+
+@pytest.mark.parametrize("command", OF_RUNS)
+def test_the_short_help_names_every_flag_and_all_of_the_help_has_every_key(told, command):
+    short, everything = told(command, "--help"), told(command, "--help-all")
+    without = "--no-benchmark" if command == "benchmark" else ""
+    for flag in cli.FLAGS:
+        for name in (flag.name, *(flag.also if flag.is_common else ())):
+            assert (f" {name}" in short) == (name != without)
+        assert (f"  {flag.name}" in everything) == (flag.name != without)
     for key in config_keys():
-        assert key in told
-    for flag in cli.MODEL_FLAGS + cli.RUN_FLAGS:
-        assert flag.name in told
-        assert flag.key in told
+        assert f"[{key}]" in " ".join(everything.split()) or f"--set {key}=" in everything
+
+
+def test_help_on_a_group_or_on_a_part_of_a_name_has_only_that(told):
+    assert "--tensor-parallel 2 " in told("train", "--help", "parallel")
+    assert "--data" not in told("train", "--help", "parallel")
+    page = told("train", "--help", "microbatch")
+    assert re.findall(r"^  (--.*?)  ", page, re.MULTILINE) == ["--microbatch-size 2", "--microbatches 8"]
+    assert "8 microbatches have 1 sequence each" in " ".join(page.split())
+    assert "none, selective, full, or adaptive" in " ".join(told("train", "--help", "recompute").split())
+    assert told("train", "--help", "foo") == (
+        "error: no flag or key is called 'foo'; groups: model, data, training, parallel, launch, tracking\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (["--learning-rate", "1e-4"], "training.learning_rate", 1e-4),
+        (["--lr", "1e-4"], "training.learning_rate", 1e-4),
+        (["--weight-decay", "0.05"], "training.weight_decay", 0.05),
+        (["--strategy", "lora", "--lora-alpha", "64"], "lora.lora_alpha", 64),
+        (["--launcher", "slurm", "--partition", "gpu"], "launch.slurm.partition", "gpu"),
+        (["--launcher", "slurm", "--account", "llm"], "launch.slurm.account", "llm"),
+        (["--launcher", "slurm", "--time", "1:30:00"], "launch.slurm.time_limit_min", 90),
+        (["--activation-checkpointing"], "parallel.recompute", "full"),
+        (["--activation-checkpointing", "selective"], "parallel.recompute", "selective"),
+        (["--gradient-compression", "powersgd"], "parallel.gradient_compression", "powersgd"),
+        (["--gpu-type", "A100-SXM4-80GB"], "launch.gpu_type", "a100"),
+    ],
+)
+def test_a_flag_sets_its_key(arguments, key, value):
+    options = cli._parser().parse_args(["train", *arguments])
+    assert reduce(getattr, key.split("."), cli._config(options)) == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("--wd", "--weight-decay"),
+        ("--gradient_accumulation_steps", "--microbatches"),
+        ("--learning_rate", "--learning-rate"),
+        ("--beta2", "--set training.beta2=..."),
+    ],
+)
+def test_a_flag_of_other_software_is_answered_with_ours(told, argument, meant):
+    said = f"error: unrecognized arguments: {argument} 3; did you mean {meant!r}?\n"
+    assert told("train", argument, "3") == said
 
 
 def test_models_lists_every_variant_with_its_parameters(shell):
@@ -146,6 +245,11 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["error: parallel.tp=3 does not divide the 2 key/value heads of tiny_llama3_50m; use one of 1, 2"],
         ),
         (["train", "--gpus", "4"], ["error: gpus=4: this machine has no CUDA device; add --device cpu"]),
+        (
+            ["train", "--partition", "gpu"],
+            ["error: --partition is for Slurm jobs, and this run stays on this machine; add --launcher slurm"],
+        ),
+        (["train", "--data", ""], ["error: data.source= has no value; write one, or null for the default"]),
         (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
         (
             ["train", "--strategy", "moe", "--set", "moe.num_experts=1"],
@@ -198,9 +302,11 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
-    assert " ".join(dict.fromkeys(names)) == "run validate data plan estimate dry-run submit train benchmark report"
+    expected = "run validate data plan estimate dry-run submit train benchmark report"
+    assert " ".join(dict.fromkeys(names)) == expected
     run = only_run(shell.path)
-    assert ended.stdout.splitlines()[-1].split()[1] == f"runs/{run.name}/report.html"
+    report = ended.stdout.splitlines()[-1]
+    assert report.split()[1] == f"runs/{run.name}/report.html"
     assert "held-out loss" in ended.stdout
     assert read_metrics(run).num_rows == 6
     assert run.report.stat().st_size > 100_000

@@ -1,0 +1,170 @@
+"""The command line's parser: errors of one line, and help in groups, where every flag has an example."""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llama_core.config.names import keys_called
+from llama_core.config.run import config_keys
+from llama_core.errors import ask_for, did_you_mean
+from training_infra.flags import Flag, group_of
+
+_WIDEST = 110
+"""Most columns that help takes."""
+_LEFT = 30
+"""Columns for flags, beside their descriptions."""
+
+Rows = list[tuple[str, str]]
+"""What stands on the left and on the right of a table."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command. Its short help has the common flags, and says how to see the others.
+
+    Args:
+        flags: the flags of a run, if the command takes them; it then takes ``--config`` and ``--set`` too.
+        examples: arguments of the command, for its help.
+        **options: as for ``argparse.ArgumentParser``.
+    """
+
+    def __init__(self, *, flags: Iterable[Flag] = (), examples: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(**options, add_help=False)
+        self.examples = examples
+        self.tables: dict[str, Rows] = {}
+        """Tables of the short help, by title, before those of the arguments."""
+        self._flags: dict[str, tuple[Flag, argparse.Action]] = {}
+        texts = config_keys()
+        for flag in flags:
+            self._flags[flag.key] = (flag, self._add_flag(flag, texts[flag.key]))
+        if self._flags:
+            self._add_configuration()
+        more: dict[str, Any] = {"nargs": "?", "metavar": "WORD"} if self._flags else {"nargs": 0}
+        self.add_argument("-h", "--help", action=_Help, help="show this help", **more)
+
+    def _add_flag(self, flag: Flag, text: str) -> argparse.Action:
+        kind: dict[str, Any] = {"metavar": flag.example}
+        if flag.constant is not None and flag.example:
+            text += f" Without a value: {flag.constant}."
+            kind |= {"nargs": "?", "const": flag.constant}
+        elif flag.constant is not None:
+            kind = {"action": "store_const", "const": flag.constant}
+        return self.add_argument(flag.name, *flag.also, dest=flag.key, help=text.replace("%", "%%"), **kind)
+
+    def _add_configuration(self) -> None:
+        self.add_argument("--config", type=Path, metavar="run.yaml", help="configuration in YAML; flags override it")
+        self.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="training.beta2=0.98",
+            dest="overrides",
+            help="set any configuration key; may be repeated",
+        )
+        everything = "show all flags and configuration keys"
+        self.add_argument("--help-all", action=_Help, nargs=0, dest="help", help=everything)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and let the chosen command report unknown arguments."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser: Parser = getattr(options, "parser", self)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line that suggests the flag that was meant."""
+        hint = ""
+        if message.startswith("unrecognized arguments: "):
+            hint = self._suggestion(message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0])
+        elif message.startswith("the following arguments are required"):
+            hint = f"; see {self.prog} --help"
+        self.exit(2, f"error: {message}{hint}\n")
+
+    def _suggestion(self, unknown: str) -> str:
+        keys = keys_called(unknown.lstrip("-"), config_keys()) if self._flags and unknown.startswith("--") else []
+        meant = [self._flags[key][0].name if key in self._flags else f"--set {key}=..." for key in keys]
+        own = [name for action in self._actions for name in action.option_strings]
+        return ask_for(meant) or did_you_mean(unknown, own)
+
+    def format_help(self) -> str:
+        """Return the short help."""
+        others = [action for action in self._actions if action.dest not in self._flags]
+        others.sort(key=lambda action: action.dest in {"debug", "help"})
+        own = [_row(action) for action in others if action.nargs != argparse.PARSER]
+        tables = dict(self.tables)
+        if self._flags:
+            common = [_row(action) for flag, action in self._flags.values() if flag.is_common]
+            tables |= {"common flags, each with an example": common, "this command": own}
+            tables |= {f"more flags: {self.prog} --help GROUP, --help PART_OF_A_NAME or --help-all": self._index()}
+        else:
+            tables |= {"arguments": own}
+        return self._page(self.examples, tables)
+
+    def help_on(self, word: str | None) -> str:
+        """Return the flags and keys in the group ``word``, or with ``word`` in their names; of None, all."""
+        groups, tables = dict(self._index()), dict[str, Rows]()
+        for key, text in config_keys().items():
+            flag, action = self._flags.get(key, (None, None))
+            names = (key, flag.name, *flag.also) if flag else (key,)
+            is_named = word not in groups and any((word or "").lstrip("-") in name for name in names)
+            if is_named or word == group_of(key):
+                row = _row(action, f" [{key}]") if action else (f"--set {key}=", text)
+                tables.setdefault(group_of(key), []).append(row)
+        for rows in tables.values():
+            rows.sort(key=lambda row: row[0].startswith("--set "))  # flags first
+        if not tables:
+            self.error(f"no flag or key is called {word!r}; groups: {', '.join(groups)}")
+        return self._page((), tables)
+
+    def _index(self) -> Rows:
+        """Return the names of the flags of each group that the short help leaves out."""
+        names: dict[str, list[str]] = {group_of(key): [] for key in config_keys()}
+        for flag, _ in self._flags.values():
+            if not flag.is_common:
+                names[flag.group].append(flag.name)
+        return [(group, " ".join(flags) or "keys only") for group, flags in names.items()]
+
+    def _page(self, examples: Sequence[str], tables: dict[str, Rows]) -> str:
+        width = min(_WIDEST, shutil.get_terminal_size().columns)
+        arguments = [str(action.metavar) for action in self._actions if not action.option_strings]
+        usage = " ".join([f"usage: {self.prog}", *arguments, "[flags]"])
+        sections = [usage, textwrap.fill(self.description or "", width)]
+        if examples:
+            sections.append("\n".join(["examples:", *(f"  {self.prog} {example}" for example in examples)]))
+        sections += ["\n".join([f"{title}:", *_lines(rows, width)]) for title, rows in tables.items()]
+        sections += [textwrap.fill(self.epilog, width)] if self.epilog else []
+        return "\n\n".join(sections) + "\n"
+
+
+class _Help(argparse.Action):
+    """Prints help and exits: all of it, or that on a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        assert isinstance(parser, Parser)
+        is_short = not values and "--help" in self.option_strings
+        sys.stdout.write(parser.format_help() if is_short else parser.help_on(values or None))
+        parser.exit(0)
+
+
+def _row(action: argparse.Action, suffix: str = "") -> tuple[str, str]:
+    """Return an argument with an example of its value, and its description."""
+    value = f"[{action.metavar}]" if action.nargs == "?" else action.metavar
+    names = ", ".join(action.option_strings)
+    return f"{names} {value or ''}".strip(), f"{action.help}{suffix}".replace("%%", "%")
+
+
+def _lines(rows: Rows, width: int) -> Iterator[str]:
+    """Yield a table's lines; on the left, what is too long stands on a line of its own."""
+    for left, text in rows:
+        if len(left) > _LEFT - 4:
+            yield f"  {left}"
+        begin = "" if len(left) > _LEFT - 4 else left
+        first, rest = f"  {begin:<{_LEFT - 2}}", " " * _LEFT
+        one_line = " ".join(text.split())
+        yield from textwrap.wrap(one_line, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
