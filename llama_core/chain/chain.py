@@ -12,6 +12,7 @@ from llama_core.chain.steps import (
     describe,
     say_data,
     say_extension,
+    say_metrics,
     say_plan,
     say_weights,
     stopping_on_interrupt,
@@ -83,9 +84,11 @@ def _reported(run: RunDirectory, write: Callable[[RunDirectory], Path]) -> Itera
     try:
         yield
     except BaseException:
+        say_metrics(run)
         try:
             say("report", str(write(run)))
         except TrainingInfraError as error:
             say("report", str(error))
         raise
+    say_metrics(run)
     say("report", str(write(run)))

@@ -346,6 +346,17 @@ def say_extension(run: RunDirectory) -> None:
     say("note", f"{instead}; learning rate on the {training.lr_schedule} schedule of {total} steps: {change}")
 
 
+def say_metrics(run: RunDirectory) -> None:
+    """Print how to look at the run's metrics elsewhere than in its report."""
+    if run.tensorboard.exists():
+        say("metrics", f"tensorboard --logdir {run.tensorboard}")
+    if any(run.wandb.glob("offline-run-*")):
+        say("metrics", f"wandb sync {run.wandb}/offline-run-*")
+    elif run.wandb.exists():
+        project = load_config(run).tracking.wandb_project
+        say("metrics", f"Weights & Biases, project {project}; local files in {run.wandb}")
+
+
 def describe(run: RunDirectory) -> str:
     """Return the run's path, and whether it is new, continued, finished or already running."""
     if not any(path.exists() for path in (run.job, run.outcome, run.heartbeat)):

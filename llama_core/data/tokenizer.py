@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.errors import DataError, EnvironmentMismatchError
+from llama_core.machine.packages import how_to_install
 
 if TYPE_CHECKING:
     import tokenizers
@@ -139,7 +140,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError:
             raise EnvironmentMismatchError(
-                f"tokenizer {str(path)!r} needs the package 'tokenizers'; pip install 'llama-training-infra[hf]'"
+                f"tokenizer {str(path)!r} needs the package 'tokenizers'; {how_to_install('tokenizers')}"
             ) from None
         self.name = str(path)
         file = path / "tokenizer.json" if path.is_dir() else path

@@ -16,6 +16,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, cpu_model, detect_machine, visible_gpus
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
+from llama_core.machine.packages import has_wandb_key, how_to_install
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ((2, 11), (2, 13))
@@ -136,9 +137,11 @@ def _check_extras(found: Findings, config: RunConfig) -> None:
     }
     for package, (is_used, setting) in uses.items():
         if is_used and _version(package) is None:
-            found.errors.append(
-                f"{setting} needs {package}, which is not installed; pip install 'llama-training-infra[{package}]'"
-            )
+            found.errors.append(f"{setting} needs {package}, which is not installed; {how_to_install(package)}")
+    if config.tracking.wandb == "online" and not has_wandb_key():
+        found.errors.append(
+            "tracking.wandb=online needs an API key; run wandb login, set WANDB_API_KEY, or use --wandb offline"
+        )
 
 
 def _check_torch(found: Findings) -> None:

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
+from llama_core.machine.packages import how_to_install
 from llama_core.models.batch import Batch
 from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
@@ -320,7 +321,7 @@ def _import_deepspeed(device_type: str) -> Any:
         import deepspeed
     except ModuleNotFoundError as error:
         raise EnvironmentMismatchError(
-            f"zero_backend=deepspeed needs the package {error.name}: pip install 'llama-training-infra[deepspeed]'"
+            f"zero_backend=deepspeed needs the package {error.name}; {how_to_install(error.name or 'deepspeed')}"
         ) from error
     # DeepSpeed has not caught up with torch 2.13
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

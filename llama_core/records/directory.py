@@ -109,6 +109,16 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's events, written by rank 0."""
+        return self.logs / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Folder of Weights & Biases' files: a folder for each start of the run, written by rank 0."""
+        return self.logs / "wandb"
+
+    @property
     def report(self) -> Path:
         """The HTML report."""
         return self.path / "report.html"

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.machine.packages import how_to_install
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import StepRecord
@@ -75,7 +76,7 @@ class TensorBoardSink:
         # purged, so that each step shows once.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.logs / "tensorboard"), purge_step=resumed_at + 1)
+        self._writer = SummaryWriter(str(run.tensorboard), purge_step=resumed_at + 1)
 
     def write(self, record: StepRecord) -> None:
         """Add the record's scalars."""
@@ -99,8 +100,8 @@ class WandbSink:
             import wandb
         except ImportError:
             raise EnvironmentMismatchError(
-                f"tracking.wandb={config.tracking.wandb} needs the wandb package; "
-                "pip install 'llama-training-infra[wandb]', or set tracking.wandb=off"
+                f"tracking.wandb={config.tracking.wandb} needs the wandb package; {how_to_install('wandb')}, "
+                "or set tracking.wandb=off"
             ) from None
         self._run = wandb.init(
             project=config.tracking.wandb_project,

@@ -388,3 +388,16 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_pa
     with pytest.raises(TrainingFailedError, match="crashed after step 3"), say.console.capture() as told:
         run_chain(chain)
     assert told.get().splitlines()[-1] == "report    cannot write the report"
+
+
+def test_a_run_ends_with_the_commands_that_show_its_metrics_elsewhere(capsys):
+    run = RunDirectory(prepare_run(config()).path)
+    steps.say_metrics(run)
+    assert capsys.readouterr().out == ""
+    for folder in (run.tensorboard, run.wandb / "offline-run-20261122_101112-x"):
+        folder.mkdir(parents=True)
+    steps.say_metrics(run)
+    assert capsys.readouterr().out == (
+        f"metrics   tensorboard --logdir {run.path}/logs/tensorboard\n"
+        f"metrics   wandb sync {run.path}/logs/wandb/offline-run-*\n"
+    )

@@ -19,6 +19,7 @@ from llama_core.machine.detect import (
     visible_gpus,
 )
 from llama_core.machine.hazards import look_at_machine
+from llama_core.machine.packages import has_wandb_key, how_to_install
 
 CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
 GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
@@ -239,6 +240,43 @@ def test_each_obstacle_is_one_line_with_its_remedy(monkeypatch, sections, error)
     (only,) = validate_environment(config(**sections)).errors
     assert only.startswith(error)
     assert "\n" not in only
+
+
+@pytest.fixture
+def nobody(monkeypatch, tmp_path):
+    """Be a user without any W&B account or setting; return their home."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+ONLINE = {"tracking": {"wandb": "online"}}
+KEYLESS = "tracking.wandb=online needs an API key; run wandb login, set WANDB_API_KEY, or use --wandb offline"
+
+
+def test_wandb_online_without_a_key_is_an_error_before_any_job(nobody):
+    assert validate_environment(config(**ONLINE)).errors == (KEYLESS,)
+    assert validate_environment(config(tracking={"wandb": "offline"})).errors == ()
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "wandb.example.org:8080"])
+def test_a_key_is_looked_for_where_wandb_login_puts_it(nobody, monkeypatch, host):
+    (nobody / ".netrc").write_text(f"machine {host}\n  login user\n  password {'0' * 40}\n")
+    assert not has_wandb_key() or host == "api.wandb.ai"
+    monkeypatch.setenv("WANDB_BASE_URL", f"https://{host}")
+    assert has_wandb_key()
+
+
+def test_a_key_in_the_environment_is_enough(nobody, monkeypatch):
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert has_wandb_key()
+
+
+def test_what_is_missing_is_installed_by_a_command_that_works_anywhere():
+    assert how_to_install("tokenizers") == "pip install 'tokenizers>=0.20'"
+    assert how_to_install("unheard-of") == "pip install 'unheard-of'"
 
 
 def test_a_machine_without_slurm_cannot_submit_to_it(monkeypatch):

@@ -302,11 +302,12 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
-    expected = "run validate data plan estimate dry-run submit train benchmark report"
+    expected = "run validate data plan estimate dry-run submit train benchmark metrics report"
     assert " ".join(dict.fromkeys(names)) == expected
     run = only_run(shell.path)
-    report = ended.stdout.splitlines()[-1]
+    *_, metrics, report = ended.stdout.splitlines()
     assert report.split()[1] == f"runs/{run.name}/report.html"
+    assert metrics == f"metrics   tensorboard --logdir runs/{run.name}/logs/tensorboard"
     assert "held-out loss" in ended.stdout
     assert read_metrics(run).num_rows == 6
     assert run.report.stat().st_size > 100_000
