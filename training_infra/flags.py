@@ -70,6 +70,7 @@ FLAGS = (
     Flag("--time", "launch.slurm.time_limit_min", "12:00:00"),
     Flag("--force", "launch.force", constant="true"),
     Flag("--wandb", "tracking.wandb", "offline"),
+    Flag("--no-benchmark", "benchmark.steps", constant="0"),
 )
 _GROUPS = {"strategy": "model", "architecture": "model", "lora": "model", "moe": "model", "benchmark": "tracking"}
 """Sections of the configuration whose keys are in the group of another one."""

@@ -144,6 +144,7 @@ def test_help_on_a_group_or_on_a_part_of_a_name_has_only_that(told):
         (["--launcher", "slurm", "--partition", "gpu"], "launch.slurm.partition", "gpu"),
         (["--launcher", "slurm", "--account", "llm"], "launch.slurm.account", "llm"),
         (["--launcher", "slurm", "--time", "1:30:00"], "launch.slurm.time_limit_min", 90),
+        (["--no-benchmark"], "benchmark.steps", 0),
         (["--activation-checkpointing"], "parallel.recompute", "full"),
         (["--activation-checkpointing", "selective"], "parallel.recompute", "selective"),
         (["--gradient-compression", "powersgd"], "parallel.gradient_compression", "powersgd"),
