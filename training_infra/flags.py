@@ -72,7 +72,14 @@ FLAGS = (
     Flag("--wandb", "tracking.wandb", "offline"),
     Flag("--no-benchmark", "benchmark.steps", constant="0"),
 )
-_GROUPS = {"strategy": "model", "architecture": "model", "lora": "model", "moe": "model", "benchmark": "tracking"}
+_GROUPS = {
+    "strategy": "model",
+    "trainable": "model",
+    "architecture": "model",
+    "lora": "model",
+    "moe": "model",
+    "benchmark": "tracking",
+}
 """Sections of the configuration whose keys are in the group of another one."""
 
 
