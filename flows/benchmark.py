@@ -15,10 +15,10 @@ from tasks.announce import lines_where_they_are_read
 
 @flow(name="benchmark", validate_parameters=True, on_cancellation=[sweep_tasks.cancel_sweep])
 def benchmark(sweep: SweepConfig, sweep_dir: Path | None = None, resume: bool = False) -> Path | State[Any]:
-    """Time every element of a sweep and compare their throughput and memory.
+    """Time or train every element of a sweep, and rank them by their throughput or their held-out loss.
 
     Args:
-        sweep: the base configuration and the grid.
+        sweep: the base configuration, the grid, and the objective that ranks its elements.
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
     """

@@ -198,11 +198,16 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         "sweep",
         _sweep,
         when,
-        "time every combination of a grid of settings, and compare them in one report",
+        "run every combination of a grid of settings, and rank them in one report",
         "--config configs/sweeps/tiny_llama3_50m_throughput.yaml",
         "--resume --sweep-dir sweeps/mine",
     )
-    sweep.add_argument("--config", type=Path, metavar="sweep.yaml", help="the sweep: name, base, grid, exclude")
+    sweep.add_argument("--config", type=Path, metavar="sweep.yaml", help="the sweep: name, base, grid, exclude, objective, tokens")
+    sweep.add_argument(
+        "--objective",
+        metavar="loss",
+        help="what ranks them: throughput of timed steps (default), or the held-out loss after training",
+    )
     sweep.add_argument(
         "--sweep-dir", type=Path, metavar="sweeps/mine", help="the sweep's directory; default: sweeps/<name>-<date>"
     )
@@ -468,7 +473,12 @@ def _sweep(options: argparse.Namespace) -> None:
     from training_infra.sweep import sweep_from_terminal
 
     result = sweep_from_terminal(
-        options.config, options.sweep_dir, resume=options.resume, launcher=options.launcher, quiet=options.json
+        options.config,
+        options.sweep_dir,
+        resume=options.resume,
+        launcher=options.launcher,
+        objective=options.objective,
+        quiet=options.json,
     )
     if options.json:
         _print_json(result)

@@ -1,5 +1,6 @@
 """The command ``training-infra sweep``: run a whole sweep from one terminal."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from training_infra.local import local_sweep_steps
 
 
 def sweep_from_terminal(
-    file: Path | None, sweep_dir: Path | None, *, resume: bool, launcher: str | None, quiet: bool
+    file: Path | None,
+    sweep_dir: Path | None,
+    *,
+    resume: bool,
+    launcher: str | None,
+    objective: str | None,
+    quiet: bool,
 ) -> dict[str, Any]:
     """Prepare, rehearse, run and compare the elements of a sweep, and return their records.
 
@@ -22,12 +29,14 @@ def sweep_from_terminal(
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
         launcher: overrides the launcher of the configuration.
+        objective: overrides what ranks the elements.
         quiet: print nothing.
 
     Raises:
         TrainingInfraError: if a step of the sweep fails.
     """
-    config = _config(file, sweep_dir, resume=resume)
+    settings = {} if objective is None else {"objective": objective}
+    config = _config(file, sweep_dir, resume=resume, settings=settings)
     if launcher is not None:
         config = config.model_copy(update={"base": config.base.with_overrides(f"launch.launcher={launcher}")})
     with say.silenced(quiet):
@@ -36,9 +45,9 @@ def sweep_from_terminal(
     return sweeps.records(sweep)
 
 
-def _config(file: Path | None, sweep_dir: Path | None, *, resume: bool) -> SweepConfig:
+def _config(file: Path | None, sweep_dir: Path | None, *, resume: bool, settings: Mapping[str, object]) -> SweepConfig:
     if file is not None:
-        return SweepConfig.load(file)
+        return SweepConfig.load(file, **settings)
     if sweep_dir is None or not resume:
         raise ConfigError("no sweep given; add --config FILE, or --sweep-dir DIR --resume to continue one")
-    return read_record(SweepDirectory(sweep_dir)).sweep_config
+    return SweepConfig.from_mapping({**read_record(SweepDirectory(sweep_dir)).config, **settings})

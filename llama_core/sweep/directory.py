@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_core.chain.runs import is_finished
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
-from llama_core.sweep.grid import GridValue, SweepConfig
+from llama_core.sweep.grid import GridValue, Objective, SweepConfig
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class SweepRecord:
         return SweepConfig.from_mapping(self.config)
 
     @property
+    def objective(self) -> Objective:
+        """What ranks the elements."""
+        objective: Objective = self.config.get("objective", "throughput")  # earlier versions had no other
+        return objective
+
+    @property
     def runnable(self) -> tuple[ElementRecord, ...]:
         """The elements that are not skipped."""
         return tuple(element for element in self.elements if not element.skipped)
@@ -87,9 +94,15 @@ def is_timed(run: RunDirectory) -> bool:
     return run.benchmark.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
 
 
+def has_result(run: RunDirectory, objective: Objective) -> bool:
+    """Return whether the run has been timed or trained to its end, as the objective needs."""
+    return is_timed(run) if objective == "throughput" else is_finished(run)
+
+
 def unfinished(sweep: SweepDirectory) -> Iterator[RunDirectory]:
-    """Yield the runs of the elements that are neither skipped nor timed."""
-    for element in read_record(sweep).runnable:
+    """Yield the runs of the elements that are neither skipped nor have a result."""
+    record = read_record(sweep)
+    for element in record.runnable:
         run = sweep.run(element.name)
-        if not is_timed(run):
+        if not has_result(run, record.objective):
             yield run

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -22,8 +23,31 @@ LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
 
 GridValue = bool | int | float | str | None
+Objective = Literal["throughput", "loss"]
 SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
 Values = Annotated[list[GridValue], Field(min_length=1)]
+
+_LEARNING = frozenset(
+    f"training.{key}"
+    for key in (
+        "steps", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "min_lr_ratio", "decay_fraction",
+        "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm", "max_skipped_steps", "seed",
+    )
+)  # fmt: skip
+"""Keys that change what a step learns, but not how long it takes."""
+_CADENCE = frozenset(f"training.{key}" for key in ("eval_every", "checkpoint_every", "keep_checkpoints"))
+"""Keys that change neither a timed step nor what is learnt."""
+_WORK = ("parallel.", "launch.", "tracking.", "benchmark.")
+"""Sections that say how the work is done, not what is learnt."""
+_LOSSY = frozenset(("parallel.gradient_compression",))
+"""Keys of these sections that change the loss all the same."""
+_SIZES = frozenset(f"parallel.{key}" for key in ("gpus", "microbatch_size", "num_microbatches", "dp_replicate"))
+"""Keys of these sections that choose the batch if ``training.batch_size`` does not."""
+_HELD_OUT = frozenset(
+    ("data.tokenizer", "data.validation", "data.validation_fraction", "data.text_field", "data.chat_template",
+     "data.loss_on", "training.eval_sequences")
+)  # fmt: skip
+"""Keys that change the tokens which the held-out loss is a mean over."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,10 @@ class SweepConfig(Section):
     """Values to try for keys of the run configuration, such as {parallel.microbatch_size: [1, 2, 4]}."""
     exclude: list[dict[str, GridValue]] = Field(default_factory=list)
     """Combinations to leave out: each excludes every element that has all its values."""
+    objective: Objective = "throughput"
+    """What ranks the elements: throughput (of timed steps), or loss (each trains, and its held-out loss counts)."""
+    tokens: int | None = Field(None, ge=1)
+    """With objective=loss, tokens that each element trains on; default: the training.steps of each."""
 
     @field_validator("base", mode="before")
     @classmethod
@@ -64,11 +92,54 @@ class SweepConfig(Section):
     @model_validator(mode="after")
     def _grid_is_possible(self) -> Self:
         problems = [*_grid_problems(self.grid), *_exclude_problems(self.exclude, self.grid)]
+        problems += self._problems_of_objective()
         if not problems and not self.elements():
             problems.append("exclude leaves no element of the grid")
         if problems:
             raise ConfigError(*problems)
         return self
+
+    def _problems_of_objective(self) -> Iterator[str]:
+        compared = [key for key, values in self.grid.items() if len(values) > 1]
+        if self.objective == "throughput":
+            if self.tokens is not None:
+                yield "tokens needs objective=loss: timed steps train nothing"
+            if idle := [key for key in compared if key in _LEARNING | _CADENCE]:
+                yield (
+                    f"grid: {', '.join(idle)} cannot change the throughput, which ranks the elements; train each "
+                    "element and rank the held-out losses with --objective loss (objective: loss), or leave it out"
+                )
+            return
+        if idle := [key for key in compared if self._cannot_change_loss(key)]:
+            yield (
+                f"grid: {', '.join(idle)} cannot change the held-out loss, which ranks the elements; compare speeds "
+                "with --objective throughput (objective: throughput), or leave it out"
+            )
+        if elsewhere := [key for key in compared if key in _HELD_OUT]:
+            yield f"grid: with other {', '.join(elsewhere)}, held-out losses cannot be compared; leave it out"
+        if "data.source" in compared and self.base.data.validation is None:
+            yield "grid: data.source also changes the held-out documents; set data.validation of the base"
+        if self.base.data.validation is None and not self.base.data.validation_fraction:
+            yield "objective=loss needs held-out documents: set data.validation, or a data.validation_fraction above 0"
+        steps = [self.base.training.steps, *self.grid.get("training.steps", ())]
+        if (self.tokens is None) == (not any(steps)):
+            yield "objective=loss needs the length of training: set either training.steps of the base, or tokens"
+
+    def _cannot_change_loss(self, key: str) -> bool:
+        chooses_batch = key in _SIZES and self.base.training.batch_size is None
+        return key in _CADENCE or (key.startswith(_WORK) and key not in _LOSSY and not chooses_batch)
+
+    def config_of(self, element: Element) -> RunConfig:
+        """Return the configuration of an element's run, as long as ``tokens`` says.
+
+        Raises:
+            ConfigError: if the element's values contradict each other or the base.
+        """
+        config = element.config(self.base)
+        if self.tokens is None:
+            return config
+        steps = math.ceil(self.tokens / (config.batch_size * config.seq_len))
+        return config.with_overrides(f"training.steps={steps}")
 
     def elements(self) -> list[Element]:
         """Return one element for each combination that is not excluded; the last key varies fastest."""
@@ -92,8 +163,8 @@ class SweepConfig(Section):
             raise ConfigError(*(problem for detail in error.errors() for problem in _describe(detail))) from None
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a YAML file.
+    def load(cls, path: Path, **settings: object) -> Self:
+        """Read a YAML file, and replace some of its settings.
 
         Raises:
             ConfigError: if the file cannot be read, is not a mapping, or does not describe a sweep.
@@ -107,7 +178,7 @@ class SweepConfig(Section):
             raise ConfigError(f"sweep {str(path)!r} is not a mapping of keys to values")
         if isinstance(mapping.get("base"), str):
             mapping["base"] = RunConfig.load(path.parent / mapping["base"])
-        return cls.from_mapping(mapping)
+        return cls.from_mapping(mapping | settings)
 
 
 def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[str]:

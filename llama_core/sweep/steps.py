@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.chain import steps
-from llama_core.chain.console import say
+from llama_core.chain.console import say, watch
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config, load_plan
-from llama_core.config.run import RunConfig
+from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.errors import (
     ConfigError,
     EnvironmentMismatchError,
@@ -30,25 +29,29 @@ from llama_core.launch.jobs.handle import WORKER, JobHandle, cancel_all
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.scheduler import SharedAnswers
 from llama_core.records.directory import RunDirectory
-from llama_core.records.job import Outcome
+from llama_core.records.job import Outcome, Part
 from llama_core.sweep.directory import (
     ElementRecord,
     SweepDirectory,
     SweepRecord,
-    is_timed,
+    has_result,
     read_record,
     unfinished,
     write_record,
 )
-from llama_core.sweep.grid import Element, SweepConfig
+from llama_core.sweep.grid import Element, Objective, SweepConfig
 
 SWEEPS = Path("sweeps")
 
 CANCEL_GRACE_SECONDS = 15.0
-"""Time that jobs get to stop before they are killed; short, because there is nothing to save."""
+"""Time that jobs which only time steps get to stop before they are killed; they have nothing to save."""
 LOOK_SECONDS = 1.0
 """Time between two checks of the jobs; Slurm itself is asked less often."""
 
+_PART: dict[Objective, Part] = {"throughput": "benchmark", "loss": "train"}
+"""The part of its work that the run of an element does."""
+_DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
+"""What has been done to an element with a result."""
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
 _FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force"}
 """Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
@@ -70,7 +73,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
     elements = config.elements()
     mapping = config.model_dump()
     write_record(sweep, SweepRecord(mapping, tuple(ElementRecord(e.name, e.settings) for e in elements)))
-    record = SweepRecord(mapping, tuple(_prepare_element(sweep, element, config.base) for element in elements))
+    record = SweepRecord(mapping, tuple(_prepare_element(sweep, element, config) for element in elements))
     write_record(sweep, record)
     _refuse_empty(record)
     return sweep
@@ -88,7 +91,7 @@ def _directory(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> 
         raise RunDirectoryError(f"{sweep_dir} already holds a sweep; add --resume to continue it")
     if not _continues(config, sweep):
         raise RunDirectoryError(
-            f"{sweep_dir} holds a sweep with another base or other grid keys; choose another --sweep-dir"
+            f"{sweep_dir} holds a sweep with another base, objective or other grid keys; choose another --sweep-dir"
         )
     return sweep
 
@@ -100,16 +103,13 @@ def _newest_unfinished(config: SweepConfig) -> SweepDirectory | None:
 
 
 def _continues(config: SweepConfig, sweep: SweepDirectory) -> bool:
-    there = read_record(sweep).sweep_config
-    return (there.name, _measured(there.base), list(there.grid)) == (
-        config.name,
-        _measured(config.base),
-        list(config.grid),
-    )
+    return _fixed(read_record(sweep).sweep_config) == _fixed(config)
 
 
-def _measured(base: RunConfig) -> dict[str, object]:
-    return base.model_dump(exclude={"tracking": True, "launch": _FREE_TO_CHANGE})
+def _fixed(config: SweepConfig) -> tuple[object, ...]:
+    """Return what a resumed sweep may not change."""
+    base = config.base.model_dump(exclude={"tracking": True, "launch": _FREE_TO_CHANGE})
+    return config.name, config.objective, config.tokens, base, list(config.grid)
 
 
 def _new_directory(config: SweepConfig) -> SweepDirectory:
@@ -118,15 +118,16 @@ def _new_directory(config: SweepConfig) -> SweepDirectory:
     return SweepDirectory(next(path for path in paths if not path.exists()))
 
 
-def _prepare_element(sweep: SweepDirectory, element: Element, base: RunConfig) -> ElementRecord:
+def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfig) -> ElementRecord:
     run = sweep.run(element.name)
     record = ElementRecord(element.name, element.settings)
-    if is_timed(run):
+    if has_result(run, config.objective):
         return record
     try:
-        config = element.config(base)
-        steps.refuse_untimed(config)
-        prepare_run(config, run.path, resume=run.config.exists())
+        requested = config.config_of(element)
+        if config.objective == "throughput":
+            steps.refuse_untimed(requested)
+        prepare_run(requested, run.path, resume=run.config.exists())
         steps.estimate(run)
     except _IMPOSSIBLE as error:
         return replace(record, skipped=str(error))
@@ -157,7 +158,7 @@ def rehearse(sweep: SweepDirectory) -> None:
     record = read_record(sweep)
     for element in record.runnable:
         run = sweep.run(element.name)
-        if run.dry_run.exists() or is_timed(run):
+        if run.dry_run.exists() or has_result(run, record.objective):
             continue
         try:
             rehearsed = steps.rehearse(run)
@@ -177,7 +178,7 @@ def _with_skipped(record: SweepRecord, element: ElementRecord, reason: str) -> S
 
 
 def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobHandle]:
-    """Submit the Slurm elements that are neither timed nor running, one job array for each group with the same needs.
+    """Submit the Slurm elements without a result or a running job, one job array for each group with the same needs.
 
     ``follow`` runs the elements of the local launcher, one after the other.
 
@@ -196,10 +197,11 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     at_work = {job.run.name for job in jobs}
     # attach has recorded the outcome of jobs that ended while nobody waited.
     waiting = [run for run in unfinished(sweep) if run.name not in at_work and not _is_here(run)]
+    part = _PART[read_record(sweep).objective]
     for runs in _groups(waiting):
         with_configs = [(run, load_config(run)) for run in runs]
         num_ranks = load_plan(runs[0]).world_size
-        jobs += submission.submit_array(sweep.path, with_configs, num_ranks, "benchmark", worker=worker, ask=ask)
+        jobs += submission.submit_array(sweep.path, with_configs, num_ranks, part, worker=worker, ask=ask)
     return jobs
 
 
@@ -220,21 +222,33 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
         jobs: its jobs, as ``submit`` returns them.
 
     Raises:
-        TrainingFailedError: if no element could be timed, with the reasons.
+        TrainingFailedError: if no element has a result, with the reasons.
         StoppedError: if the sweep was interrupted, or one of its jobs was cancelled.
     """
     try:
         _wait(jobs)
-        for run in [run for run in unfinished(sweep) if _is_here(run)]:
-            job = steps.submit(run, only="benchmark")
-            _wait([job] if job else [])
-            if read_outcome(run).status == "cancelled":
-                break
+        _run_here(sweep)
     except KeyboardInterrupt:
         say("stopping", "every job of the sweep")
         cancel(sweep)
         raise _stopped(sweep) from None
     _check_ends(sweep)
+
+
+def _run_here(sweep: SweepDirectory) -> None:
+    """Run the local elements one after the other, with a progress bar for each that trains."""
+    objective = read_record(sweep).objective
+    here = [run for run in unfinished(sweep) if _is_here(run)]
+    for number, run in enumerate(here, start=1):
+        job = steps.submit(run, only=_PART[objective])
+        if job is None:
+            continue
+        say("element", f"{run.name}: {number} of {len(here)}")
+        with watch(run) as show:
+            outcome = job.wait(show)
+        _say_end(run, outcome)
+        if outcome.status == "cancelled":
+            break
 
 
 def _wait(jobs: Sequence[JobHandle]) -> None:
@@ -249,22 +263,29 @@ def _wait(jobs: Sequence[JobHandle]) -> None:
 
 
 def _say_end(run: RunDirectory, outcome: Outcome) -> None:
-    came_out = steps.benchmark(run).summary() if is_timed(run) else f"{outcome.status}, {outcome.reason}"
-    say("element", f"{run.name}: {came_out}")
+    if outcome.status != "finished":
+        result = f"{outcome.status}, {outcome.reason}"
+    elif is_finished(run):
+        result = steps.training_summary(run).summary()
+    else:
+        result = steps.benchmark(run).summary()
+    say("element", f"{run.name}: {result}")
 
 
 def _check_ends(sweep: SweepDirectory) -> None:
     left = {run.name: read_outcome(run) for run in unfinished(sweep) if run.outcome.exists()}
     if any(outcome.status == "cancelled" for outcome in left.values()):
         raise _stopped(sweep)
-    if len(left) == len(read_record(sweep).runnable):
+    record = read_record(sweep)
+    if len(left) == len(record.runnable):
         ends = (f"{name}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
-        raise TrainingFailedError(f"no element could be timed; {'; '.join(ends)}")
+        raise TrainingFailedError(f"no element could be {_DONE[record.objective]}; {'; '.join(ends)}")
 
 
 def cancel(sweep: SweepDirectory) -> int:
-    """Cancel every job of the sweep and return their number; timed elements keep their results."""
-    return len(cancel_all(attach(sweep), CANCEL_GRACE_SECONDS))
+    """Cancel every job of the sweep and return their number; elements keep their results and checkpoints."""
+    grace_seconds = CANCEL_GRACE_SECONDS if read_record(sweep).objective == "throughput" else None
+    return len(cancel_all(attach(sweep), grace_seconds))
 
 
 def records(sweep: SweepDirectory) -> dict[str, Any]:
@@ -277,9 +298,11 @@ def records(sweep: SweepDirectory) -> dict[str, Any]:
 
 
 def _stopped(sweep: SweepDirectory) -> StoppedError:
-    timed = sum(is_timed(sweep.run(element.name)) for element in read_record(sweep).runnable)
+    record = read_record(sweep)
+    done = sum(has_result(sweep.run(element.name), record.objective) for element in record.runnable)
     return StoppedError(
-        f"stopped with {timed} elements timed; continue with: training-infra sweep --sweep-dir {sweep.path} --resume"
+        f"stopped with {done} elements {_DONE[record.objective]}; "
+        f"continue with: training-infra sweep --sweep-dir {sweep.path} --resume"
     )
 
 

@@ -187,7 +187,7 @@ def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, meas
     if measured_bytes is not None:
         _add_bar(figure, {rows["measured"]: measured_bytes / size}, MEASURED, GREY, unit)
     figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", uniformtext={"minsize": 11, "mode": "hide"})
-    figure.update_xaxes(title_text=f"peak memory of one rank ({unit})", rangemode="tozero", showgrid=True)
+    figure.update_xaxes(title_text=f"peak memory per rank ({unit})", rangemode="tozero", showgrid=True)
     figure.update_yaxes(
         autorange="reversed",
         showgrid=False,

@@ -1,15 +1,31 @@
-"""Figures of a sweep: a bar for each element, labelled with its settings."""
+"""Figures of a sweep: a bar, a point or a line for each element, labelled with its settings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
 from llama_core.records.measurements import BenchmarkRecord
-from training_reports.figures import BLUE, ORANGE, TEAL, memory_unit, styled_figure, throughput_quartiles
+from training_reports.figures import (
+    BLUE,
+    GREY,
+    OLIVE,
+    ORANGE,
+    PINK,
+    PURPLE,
+    RED,
+    TEAL,
+    memory_unit,
+    styled_figure,
+    throughput_quartiles,
+)
 
 PEAK_COLORS = {"estimated": BLUE, "rehearsed": TEAL, "measured": ORANGE}
 """Colour of each kind of peak, in drawing order."""
+
+CURVE_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK)
+"""Colours of the best elements' lines, in order; the lines of all others are grey."""
 
 LINE_PX, GAP_PX, AXES_PX = 17, 12, 90
 """Height of a label's line, of the gap between two elements, and of axis and legend."""
@@ -33,6 +49,49 @@ def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
     return figure
 
 
+def loss_curves(losses: "Mapping[str, pd.Series[float]]", *, x_title: str, marked: bool = False) -> go.Figure:
+    """Return a line for each element.
+
+    Args:
+        losses: the losses of each element by step or token, the best element first.
+        x_title: what they are by.
+        marked: whether every point gets a dot.
+    """
+    figure = styled_figure("loss (nats per token)")
+    for number, (name, loss) in enumerate(losses.items()):
+        figure.add_scatter(
+            x=loss.index.to_series(),
+            y=loss,
+            name=name,
+            mode="lines+markers" if marked else "lines",
+            line={"color": CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY, "width": 1.8},
+            marker={"size": 6},
+            showlegend=True,
+            hovertemplate="%{y:.4f}",
+        )
+    highest = highest_shown(losses.values())
+    if highest is not None:
+        lowest = min(loss.min() for loss in losses.values())
+        margin = 0.06 * (highest - lowest) or 0.5
+        figure.update_yaxes(range=[lowest - margin, highest + margin])
+    figure.update_xaxes(title_text=x_title, tickformat="~s" if x_title == "tokens" else "d")
+    return figure
+
+
+def highest_shown(losses: "Iterable[pd.Series[float]]") -> float | None:
+    """Return the highest loss in a figure of curves, so that one that diverges does not flatten the others.
+
+    It is at most as far above the middle one of the first losses as the lowest loss is below. None without a finite
+    loss.
+    """
+    finite = [loss for loss in (loss[loss.abs() < float("inf")] for loss in losses) if not loss.empty]
+    if not finite:
+        return None
+    every = pd.concat(finite)
+    most = 2 * pd.Series([loss.iloc[0] for loss in finite]).median() - every.min()
+    return float(every[every <= most].max())
+
+
 def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figure:
     """Return the estimated, rehearsed and measured peak of each element side by side; a peak of None has no bar.
 
@@ -47,7 +106,7 @@ def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figur
         num_bytes = [by_kind.get(kind) for by_kind in peaks.values()]
         lengths = [None if value is None else value / size for value in num_bytes]
         _add_bars(figure, labels, lengths, kind, color=color, hover=f"{kind}: %{{x:.3f}} {unit}")
-    _finish(figure, labels, f"peak memory of one rank ({unit})")
+    _finish(figure, labels, f"peak memory per rank ({unit})")
     return figure
 
 

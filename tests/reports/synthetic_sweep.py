@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED
+from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_record, write_run
 
 from llama_core.records.files import write_json
 from llama_core.records.job import JobRecord
@@ -60,3 +60,32 @@ def _write_timed(run, number):
     write_json(run.dry_run, DRY_RUN)
     write_json(run.benchmark, timed)
     write_json(run.outcome, FINISHED)
+
+
+def write_loss_sweep(path, losses=(2.6, 2.4, 2.9), *, batch_sizes=(8,)):
+    """Write a sweep ranked by held-out loss: elements with these losses, and one that diverged."""
+    grid = {
+        "training.learning_rate": [10.0**-i for i in range(len(losses) + 1, 0, -1)],
+        "training.batch_size": list(batch_sizes),
+    }
+    base = {"training": {"steps": 40}, "launch": {"device": "cpu"}}
+    config = SweepConfig.from_mapping({"name": path.name, "base": base, "grid": grid, "objective": "loss"})
+    sweep, elements = SweepDirectory(path), config.elements()
+    write_record(
+        sweep, SweepRecord(config.model_dump(), tuple(ElementRecord(one.name, one.settings) for one in elements))
+    )
+    for element, loss in zip(elements, losses, strict=False):
+        tokens = 100 * element.settings["training.batch_size"]
+        records = [
+            step_record(step, loss=loss + 3 / step, tokens=step * tokens, eval_loss=loss if step % 20 == 0 else None)
+            for step in range(1, 41)
+        ]
+        run = write_run(sweep.run(element.name).path, records=records)
+        run.benchmark.unlink()
+        write_json(run.training, replace(SUMMARY, eval_loss=loss, train_loss=records[-1].loss, tokens=40 * tokens))
+    diverged = [step_record(step, loss=9.0 * step, tokens=800 * step) for step in range(1, 24)]
+    outcome = replace(FAILED, status="non-finite", reason="the loss is not finite", attempts=())
+    run = write_run(sweep.run(elements[-1].name).path, outcome=outcome, records=diverged)
+    run.training.unlink()
+    run.benchmark.unlink()
+    return sweep

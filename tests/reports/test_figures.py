@@ -165,7 +165,7 @@ def test_every_figure_of_a_page_names_its_axes(run):
         assert list(panel.figure.select_xaxes())[-1].title.text, panel.title
     for panel in page._panels_by_step(contents):
         assert all(axis.title.text for axis in panel.figure.select_yaxes()), panel.title
-    assert figures.memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory of one rank (GiB)"
+    assert figures.memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory per rank (GiB)"
 
 
 def test_single_and_many_steps_are_both_visible():

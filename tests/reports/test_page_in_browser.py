@@ -2,7 +2,7 @@
 
 import pytest
 from browser import drawn_figures
-from synthetic_sweep import write_sweep
+from synthetic_sweep import write_loss_sweep, write_sweep
 
 from training_reports.page import write_report
 from training_reports.sweep import write_report as write_sweep_report
@@ -31,3 +31,13 @@ def test_a_sweep_is_drawn_with_a_bar_for_each_element_and_each_kind_of_peak(tmp_
         "Peak memory by element": (3, 3 * 5),
     }
     assert drawn["Throughput by element"]["errorbar"] == 5
+
+
+def test_a_sweep_of_losses_is_drawn_with_a_line_for_each_element(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "sweep")
+    drawn = drawn_figures(write_sweep_report(sweep), tmp_path / "profile")
+    assert {title: (figure["trace"], figure["point"]) for title, figure in drawn.items()} == {
+        "Training loss": (4, 0),
+        "Held-out loss": (3, 3 * 2),
+        "Peak memory by element": (3, 3 * 4),
+    }

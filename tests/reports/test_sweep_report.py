@@ -1,15 +1,17 @@
 import re
 
 import pytest
-from synthetic_sweep import DOES_NOT_FIT, write_sweep
+from synthetic_sweep import DOES_NOT_FIT, write_loss_sweep, write_sweep
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.files import read_json
-from llama_core.sweep.directory import SweepDirectory
+from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.units import GIB
 from training_reports.contents import RunContents
 from training_reports.sweep import write_report
 from training_reports.sweep_figures import memory_by_element, throughput_by_element
+from training_reports.sweep_loss import rank
+from training_reports.sweep_rows import Row
 
 
 def text_of(page, heading):
@@ -68,6 +70,39 @@ def test_a_sweep_without_timed_elements_has_a_page(tmp_path):
     page = write_report(write_sweep(tmp_path / "new", 0)).read_text()
     assert "0 of 2 timed" in page
     assert "No element has been timed yet." in page
+
+
+def test_trained_elements_are_ranked_by_their_held_out_loss(tmp_path):
+    page = write_report(write_loss_sweep(tmp_path / "losses")).read_text()
+    table = text_of(page, "Every element, lowest held-out loss first")
+    assert re.findall(r"learning_rate=(\S+?),", table) == ["0.001", "0.0001", "0.01", "0.1"]
+    assert "learning_rate=0.0001,batch_size=8 finished 2.6000 0.2000 2.6750 40 32.00K 1,346" in table
+    assert "3 of 4 trained" in page
+    assert "learning_rate=0.001,batch_size=8 0.2000 below the next" in text_of(page, "Lowest held-out loss")
+    assert "non-finite: the loss is not finite" in text_of(page, "Ended without being trained")
+
+
+def curves(sweep):
+    """Return the figure of the training losses of a sweep."""
+    rows = [Row(one.name, RunContents.read(sweep.run(one.name))) for one in read_record(sweep).elements]
+    return rank(rows).panels[0].figure
+
+
+def test_loss_curves_of_all_elements_share_a_figure_that_one_diverging_does_not_flatten(tmp_path):
+    figure = curves(write_loss_sweep(tmp_path / "losses"))
+    assert figure.data[0].name == "learning_rate=0.001,batch_size=8"
+    assert len(figure.data) == 4
+    assert max(figure.data[-1].y) == 9 * 23
+    low, high = figure.layout.yaxis.range
+    assert low < 2.4
+    assert 6 < high < 12
+    assert figure.layout.xaxis.title.text == "optimizer step"
+
+
+def test_losses_of_unequal_batches_are_drawn_by_tokens(tmp_path):
+    figure = curves(write_loss_sweep(tmp_path / "losses", (2.6, 2.4), batch_sizes=(4, 8)))
+    assert figure.layout.xaxis.title.text == "tokens"
+    assert sorted(max(line.x) for line in figure.data[:2]) == [40 * 400, 40 * 800]
 
 
 def test_names_and_reasons_are_text_not_markup(tmp_path):

@@ -17,7 +17,7 @@ SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
 
 VALUES = {
     "training.seq_len": st.integers(2, 4096),
-    "training.learning_rate": st.floats(1e-9, 1),
+    "data.validation_fraction": st.floats(0, 1, exclude_max=True),
     "parallel.microbatch_size": st.none() | st.integers(1, 64),
     "parallel.recompute": st.sampled_from(["none", "selective", "full"]),
     "data.source": st.text(),
@@ -115,6 +115,53 @@ def test_contradictory_values_make_only_their_element_impossible():
 )
 def test_a_wrong_sweep_is_refused_with_the_reason(mapping, complaint):
     assert complaint in refusal(**mapping)
+
+
+LENGTH = {"objective": "loss", "base": {"training": {"steps": 5, "batch_size": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "complaint"),
+    [
+        (
+            {"grid": {"training.learning_rate": [1e-4, 1e-3], "training.seed": [0, 1], "parallel.tp": [1, 2]}},
+            "training.learning_rate, training.seed cannot change the throughput, which ranks the elements; train each "
+            "element and rank the held-out losses with --objective loss",
+        ),
+        ({"tokens": 1000}, "tokens needs objective=loss"),
+        (LENGTH, "parallel.tp cannot change the held-out loss"),
+        (LENGTH | {"grid": {"training.eval_every": [1, 2]}}, "training.eval_every cannot change the held-out loss"),
+        (LENGTH | {"grid": {"data.validation_fraction": [0.1, 0.2]}}, "held-out losses cannot be compared"),
+        (LENGTH | {"grid": {"data.source": ["a", "b"]}}, "set data.validation of the base"),
+        ({"objective": "loss", "grid": {"training.seed": [0, 1]}}, "set either training.steps of the base, or tokens"),
+        (LENGTH | {"tokens": 1000, "grid": {"training.seed": [0, 1]}}, "set either training.steps"),
+        (
+            {"objective": "loss", "tokens": 9, "base": {"data": {"validation_fraction": 0.0}}},
+            "objective=loss needs held-out documents",
+        ),
+        ({"objective": "speed"}, "objective='speed'"),
+    ],
+)
+def test_a_grid_that_cannot_change_what_ranks_it_is_refused(mapping, complaint):
+    (refused,) = [line for line in refusal(**mapping).split("; grid") if complaint in line]
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"training.learning_rate": [1e-4, 1e-3], "parallel.tp": [2]},
+        {"parallel.gradient_compression": ["none", "powersgd"]},
+        {"model": ["tiny_llama3_50m", "tiny_llama3_150m"]},
+    ],
+)
+def test_a_grid_that_changes_the_loss_can_be_ranked_by_it(grid):
+    assert len(sweep(grid, **LENGTH).elements()) == 2
+
+
+def test_elements_that_train_on_the_same_tokens_differ_in_steps():
+    config = sweep({"training.batch_size": [2, 8]}, objective="loss", tokens=1600, base={"training": {"seq_len": 100}})
+    assert [config.config_of(element).training.steps for element in config.elements()] == [8, 2]
 
 
 def test_all_problems_of_a_grid_are_reported_at_once():

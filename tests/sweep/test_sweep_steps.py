@@ -19,14 +19,19 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
 
 
-def config(grid=None, *, launch=None, **training):
+def config(grid=None, *, launch=None, objective="throughput", **training):
     base = {
         "architecture": TINY,
         "training": {"seq_len": 16, "batch_size": 4, "steps": 2} | training,
         "launch": {"device": "cpu"} | (launch or {}),
     }
     return SweepConfig.from_mapping(
-        {"name": "tiny", "base": base, "grid": grid or {"parallel.microbatch_size": [1, 2, 3]}}
+        {
+            "name": "tiny",
+            "base": base,
+            "grid": grid or {"parallel.microbatch_size": [1, 2, 3]},
+            "objective": objective,
+        }
     )
 
 
@@ -108,6 +113,22 @@ def test_an_element_that_failed_is_not_finished(status):
     assert is_timed(run)
     end(run, status)
     assert not is_timed(run)
+
+
+def test_an_element_that_was_only_timed_is_not_finished_in_a_sweep_that_ranks_losses():
+    sweep = sweeps.prepare(config({"training.seed": [0, 1]}, objective="loss"))
+    timed, trained = (sweep.run(f"seed={seed}") for seed in (0, 1))
+    end(timed)
+    end(trained)
+    write_json(trained.training, {})
+    assert [run.name for run in unfinished(sweep)] == [timed.name]
+
+
+def test_a_sweep_is_resumed_with_its_own_objective(tmp_path):
+    grid = {"training.batch_size": [4, 8]}
+    sweeps.prepare(config(grid), tmp_path / "sweep")
+    with pytest.raises(RunDirectoryError, match="another base, objective"):
+        sweeps.prepare(config(grid, objective="loss"), tmp_path / "sweep", resume=True)
 
 
 def rehearsed(sweep, capsys):

@@ -78,6 +78,34 @@ def test_only_unfinished_elements_run_again(finished, capsys):
     assert elements[NAMES[1]]["outcome"]["status"] == "finished"
 
 
+LOSS = SWEEP | {
+    "base": SWEEP["base"] | {"training": {"seq_len": 16, "batch_size": 4, "steps": 6, "eval_sequences": 4}},
+    "grid": {"training.learning_rate": [1e-5, 1e-2]},
+}
+
+
+def test_a_grid_of_learning_rates_is_refused_before_anything_is_written(place, capsys):
+    (place / "loss.yaml").write_text(yaml.safe_dump(LOSS))
+    assert main(["sweep", "--config", str(place / "loss.yaml"), "--sweep-dir", str(place / "loss")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "training.learning_rate cannot change the throughput" in line
+    assert "--objective loss" in line
+    assert not (place / "loss").exists()
+
+
+@pytest.mark.wide
+def test_a_sweep_over_the_learning_rate_trains_and_ranks_the_held_out_losses(place, capsys):
+    (place / "loss.yaml").write_text(yaml.safe_dump(LOSS))
+    command = ["sweep", "--config", str(place / "loss.yaml"), "--sweep-dir", str(place / "loss"), "--objective", "loss"]
+    assert main([*command, "--json"]) == 0
+    slow, fast = json.loads(capsys.readouterr().out)["elements"]
+    assert fast["training"]["eval_loss"] < slow["training"]["eval_loss"]
+    assert "benchmark" not in fast
+    page = SweepDirectory(place / "loss").report.read_text()
+    table = page.split("lowest held-out loss first", 1)[1]
+    assert table.index("learning_rate=0.01") < table.index("learning_rate=1e-05")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--resume"], ["--sweep-dir", "sweep"]])
 def test_without_a_configuration_it_asks_for_one(arguments, capsys):
     assert main(["sweep", *arguments]) == 2
