@@ -1,13 +1,14 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
+import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llama_core.config.run import RunConfig
+from llama_core.config.run import DATALOADER, RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
@@ -39,6 +40,18 @@ def load_config(run: RunDirectory) -> RunConfig:
 def load_plan(run: RunDirectory) -> ParallelPlan:
     """Return the plan of ``run``."""
     return ParallelPlan.from_dict(read_json(run.plan))
+
+
+def resume_command(run: RunDirectory, source: str | None) -> str:
+    """Return the command that continues a run.
+
+    Args:
+        run: the run.
+        source: its data source; a run on a caller's dataloader is continued from Python.
+    """
+    if source == DATALOADER:
+        return f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
+    return f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume"
 
 
 def find_checkpoint(run: RunDirectory, step: int | None) -> Path:

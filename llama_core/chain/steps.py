@@ -14,8 +14,8 @@ from llama_core.chain.console import count_down, say, say_output, watch
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.expected import expected_step
 from llama_core.chain.prepare import refuse_unfit
-from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
-from llama_core.config.run import DATALOADER, RANDOM_BASE, SAMPLE, RunConfig
+from llama_core.chain.runs import is_finished, load_config, load_plan, resume_command, resume_point
+from llama_core.config.run import RANDOM_BASE, SAMPLE, RunConfig
 from llama_core.errors import (
     CancelledError,
     ConfigError,
@@ -27,7 +27,7 @@ from llama_core.errors import (
 )
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import JobHandle
-from llama_core.launch.outcome import read_outcome, record_outcome
+from llama_core.launch.outcome import read_outcome, record_refusal
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
@@ -59,7 +59,9 @@ def validate(run: RunDirectory) -> EnvironmentReport:
     report = validate_environment(load_config(run), run.path)
     write_json(run.environment, report.as_dict())
     if report.errors:
-        raise EnvironmentMismatchError("; ".join(report.errors))
+        reason = "; ".join(report.errors)
+        record_refusal(run, reason, "correct the request and start again")
+        raise EnvironmentMismatchError(reason)
     return report
 
 
@@ -86,7 +88,7 @@ def rehearse(run: RunDirectory) -> "DryRunResult | None":
     try:
         refuse_unfit(replace(estimate(run), profile=result.profile), config, "rehearsed")
     except DoesNotFitError as error:
-        record_outcome(run, "bad-config", reason=str(error), next_action="change the plan, or add --force")
+        record_refusal(run, str(error), "change the plan, or add --force")
         raise
     return result
 
@@ -232,9 +234,7 @@ def cancel(run: RunDirectory) -> Outcome | None:
 
 def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
     """Return the error for a stopped run, with the command that continues it."""
-    again = f"training-infra train --run-dir {run.path} --resume"
-    if load_config(run).data.source == DATALOADER:
-        again = f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
+    again = resume_command(run, load_config(run).data.source)
     where = f"after step {outcome.step}" if outcome.step else "before the first step"
     match newest_step(run):
         case 0:

@@ -33,6 +33,15 @@ def record_outcome(
     return _record(run, own_job(run), own_restart(), Verdict(status, reason, next_action), step=step)
 
 
+def record_refusal(run: RunDirectory, reason: str, next_action: str) -> None:
+    """Write why a run was refused before its job started; a finished run and a job at work keep their records."""
+    if run.job.exists() and concluded(run, JobRecord(**read_json(run.job))) is None:
+        return
+    if run.outcome.exists() and read_outcome(run).status == "finished":
+        return
+    record_outcome(run, "bad-config", reason=reason, next_action=next_action)
+
+
 def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict) -> Outcome:
     """Write why ``attempt`` ended, after which Slurm starts ``job`` again.
 

@@ -62,6 +62,24 @@ class Gpu:
     driver: str
 
 
+def code_commit() -> str | None:
+    """Return the git commit of this software, with ``-dirty`` after it if files differ; None outside a checkout."""
+    folder = Path(__file__).parent
+    # A checkout of something else, with this software installed inside, says nothing about this software.
+    if not _git(folder, "ls-files", Path(__file__).name):
+        return None
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Return what git prints in a folder; empty if it is missing or refuses."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
 def detect_machine() -> Machine:
     """Return what this process may use, cgroup limits and ``CUDA_VISIBLE_DEVICES`` included."""
     import psutil

@@ -14,7 +14,7 @@ from llama_core.config.hardware import recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
-from llama_core.machine.detect import Machine, cpu_model, detect_machine, visible_gpus
+from llama_core.machine.detect import Machine, code_commit, cpu_model, detect_machine, visible_gpus
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
 from llama_core.units import format_bytes
@@ -118,6 +118,8 @@ def _version(package: str) -> str | None:
 def _check_packages(found: Findings) -> None:
     found.facts["python"] = f"Python {platform.python_version()}"
     found.facts["interpreter"] = sys.executable
+    if (commit := code_commit()) is not None:
+        found.facts["commit"] = commit
     for package, purpose in _REQUIRED.items():
         version = _version(package)
         if version is None:

@@ -31,8 +31,7 @@ class RunContents:
     environment: Record | None
     estimate: Record | None
     dry_run: Record | None
-    data: list[str] | None
-    """Sentences about the training data."""
+    data: Record | None
     job: JobRecord | None
     heartbeat: StepRecord | None
     training: TrainingSummary | None
@@ -115,9 +114,9 @@ def _read_yaml(path: Path) -> Record:
     return dict(parse_yaml(path.read_text(encoding="utf-8"), path.name))
 
 
-def _read_data(path: Path) -> list[str]:
+def _read_data(path: Path) -> Record:
     record = read_json(path)
-    return [f"{sentence}." for sentence in (record["summary"], *record["notes"])]
+    return record | {"sentences": [f"{sentence}." for sentence in (record["summary"], *record["notes"])]}
 
 
 def _read_profile(path: Path) -> Record:

@@ -14,6 +14,9 @@ from llama_core.records.files import atomic_write, is_disk_full, no_room, now
 STATUS_STYLE = {"finished": "good", "preempted": "warn", "timeout": "warn", "cancelled": "warn"}
 """CSS class of each outcome; all others are ``bad``."""
 
+REFUSED = "bad-config"
+"""The outcome of a run that was refused, which a page calls refused."""
+
 NOTHING = "—"
 """Shown in place of a missing value."""
 

@@ -1,6 +1,5 @@
 """The report of one run: a single HTML file that opens offline, made from the run directory alone."""
 
-import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,13 +7,15 @@ from typing import Any
 
 import pandas as pd
 
+from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
 from training_reports.contents import Record, RunContents
-from training_reports.layout import STATUS_STYLE, Card, Panel, write_page
+from training_reports.files import end_of_culprits_log, run_files
+from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, write_page
 
 MEASURES = {"cpu": "the process's resident set", "cuda": "the memory allocated by PyTorch on the GPU"}
 """How the memory of a step is measured, by device."""
@@ -37,13 +38,16 @@ def write_report(run: RunDirectory) -> Path:
         "run.html",
         name=run.name,
         source=run.path,
-        status=outcome.status if outcome else "no outcome yet",
+        status=_status(contents),
         style=STATUS_STYLE.get(outcome.status, "bad") if outcome else "idle",
         warning=_warning(contents),
         facts=_facts(contents),
         contents=contents,
+        data=_data(contents),
+        files=run_files(run),
+        log_end=end_of_culprits_log(run, outcome),
         last_signs=_last_signs(contents),
-        resume_command=f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume",
+        resume_command=resume_command(run, contents.setting("data", "source")),
         cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
         panels=_panels(contents),
         attempts=_attempts(contents),
@@ -64,16 +68,67 @@ def _warning(contents: RunContents) -> str | None:
 
 def _facts(contents: RunContents) -> dict[str, object]:
     """Return the facts below the run's name; None for an unknown value."""
-    outcome, steps = contents.outcome, contents.steps
+    outcome, steps, plan = contents.outcome, contents.steps, contents.plan or {}
     done = outcome.step if outcome else _last(steps, "step")
     planned = _last(steps, "total_steps") or contents.setting("training", "steps")
     return {
         "Model": (contents.config or {}).get("model"),
+        "Data": _source(contents),
+        "Sequence length": _counted(contents.setting("training", "seq_len"), "tokens"),
+        "Global batch": _counted(contents.setting("training", "batch_size"), "sequences"),
+        "Microbatch": _counted(plan.get("microbatch_size"), "sequences"),
+        "Gradient accumulation": _counted(plan.get("num_microbatches"), "microbatches"),
         "Steps": done if planned is None or done is None else f"{done} of {planned}",
         "Tokens": None if steps.empty else format_count(_last(steps, "tokens")),
         "Time in steps": None if steps.empty else format_duration(steps["step_seconds"].sum()),
         "Measured on": contents.benchmark and contents.benchmark.device,
+        "Commit": (contents.environment or {}).get("facts", {}).get("commit"),
     }
+
+
+def _counted(number: int | None, what: str) -> str | None:
+    return None if number is None else f"{number} {what.removesuffix('s') if number == 1 else what}"
+
+
+def _status(contents: RunContents) -> str:
+    outcome = contents.outcome
+    if outcome is None:
+        return "no outcome yet"
+    return "refused" if outcome.status == REFUSED else outcome.status
+
+
+def _source(contents: RunContents) -> str | None:
+    """Return the name of the data and their size."""
+    source, data = contents.setting("data", "source"), contents.data or {}
+    if source is None:
+        return None
+    sizes = [
+        f"{format_count(data[key])} {what}"
+        for key, what in (("num_documents", "documents"), ("num_tokens", "tokens"))
+        if key in data
+    ]
+    return ", ".join([Path(source).name, *sizes])
+
+
+def _data(contents: RunContents) -> list[tuple[str, object]]:
+    """Return the rows of the table of the data; empty without statistics."""
+    data = contents.data
+    if data is None:
+        return []
+    counts = {
+        "Documents": ("num_documents", "num_validation_documents"),
+        "Tokens": ("num_tokens", "num_validation_tokens"),
+    }
+    rows: list[tuple[str, object]] = [("Source", contents.setting("data", "source"))]
+    for what, (trained, held_out) in counts.items():
+        if {trained, held_out} <= data.keys():
+            rows.append((what, f"{data[trained]:,} to train on, {data[held_out]:,} held out"))
+    if "bad_lines" in data:
+        bad = data["bad_lines"]
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in bad.items())
+        rows.append(("Lines left out", f"{sum(bad.values()):,}" + (f": {kinds}" if kinds else "")))
+    rows += [("", example) for example in data.get("bad_line_examples", ())]
+    return rows
 
 
 def _last_signs(contents: RunContents) -> Iterator[str]:

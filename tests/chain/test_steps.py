@@ -24,6 +24,7 @@ from llama_core.errors import (
     TrainingFailedError,
     WeightsError,
 )
+from llama_core.launch.outcome import read_outcome
 from llama_core.records.checkpoints import STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
@@ -260,6 +261,18 @@ def test_a_directory_without_write_permission_is_one_line(tmp_path):
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert told.startswith("RunDirectoryError cannot write run directory")
     assert "Permission denied; choose another --run-dir" in told
+
+
+def test_a_run_that_cannot_start_here_records_the_reason_and_leaves_its_directory_to_the_next(tmp_path, monkeypatch):
+    wanted = config().with_overrides("launch.launcher=slurm")
+    run = prepare_run(wanted, tmp_path / "run")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(EnvironmentMismatchError, match="no sbatch"):
+        steps.validate(run)
+    outcome = read_outcome(run)
+    assert (outcome.status, outcome.step) == ("bad-config", 0)
+    assert "this machine has no sbatch" in outcome.reason
+    assert prepare_run(config(), tmp_path / "run") == run
 
 
 def test_a_step_on_a_directory_without_a_run_says_so(tmp_path):

@@ -18,9 +18,11 @@ from llama_core.launch.jobs.local import LocalJobHandle
 from llama_core.launch.jobs.slurm_request import job_name
 from llama_core.launch.jobs.slurm_request import slurm_parameters as parameters
 from llama_core.launch.jobs.submission import attach
+from llama_core.launch.outcome import read_outcome, record_outcome, record_refusal
 from llama_core.launch.scheduler import JobStatus, job_status
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
+from training_reports.page import write_report
 
 SUBMIT_AND_DIE = """
 import os, signal, sys
@@ -265,6 +267,36 @@ def test_submitit_takes_every_parameter(tmp_path):
 
 def test_a_slurm_job_name_has_no_character_that_slurm_splits_at():
     assert job_name("my run,2") == "my-run-2"
+
+
+def test_a_job_that_slurm_refuses_leaves_slurms_words_as_the_outcome(tmp_path, run, monkeypatch):
+    said = "Batch job submission failed: Requested node configuration is not available"
+    for command in ("sbatch", "srun"):
+        (tmp_path / command).write_text(f"#!/bin/sh\necho 'sbatch: error: {said}' >&2; exit 1\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(EnvironmentMismatchError, match=said):
+        submission.submit(run, slurm_config(), 1)
+    outcome = read_outcome(run)
+    assert outcome.status == "bad-config"
+    assert said in outcome.reason
+    page = write_report(run).read_text()
+    assert "refused" in page
+    assert said in page
+    assert "no outcome yet" not in page
+
+
+@pytest.mark.parametrize("status", ["finished", "cancelled"])
+def test_a_refusal_replaces_every_outcome_but_a_finished_one(run, status):
+    record_outcome(run, status, reason="it did", next_action="")
+    record_refusal(run, "no such partition", "")
+    assert read_outcome(run).reason == {"finished": "it did", "cancelled": "no such partition"}[status]
+
+
+def test_a_job_that_may_still_run_is_not_called_refused(run):
+    write_json(run.job, JobRecord("slurm", "7", "login1", "2026-11-21T09:50:00+00:00"))
+    record_refusal(run, "no such partition", "")
+    assert not run.outcome.exists()
 
 
 def test_a_job_is_queried_by_the_name_it_was_given(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from llama_core.chain.environment import validate_environment
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.machine import detect
 from llama_core.machine.defaults import ResolvedConfig, resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
@@ -31,6 +33,35 @@ def config(**sections):
 
 def resolved(request, machine):
     return resolve_machine_defaults(request, machine).config
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A function that runs git in a new repository, where this software's file is imported from."""
+    monkeypatch.setattr(detect, "__file__", str(tmp_path / "detect.py"))
+    (tmp_path / "detect.py").write_text("")
+
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init")
+    return git
+
+
+def test_the_commit_of_the_code_is_known_in_its_checkout(checkout, tmp_path):
+    checkout("add", "detect.py")
+    checkout("commit", "-m", "first")
+    commit = checkout("rev-parse", "HEAD")[:12]
+    assert detect.code_commit() == commit
+    (tmp_path / "detect.py").write_text("changed")
+    assert detect.code_commit() == f"{commit}-dirty"
+
+
+def test_a_checkout_that_the_code_is_only_installed_in_is_not_its_own(checkout):
+    checkout("commit", "--allow-empty", "-m", "somebody else's")
+    assert detect.code_commit() is None
 
 
 def test_a_machine_with_gpus_trains_on_them_in_bf16():

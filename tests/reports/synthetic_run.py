@@ -75,7 +75,7 @@ FAILED = Outcome(
     "oom",
     "the step asked for 2.1 GiB where 1.3 GiB were free",
     23,
-    "halve parallel.microbatch_size",
+    "use a smaller parallel.microbatch_size, then --resume",
     "2026-11-21T10:00:00+00:00",
     attempts=(
         {"job_id": "4711", "status": "preempted", "first_step": 1, "last_step": 11},
@@ -119,7 +119,8 @@ def write_run(path, *, outcome=FINISHED, records=None):
     """Write a complete run whose metrics come in two parts, as a resumed run's do."""
     run = RunDirectory(path)
     run.create()
-    config = RunConfig.from_mapping({"training": {"steps": 40}, "launch": {"device": "cpu"}})
+    sizes = {"steps": 40, "batch_size": 8, "seq_len": 2048}
+    config = RunConfig.from_mapping({"training": sizes, "launch": {"device": "cpu"}})
     run.config.write_text(config.to_yaml())
     write_json(run.plan, {"dp_shard": 1, "zero_stage": 0, "microbatch_size": 4, "num_microbatches": 2, "world_size": 1})
     write_json(
@@ -127,14 +128,28 @@ def write_run(path, *, outcome=FINISHED, records=None):
         {
             "errors": [],
             "warnings": ["only 2 CPU cores: expect minutes, not seconds"],
-            "facts": {"python": "3.11", "torch": "2.13", "cuda": None},
+            "facts": {"python": "3.11", "torch": "2.13", "cuda": None, "commit": "0123456789ab-dirty"},
         },
     )
     write_json(run.estimate, ESTIMATE)
     write_json(run.dry_run, DRY_RUN)
     write_json(
-        run.data, {"summary": "120 conversations; loss on 40 of 90 tokens", "notes": ["3 of them lose their end"]}
+        run.data,
+        {
+            "summary": "120 conversations; loss on 40 of 90 tokens",
+            "notes": ["3 of them lose their end"],
+            "num_documents": 120,
+            "num_validation_documents": 7,
+            "num_tokens": 65_000,
+            "num_validation_tokens": 3_000,
+            "bad_lines": {"not JSON": 2, "no text": 1},
+            "bad_line_examples": ["texts.jsonl:17: not JSON (Expecting value)"],
+        },
     )
+    for rank in range(2):
+        log = run.logs / f"rank-{rank:05d}.log"
+        log.write_text("=== job 4711\nan earlier attempt\n=== job 4712\n" + f"a line of rank {rank}\n" * 30)
+    (run.checkpoints / "step-00000020").mkdir(parents=True)
     write_json(run.job, JobRecord("local", "1234", "login1", "2026-11-21T09:50:00+00:00"))
     write_json(run.training, SUMMARY)
     write_json(run.benchmark, BENCHMARK)

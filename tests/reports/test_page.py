@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMAR
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
+from llama_core.launch.attempts import log_path
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from training_reports.page import write_report
@@ -52,9 +54,8 @@ def test_the_report_is_the_only_file_that_is_written(run):
 
 def test_the_page_loads_nothing_from_anywhere(run):
     page = report(run)
-    assert [value for _, attributes in page.elements for value in (attributes.get("src"), attributes.get("href"))] == [
-        None
-    ] * 2 * len(page.elements)
+    assert not any("src" in attributes for _, attributes in page.elements)
+    assert {tag for tag, attributes in page.elements if "href" in attributes} == {"a"}
     assert page.tags["link"] == page.tags["iframe"] == 0
     policies = [attributes["content"] for tag, attributes in page.elements if "http-equiv" in attributes]
     assert policies[0].startswith("default-src 'none'")
@@ -161,6 +162,52 @@ def test_a_page_warns_that_the_base_weights_are_random(run):
     assert "Base weights are random, so the trained model will be useless" in report(run).text
 
 
+def test_the_page_begins_with_data_batch_and_commit(run):
+    header = report(run).text.partition("Held-out loss")[0]
+    for fact in (
+        "Data sample, 120 documents, 65.00K tokens",
+        "Sequence length 2048 tokens",
+        "Global batch 8 sequences",
+        "Microbatch 4 sequences",
+        "Gradient accumulation 2 microbatches",
+        "Commit 0123456789ab-dirty",
+    ):
+        assert fact in header
+
+
+def test_lines_left_out_of_the_data_are_counted_and_quoted(run):
+    text = report(run).text
+    assert "Lines left out 3: 2 not JSON, 1 no text" in text
+    assert "texts.jsonl:17: not JSON (Expecting value)" in text
+
+
+def test_links_lead_to_logs_checkpoints_and_records_from_the_run_directory(tmp_path):
+    run = write_run(tmp_path / "a run#1")
+    page = report(run)
+    links = [unquote(attributes["href"]) for tag, attributes in page.elements if tag == "a"]
+    assert {"logs/rank-00000.log", "logs/", "checkpoints/step-00000020/", "config.yaml"} <= set(links)
+    assert all((run.path / link).exists() for link in links)
+    assert "step 20 (incomplete)" in page.text
+
+
+def test_a_failed_run_shows_the_end_of_the_log_and_the_command_that_goes_on(tmp_path):
+    run = write_run(tmp_path / "failed", outcome=replace(FAILED, reason="rank 1: it asked for 2.1 GiB"))
+    page = report(run)
+    assert f"Continue with: training-infra train --run-dir {run.path} --resume" in page.text
+    assert page.text.count("a line of rank 1") == 20
+    assert "an earlier attempt" not in page.text
+    assert "The end of logs/rank-00001.log" in page.text
+
+
+@pytest.mark.parametrize(
+    ("status", "next_action"),
+    [("non-finite", "start a new run"), ("preempted", "nothing to do: Slurm has queued the job again")],
+)
+def test_a_run_that_should_not_be_continued_by_hand_shows_no_command(tmp_path, status, next_action):
+    outcome = replace(FAILED, status=status, next_action=next_action)
+    assert "Continue with" not in report(write_run(tmp_path / "ended", outcome=outcome)).text
+
+
 def test_the_page_describes_the_data_with_its_notes(run):
     assert "Data 120 conversations; loss on 40 of 90 tokens. 3 of them lose their end." in report(run).text
 
@@ -246,7 +293,8 @@ def written_by(path, text):
     write_json(run.environment, {"errors": [text], "warnings": [text], "facts": {text: text}})
     write_json(run.estimate, ESTIMATE | {"device": text, "notes": [text]})
     write_json(run.benchmark, replace(BENCHMARK, device=text))
-    write_json(run.data, {"summary": text, "notes": [text]})
+    write_json(run.data, {"summary": text, "notes": [text], "bad_lines": {text: 1}, "bad_line_examples": [text]})
+    log_path(run, 0).write_text(f"=== job 1\n{text}\n")
     return run
 
 

@@ -16,7 +16,7 @@ from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.jobs.slurm_check import check_slurm
 from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
-from llama_core.launch.outcome import conclude, concluded
+from llama_core.launch.outcome import conclude, concluded, record_refusal
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
 from llama_core.records.directory import RunDirectory
@@ -137,9 +137,10 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         with submission_environment():
             jobs = executor.submit_array(supervisors) if len(supervisors) > 1 else [executor.submit(supervisors[0])]
     except (FailedJobError, FailedSubmissionError) as error:
-        raise EnvironmentMismatchError(
-            f"Slurm refused the job: {' '.join(str(error).split())}; change launch.slurm or the request"
-        ) from None
+        reason, remedy = f"Slurm refused the job: {' '.join(str(error).split())}", "change launch.slurm or the request"
+        for submission in submissions:
+            record_refusal(submission.run, reason, remedy)
+        raise EnvironmentMismatchError(f"{reason}; {remedy}") from None
     unnamed = _record("", submitted_at, folder, name, config)
     for submission, job in zip(submissions, jobs, strict=True):
         write_json(submission.run.job, replace(unnamed, job_id=job.job_id))

@@ -1,0 +1,75 @@
+"""The files of a run that its page links to, and the end of the log that explains a failure."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from llama_core.errors import RunDirectoryError
+from llama_core.launch.attempts import end_of_log, log_path, submission_log
+from llama_core.records.checkpoints import is_complete, list_checkpoints
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
+from llama_core.records.job import JobRecord, Outcome
+
+LOG_LINES = 20
+"""Lines of a log on the page."""
+MOST_LOGS = 8
+"""Most logs of ranks with a link of their own."""
+
+_RANK = re.compile(r"\brank (\d+)")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A file or folder of the run."""
+
+    text: str
+    href: str
+    """Its address, relative to the run directory, where the page is."""
+
+
+def run_files(run: RunDirectory) -> dict[str, list[Link]]:
+    """Return the links to the run's files, by kind; a kind without a file is missing."""
+    logs = sorted(run.logs.glob("rank-*.log"))
+    kinds = {
+        "Logs": [_link(run, path) for path in logs[:MOST_LOGS]] + [_link(run, run.logs)],
+        "Checkpoints": list(_checkpoints(run)),
+        "Records": [_link(run, path) for path in sorted(run.path.glob("*.*")) if path.suffix in {".json", ".yaml"}],
+        "Metrics": [_link(run, run.metrics), _link(run, run.logs / "tensorboard")],
+    }
+    existing = {kind: [link for link in links if link is not None] for kind, links in kinds.items()}
+    return {kind: links for kind, links in existing.items() if links}
+
+
+def end_of_culprits_log(run: RunDirectory, outcome: Outcome | None) -> tuple[Link | None, str] | None:
+    """Return the last lines of the log that explains a failure, and a link to it; None without either.
+
+    It is the log of the rank that the reason names, else of the first; before the ranks started, of the job.
+    """
+    if outcome is None or outcome.status in {"finished", "cancelled"}:
+        return None
+    named = _RANK.search(outcome.reason)
+    rank = int(named[1]) if named else 0
+    log, link = end_of_log(run, rank).rstrip(), _link(run, log_path(run, rank))
+    if not log:
+        try:
+            log, link = submission_log(JobRecord(**read_json(run.job))).rstrip(), None
+        except (RunDirectoryError, TypeError):  # no job yet, or one of another version
+            return None
+    return (link, "\n".join(log.splitlines()[-LOG_LINES:])) if log else None
+
+
+def _checkpoints(run: RunDirectory) -> Iterator[Link | None]:
+    for path in list_checkpoints(run):
+        step = f"step {int(path.name.rpartition('-')[2])}"
+        yield _link(run, path, step if is_complete(path) else f"{step} (incomplete)")
+
+
+def _link(run: RunDirectory, path: Path, text: str | None = None) -> Link | None:
+    """Return a link to a path in the run directory; None if nothing is there."""
+    if not path.exists():
+        return None
+    name = path.relative_to(run.path).as_posix() + ("/" if path.is_dir() else "")
+    return Link(text or name, quote(name))
