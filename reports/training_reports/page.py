@@ -74,10 +74,10 @@ def _facts(contents: RunContents) -> dict[str, object]:
     return {
         "Model": (contents.config or {}).get("model"),
         "Data": _source(contents),
-        "Sequence length": _counted(contents.setting("training", "seq_len"), "tokens"),
-        "Global batch": _counted(contents.setting("training", "batch_size"), "sequences"),
-        "Microbatch": _counted(plan.get("microbatch_size"), "sequences"),
-        "Gradient accumulation": _counted(plan.get("num_microbatches"), "microbatches"),
+        "Sequence length": _counted(contents.setting("training", "seq_len"), "token"),
+        "Global batch": _counted(contents.setting("training", "batch_size"), "sequence"),
+        "Microbatch": _counted(plan.get("microbatch_size"), "sequence"),
+        "Gradient accumulation": _counted(plan.get("num_microbatches"), "microbatch", "es"),
         "Steps": done if planned is None or done is None else f"{done} of {planned}",
         "Tokens": None if steps.empty else format_count(_last(steps, "tokens")),
         "Time in steps": None if steps.empty else format_duration(steps["step_seconds"].sum()),
@@ -86,8 +86,8 @@ def _facts(contents: RunContents) -> dict[str, object]:
     }
 
 
-def _counted(number: int | None, what: str) -> str | None:
-    return None if number is None else f"{number} {what.removesuffix('s') if number == 1 else what}"
+def _counted(number: int | None, one: str, ending: str = "s") -> str | None:
+    return None if number is None else f"{number} {one}{'' if number == 1 else ending}"
 
 
 def _status(contents: RunContents) -> str:

@@ -55,6 +55,7 @@ def write_report(sweep: SweepDirectory) -> Path:
             if (outcome := row.contents.outcome) and row not in ranked
         ],
         skipped=[(one.name, one.skipped) for one in record.elements if one.skipped],
+        plans=[(row.name, row.plan) for row in rows],
         grid=config.grid,
         base=yaml.safe_dump(config.base.model_dump(exclude_defaults=True), sort_keys=False),
     )

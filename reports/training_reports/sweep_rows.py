@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llama_core.errors import TrainingInfraError
+from llama_core.planning.plan import ParallelPlan
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
 
@@ -24,6 +26,16 @@ class Row:
     def style(self) -> str:
         """The CSS class of the status."""
         return STATUS_STYLE.get(self.status, "bad") if self.contents.outcome else "idle"
+
+    @property
+    def plan(self) -> str | None:
+        """Its plan in one line, if it is known."""
+        if self.contents.plan is None:
+            return None
+        try:
+            return ParallelPlan.from_dict(self.contents.plan).summary()
+        except (TrainingInfraError, LookupError, TypeError, ValueError):  # the plan of another version
+            return None
 
     @property
     def peaks(self) -> dict[str, int | None]:
