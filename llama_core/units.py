@@ -1,8 +1,10 @@
-"""Units of bytes, counts, FLOPs and durations, and functions that format them.
+"""Units of bytes, counts, FLOPs and durations, functions that format them, and the divisors of a count.
 
 Values are in plain bytes and seconds; units appear only in printed text.
 GB is 1e9 bytes (data sheets), GiB is 2**30 bytes (allocators).
 """
+
+import math
 
 KIB = 2**10
 MIB = 2**20
@@ -36,3 +38,9 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def divisors(count: int) -> list[int]:
+    """Return every number that divides ``count``, ascending."""
+    low = [number for number in range(1, math.isqrt(count) + 1) if count % number == 0]
+    return low + [count // number for number in reversed(low) if number * number != count]

@@ -202,7 +202,9 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         "--config configs/sweeps/tiny_llama3_50m_throughput.yaml",
         "--resume --sweep-dir sweeps/mine",
     )
-    sweep.add_argument("--config", type=Path, metavar="sweep.yaml", help="the sweep: name, base, grid, exclude, objective, tokens")
+    sweep.add_argument(
+        "--config", type=Path, metavar="sweep.yaml", help="the sweep: name, base, grid, exclude, objective, tokens"
+    )
     sweep.add_argument(
         "--objective",
         metavar="loss",

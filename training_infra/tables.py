@@ -56,7 +56,7 @@ def print_ranks(planned: "PlannedRun", ranks: Sequence[MemoryProfile]) -> None:
     plan = planned.plan
     if plan.pp == 1:
         return
-    schedule, stages = plan.build_schedule(), plan.stage_layers(planned.config.spec)
+    schedule, stages = plan.layout, plan.stage_layers(planned.config.spec)
     peaks = [profile.peak_bytes for profile in ranks]
     marks = {min(peaks): "least", max(peaks): "most"}
     ranges = [f"{stage.start}-{stage.stop - 1}" for stage in stages]

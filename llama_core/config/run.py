@@ -40,6 +40,7 @@ from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults
 from llama_core.errors import ConfigError, ask_for, did_you_mean
 from llama_core.schedules.registry import schedule_names
+from llama_core.units import divisors
 
 SAMPLE = "sample"
 """The data source that every machine has: the source files of Python's standard library."""
@@ -49,6 +50,15 @@ RANDOM_BASE = (
     "base weights are random, so the trained model will be useless; use --init-from PATH to start from trained weights"
 )
 """The note on a run for which ``RunConfig.has_random_base`` is true."""
+
+MOST_DEVICES = MOST_SEQUENCES = 2**20
+"""Most devices of a run, and most sequences of one of its steps: far more than any run has used."""
+MOST_MICROBATCHES = 2**13
+"""Most forward passes of a rank in one step. A rank lists all of them before it begins."""
+MOST_LAYERS = 2**8
+"""Most layers of a model: twice those of LLaMA 3 405B."""
+MOST_TOKENS = 2**24
+"""Most tokens of a sequence."""
 
 AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -124,9 +134,9 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """How the model is trained."""
 
-    seq_len: int | None = Field(None, ge=2)
+    seq_len: int | None = Field(None, ge=2, le=MOST_TOKENS)
     """Tokens per sequence; default: the model's."""
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     """Global batch: sequences per optimizer step over all devices; default: 8, rounded up to full microbatches."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; default: as many as the epochs need."""
@@ -175,7 +185,7 @@ class TrainingConfig(Section):
 class ParallelConfig(Section):
     """How the work is divided. For ``auto`` (or null), the planner chooses the fastest setting that fits."""
 
-    gpus: int = Field(1, ge=1)
+    gpus: int = Field(1, ge=1, le=MOST_DEVICES)
     """Total devices: GPUs, or processes with --device cpu."""
     tp: Count = "auto"
     """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
@@ -199,9 +209,9 @@ class ParallelConfig(Section):
     """Pipeline schedule; chimera becomes doubling or halving if memory allows. No effect with pp=1."""
     num_chunks: Count = "auto"
     """Stages per pipeline rank with the interleaved schedule."""
-    microbatch_size: int | None = Field(None, ge=1)
+    microbatch_size: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     """Sequences per forward pass on each rank; default: chosen to fit memory and keep a pipeline busy."""
-    num_microbatches: int | None = Field(None, ge=1)
+    num_microbatches: int | None = Field(None, ge=1, le=MOST_MICROBATCHES)
     """Forward passes per rank in one optimizer step (gradient accumulation); an alternative to microbatch_size.
 
     With batch_size 32 on 4 data-parallel ranks, 8 microbatches have 1 sequence each.
@@ -413,14 +423,20 @@ class RunConfig(Section):
                 f"its positions with architecture.rope_scaling.factor={factor:g}, or keep them as they are with "
                 f"architecture.max_context={seq_len}"
             )
+        if spec.num_layers > MOST_LAYERS:
+            yield f"architecture.num_layers={spec.num_layers} is above {MOST_LAYERS}"
+        pp, chunks = self.parallel.pp, self.parallel.num_chunks
+        if pp != "auto" and pp > spec.num_layers:
+            yield f"parallel.pp={pp} is above the {spec.num_layers} layers of {spec.name}; use at most that"
+        if chunks != "auto" and chunks > spec.num_layers:
+            yield f"parallel.num_chunks={chunks} is above the {spec.num_layers} layers of {spec.name}"
         if spec.lora is not None:
             yield from spec.lora.misfits(spec.target_shapes, tied=spec.tied_embeddings)
             yield from self._misfits_of_trainable(spec)
         if spec.num_heads % spec.num_kv_heads:
-            divisors = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0]
             yield (
                 f"architecture.num_kv_heads={spec.num_kv_heads} does not divide the {spec.num_heads} query heads; "
-                f"use one of {', '.join(map(str, divisors))}"
+                f"use one of {', '.join(map(str, divisors(spec.num_heads)))}"
             )
 
     def _misfits_of_trainable(self, spec: ModelSpec) -> Iterator[str]:
@@ -638,6 +654,10 @@ def _apply_override(mapping: dict[str, Any], override: str) -> list[str]:
     return []
 
 
+LONGEST_SHOWN = 100
+"""Characters of a wrong value that an error repeats."""
+
+
 def _describe(detail: ErrorDetails) -> Iterable[str]:
     """Return the problems in one of Pydantic's error details."""
     key = ".".join(str(part) for part in detail["loc"])
@@ -651,7 +671,9 @@ def _describe(detail: ErrorDetails) -> Iterable[str]:
     message = detail["msg"]
     if detail["loc"][-1:] == ("[key]",):
         return [f"{key.removesuffix('.[key]')}: {message[0].lower()}{message[1:]}"]
-    return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
+    given = repr(detail["input"])
+    given = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}..."
+    return [f"{key}={given}: {message[0].lower()}{message[1:]}"]
 
 
 def _drop(mapping: dict[str, Any], location: tuple[int | str, ...]) -> None:

@@ -1,6 +1,12 @@
 """Base class of all sections of a configuration."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic_core import PydanticCustomError
+
+LARGEST = 2**63 - 1
+"""The largest number that a setting may be: floats, file formats and libraries hold no larger integer."""
 
 
 class Section(BaseModel):
@@ -9,3 +15,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_endless_integers(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise PydanticCustomError("endless", "input should be between -2**63 and 2**63")
+        return value

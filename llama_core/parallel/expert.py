@@ -25,6 +25,7 @@ from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
 from llama_core.models.moe import NUM_SUMS, Experts, mixtures, rearrange
 from llama_core.planning.plan import ParallelPlan
+from llama_core.units import divisors
 
 _DIVIDED_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "tp": {"w1": 1, "w2": 2, "w3": 1}}
 """The dim of each matrix of the experts that an axis of ranks divides."""
@@ -99,7 +100,7 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     """
     num_experts, num_ranks = len(tokens_per_expert), dist.get_world_size(group)
     if num_experts % num_ranks:
-        legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        legal = divisors(num_experts)
         raise PlanError(
             f"ep={num_ranks} does not divide the {num_experts} experts; use one of {', '.join(map(str, legal))}"
         )

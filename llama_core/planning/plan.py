@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import (
+    MOST_MICROBATCHES,
     AttentionKernel,
     GradientCompression,
     Offload,
@@ -21,6 +22,7 @@ from llama_core.config.run import (
 from llama_core.errors import PlanError
 from llama_core.schedules.actions import Schedule
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, build_schedule, schedule_names, schedule_type
+from llama_core.units import divisors
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the ranks, slowest varying first: ranks on the last ones share a machine and communicate most."""
@@ -98,6 +100,11 @@ class ParallelPlan:
         for name in (*counts, "num_microbatches"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} is not at least 1"
+        if self.num_microbatches > MOST_MICROBATCHES:
+            yield (
+                f"num_microbatches={self.num_microbatches} in one step, of {self.microbatch_size} sequences each, is "
+                f"above {MOST_MICROBATCHES}; use a smaller batch_size, a larger microbatch_size or more gpus"
+            )
         if self.zero_stage not in range(4):
             yield f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3"
         choices = {
@@ -114,9 +121,9 @@ class ParallelPlan:
 
     def _exclusions(self) -> Iterator[str]:
         try:
-            schedule = self.build_schedule()
-        except PlanError as error:
-            yield str(error)
+            schedule = self.layout
+        except PlanError:
+            yield from self._refusal_of_schedule()
             return
         if schedule.parts_per_microbatch > 1 and self.microbatch_size % schedule.parts_per_microbatch:
             yield (
@@ -147,6 +154,12 @@ class ParallelPlan:
         yield from self._exclusions_of_split_backwards()
         yield from self._exclusions_of_deepspeed()
         yield from self._exclusions_of_compression()
+
+    def _refusal_of_schedule(self) -> Iterator[str]:
+        try:
+            self.build_schedule()
+        except PlanError as error:
+            yield str(error)
 
     def _exclusions_of_split_backwards(self) -> Iterator[str]:
         if not self.splits_backward:
@@ -197,7 +210,7 @@ class ParallelPlan:
         divided = {"key/value heads": spec.num_kv_heads, "feed-forward columns": spec.ffn_size}
         for what, count in (divided | {"tokens of the vocabulary": spec.vocab_size}).items():
             if count % self.tp:
-                legal = [n for n in range(1, min(count, self.tp * 2) + 1) if count % n == 0]
+                legal = [n for n in divisors(count) if n <= 2 * self.tp]
                 yield (
                     f"tp={self.tp} does not divide the {count} {what} of {spec.name}; "
                     f"use one of {', '.join(map(str, legal))}"
@@ -227,7 +240,7 @@ class ParallelPlan:
             return
         count = spec.moe.num_experts
         if count % self.ep:
-            legal = [n for n in range(1, count + 1) if count % n == 0]
+            legal = divisors(count)
             yield f"ep={self.ep} does not divide the {count} experts; use one of {', '.join(map(str, legal))}"
         if self.zero_backend == "deepspeed":
             yield "zero_backend=deepspeed does not train experts; use native"
@@ -280,7 +293,7 @@ class ParallelPlan:
 
         With several stages on a rank, the last backward of the step is the last of one stage only.
         """
-        return self.effective_zero_stage >= 2 and self.dp_replicate > 1 and len(self.build_schedule().stages_of(0)) > 1
+        return self.effective_zero_stage >= 2 and self.dp_replicate > 1 and len(self.layout.stages_of(0)) > 1
 
     @property
     def sharded_sequence(self) -> bool:
@@ -290,7 +303,7 @@ class ParallelPlan:
     @property
     def rows_per_forward(self) -> int:
         """Sequences of one forward: a microbatch, or the part of one that the schedule cuts it into."""
-        return self.microbatch_size // self.build_schedule().parts_per_microbatch
+        return self.microbatch_size // self.layout.parts_per_microbatch
 
     @property
     def batch_size(self) -> int:
@@ -300,7 +313,7 @@ class ParallelPlan:
     @property
     def num_stages(self) -> int:
         """Pipeline stages over all ranks."""
-        return self.build_schedule().num_stages
+        return self.layout.num_stages
 
     @property
     def splits_backward(self) -> bool:
@@ -309,10 +322,19 @@ class ParallelPlan:
 
     def build_schedule(self) -> Schedule:
         """Return the order of forwards and backwards on every pipeline rank."""
+        return self._schedule_of(self.num_microbatches)
+
+    @property
+    def layout(self) -> Schedule:
+        """The schedule of a short step with the same stages on the same ranks, which is quick to build."""
+        period = 2 * self.pp  # the largest group of microbatches that any schedule repeats
+        return self._schedule_of(min(self.num_microbatches, period + self.num_microbatches % period))
+
+    def _schedule_of(self, num_microbatches: int) -> Schedule:
         return _remembered_schedule(
             self.schedule if self.pp > 1 else DEFAULT_SCHEDULE,
             num_ranks=self.pp,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=num_microbatches,
             num_chunks=self.num_chunks,
         )
 

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Self
 
 from llama_core.config.models import ModelSpec
@@ -43,7 +43,7 @@ class Hosting:
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return the hosting of a pipeline rank."""
-        stages, last = plan.build_schedule().stages_of(pp_rank), plan.num_stages - 1
+        stages, last = plan.layout.stages_of(pp_rank), plan.num_stages - 1
         has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
         leads_out = spec.trains_embedding or spec.tied_embeddings
         closed = [slot for slot, stage in enumerate(stages) if stage == 0 and not leads_out]
@@ -117,7 +117,8 @@ def _computations(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
 
 def _transfers_after(actions: Sequence[Action], place: int) -> Iterator[Action]:
     """Return the actions between the computation at ``place`` and the next one."""
-    return takewhile(lambda action: action.kind not in _COMPUTATIONS, islice(actions, place + 1, None))
+    later = (actions[number] for number in range(place + 1, len(actions)))
+    return takewhile(lambda action: action.kind not in _COMPUTATIONS, later)
 
 
 def telling_actions(actions: Sequence[Action], hosting: Hosting) -> list[Action]:

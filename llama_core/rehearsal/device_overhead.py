@@ -87,7 +87,7 @@ def device_overhead(
 def _num_communicators(plan: ParallelPlan) -> int:
     """Return the number of groups with several ranks that a rank belongs to, including the group of all ranks."""
     shard, replicate = (plan.dp_shard * plan.cp, plan.dp_replicate) if plan.zero_stage else (1, plan.dp * plan.cp)
-    holders = plan.build_schedule().num_replicas
+    holders = plan.layout.num_replicas
     sizes = (plan.world_size, plan.tp, plan.pp, plan.cp, shard, replicate, holders)
     return sum(size > 1 for size in sizes)
 

@@ -226,7 +226,7 @@ def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
 
 def _idle_shares(plan: ParallelPlan, steps: Sequence[ComposedStep]) -> list[float]:
     """Return the share of a step that every pipeline rank waits, if an action's time is proportional to its FLOPs."""
-    schedule = plan.build_schedule()
+    schedule = plan.layout
     of_stages: dict[int, Counter[Kind]] = {}
     for stages, step in zip(schedule.placement, steps, strict=True):
         for (slot, kind), flops in step.flops_of_one.items():

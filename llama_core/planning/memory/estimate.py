@@ -17,6 +17,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054, for the states that each ZeRO
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
@@ -33,7 +34,10 @@ from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
 from llama_core.planning.plan import DocumentAttention, ParallelPlan
 from llama_core.schedules.actions import RELEASES, Action, Kind
+from llama_core.schedules.registry import schedule_type
 
+STEADY_UNITS = 3
+"""Microbatches per pipeline rank, or pairs of them, after which more of them are in no new situation."""
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
@@ -110,9 +114,19 @@ def _kind_of_tensors(spec: ModelSpec, traits: LayerTraits, begins: bool) -> Call
     return partial(AdaptedTensors, **adapted)
 
 
+def steady_plan(plan: ParallelPlan) -> ParallelPlan:
+    """Return ``plan`` with few microbatches, but enough to meet every situation of its step.
+
+    The others add their tokens, which a rank holds from the start, and what a schedule holds of all of them.
+    """
+    kind = schedule_type(plan.schedule)
+    fewer = STEADY_UNITS * kind.pair * plan.pp + plan.num_microbatches % (kind.replicas * plan.pp)
+    return replace(plan, num_microbatches=min(fewer, plan.num_microbatches))
+
+
 def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:
     """Yield every stage of a plan's pipeline."""
-    stages, placement = plan.stage_layers(spec), plan.build_schedule().placement
+    stages, placement = plan.stage_layers(spec), plan.layout.placement
     modes = plan.recompute_modes(spec)
     last = len(stages) - 1
     both_ends_on_a_rank = any({0, last} <= set(hosted) for hosted in placement)
@@ -144,7 +158,11 @@ class _Rank:
     """
 
     def __init__(self, plan: ParallelPlan, pp_rank: int, stages: list[StageMoments], tensors: Tensors) -> None:
-        schedule = plan.build_schedule()
+        shorter = steady_plan(plan)
+        schedule, holds_all = shorter.build_schedule(), plan.pp > 1 and schedule_type(plan.schedule).holds_all
+        self.num_microbatches = schedule.num_microbatches
+        self.skipped = plan.num_microbatches - shorter.num_microbatches if holds_all else 0
+        """Microbatches between a stage's first and last one that are not stepped through but held."""
         self.plan, self.stages = plan, stages
         self.inputs, self.itemsize = tensors.inputs, tensors.itemsize
         self.actions, self.hosted = schedule.actions[pp_rank], schedule.stages_of(pp_rank)
@@ -202,6 +220,8 @@ class _Rank:
         index, stages = action.stage, self.stages
         if action.kind in _BACKWARDS:
             self._under_way[index] -= 1
+            if self._num_backwards[index] == self.num_microbatches - 1:
+                self._under_way[index] -= self.skipped
         if action.kind is Kind.WEIGHT_GRADIENT:
             self._put_off[index] -= 1
         prefetch = self._prefetches.enter(index, action.kind) if self._prefetches else Prefetch()
@@ -224,9 +244,9 @@ class _Rank:
     def _end(self, action: Action) -> None:
         """Record what an action leaves behind."""
         index = action.stage
-        self._gathered.add(index)
         if action.kind is Kind.FORWARD:
-            self._under_way[index] += 1
+            self._under_way[index] += 1 if index in self._gathered else 1 + self.skipped
+        self._gathered.add(index)
         if action.kind is Kind.INPUT_GRADIENT:
             self._put_off[index] += 1
         weights = self.stages[index].weights

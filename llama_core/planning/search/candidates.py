@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec
-from llama_core.config.run import Offload, RecomputeMode, RunConfig, ZeroStage
+from llama_core.config.run import MOST_MICROBATCHES, Offload, RecomputeMode, RunConfig, ZeroStage
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.degrees import Degrees
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_names, schedule_type
@@ -113,7 +113,8 @@ class Candidates:
         if asked.microbatch_size or asked.num_microbatches:
             return [asked.microbatch_size or share // (asked.num_microbatches or 1)]
         most = max(1, MAX_MICROBATCH_TOKENS * shape.cp // self.config.seq_len)
-        return [size for size in range(min(most, share), 0, -1) if share % size == 0]
+        largest, *smaller = [size for size in range(min(most, share), 0, -1) if share % size == 0]
+        return [largest, *(size for size in smaller if share // size <= MOST_MICROBATCHES)]
 
     def num_microbatches(self, shape: Shape, microbatch_size: int) -> int:
         """Return the forward passes per rank and step."""

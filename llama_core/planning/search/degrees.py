@@ -8,6 +8,7 @@ from llama_core.config.hardware import GPUS_PER_NODE, DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import cut_layers
+from llama_core.units import divisors
 
 MIN_CONTEXT_TOKENS = 8192
 """Fewest tokens of a sequence per context-parallel rank: with fewer, the ring waits for its transfers."""
@@ -52,7 +53,7 @@ class Degrees:
         return num_stages <= spec.num_layers and unevenness(spec, num_stages) <= MOST_UNEVEN
 
     def _divisors(self) -> list[int]:
-        return [size for size in range(1, self.asked.gpus + 1) if self.asked.gpus % size == 0]
+        return divisors(self.asked.gpus)
 
     def refusals(self) -> Iterator[str]:
         """Yield why sizes of the open axes are not tried: for each reason, the smallest size it rules out."""

@@ -9,10 +9,6 @@ from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks,
 from llama_core.planning.memory.peaks import FILL_LIMIT
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
-from llama_core.schedules.registry import schedule_type
-
-STEADY_UNITS = 3
-"""Microbatches per pipeline rank, or pairs of them, after which more of them no longer raise the peak of a rank."""
 
 
 class Fitting:
@@ -38,23 +34,16 @@ class Fitting:
         return max(self.peaks(plan))
 
     def peaks(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Return the peak of every rank of the pipeline.
-
-        A step of very many microbatches is estimated with fewer. The rest add only their tokens, which a rank holds
-        from the start.
-        """
+        """Return the peak of every rank of the pipeline."""
         if plan not in self._peaks:
-            steady = steady_plan(plan)
-            more_tokens = 0 if steady is plan else self.layers(plan)[0].inputs - self.layers(steady)[0].inputs
-            profiles = estimate_ranks(self.config.spec, steady, **self._sizes(plan))
-            self._peaks[plan] = tuple(profile.peak_bytes + more_tokens for profile in profiles)
+            profiles = estimate_ranks(self.config.spec, plan, **self._sizes(plan))
+            self._peaks[plan] = tuple(profile.peak_bytes for profile in profiles)
         return self._peaks[plan]
 
     def glance(self, plan: ParallelPlan) -> int:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
-        steady = steady_plan(plan)
         ranks = {0, plan.pp // 2, plan.pp - 1}
-        profiles = [estimate_memory(self.config.spec, steady, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
+        profiles = [estimate_memory(self.config.spec, plan, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
         return max(profile.peak_bytes for profile in profiles)
 
     def may_fit(self, plan: ParallelPlan) -> bool:
@@ -63,7 +52,7 @@ class Fitting:
 
     def state_bytes(self, plan: ParallelPlan) -> int:
         """Return the bytes of weights, gradients and moments on the fullest rank."""
-        profiles = estimate_ranks(self.config.spec, steady_plan(plan), **self._sizes(plan))
+        profiles = estimate_ranks(self.config.spec, plan, **self._sizes(plan))
         return max(profile.state_bytes for profile in profiles)
 
     def layers(self, plan: ParallelPlan) -> list[Tensors]:
@@ -161,24 +150,10 @@ class _Sizes(TypedDict):
     documents: DocumentAttention
 
 
-def steady_plan(plan: ParallelPlan) -> ParallelPlan:
-    """Return ``plan``, with fewer microbatches if these fill its ranks as much."""
-    fewer = steady_microbatches(plan.schedule, plan.pp, plan.num_microbatches)
-    return replace(plan, num_microbatches=fewer) if fewer < plan.num_microbatches else plan
-
-
-def steady_microbatches(schedule: str, pp: int, num_microbatches: int) -> int:
-    """Return how few microbatches fill the ranks of a pipeline as much as ``num_microbatches`` do."""
-    kind = schedule_type(schedule)
-    if pp > 1 and kind.holds_all:
-        return num_microbatches
-    return min(num_microbatches, STEADY_UNITS * kind.pair * pp + num_microbatches % (kind.replicas * pp))
-
-
 def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
     """Return the pipeline ranks grouped by the stages they host."""
     ranks_of: dict[tuple[int, ...], list[int]] = {}
-    schedule = plan.build_schedule()
+    schedule = plan.layout
     for pp_rank in range(plan.pp):
         ranks_of.setdefault(tuple(sorted(schedule.stages_of(pp_rank))), []).append(pp_rank)
     return ranks_of

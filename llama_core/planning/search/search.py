@@ -17,7 +17,7 @@ from llama_core.config.run import Offload
 from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.search.candidates import Candidates, Variant
-from llama_core.planning.search.fitting import Fitting, steady_microbatches
+from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.search.lower_bounds import MODES, Bounds, Recomputed
 from llama_core.planning.search.rules import in_best_form, no_shape
 from llama_core.planning.time.step_time import StepTime, step_time
@@ -109,9 +109,7 @@ class Search:
     def _recomputed(self, variant: Variant) -> Recomputed | None:
         """Return the recomputation a rank needs, in whole layers; None if no recomputation is enough."""
         limit, pp = self.fitting.limit, variant.shape.pp
-        count = self.candidates.num_microbatches(variant.shape, variant.microbatch_size)
-        steady = steady_microbatches(variant.order.schedule, pp, count)
-        plan = self.candidates.plan(variant, num_microbatches=steady)
+        plan = self.candidates.plan(variant)
         peak = 0 if limit is None else self.fitting.glance(plan)
         if limit is None or peak <= limit:
             return Recomputed("none", 0.0)

@@ -103,7 +103,7 @@ class Messages:
     def __init__(self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision) -> None:
         self.spec, self.plan = spec, plan
         self.itemsize = FP32_BYTES if precision == "fp32" else 2
-        schedule = plan.build_schedule()
+        schedule = plan.layout
         self.num_replicas, self.placement = schedule.num_replicas, schedule.placement
         self.layers, self.modes = plan.stage_layers(spec), plan.recompute_modes(spec)
         self.tokens = plan.rows_per_forward * seq_len // plan.cp
