@@ -29,7 +29,7 @@ def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: 
         steps.refuse_untimed(config)
     return Steps(
         prepare=lambda: prepare_run(config, run_dir, resume=resume),
-        validate=steps.validate,
+        validate=partial(steps.validate, saves=only != "benchmark"),
         estimate=steps.estimate,
         rehearse=steps.rehearse,
         submit=partial(steps.submit, only=only),

@@ -11,6 +11,7 @@ from llama_core.chain.steps import (
     NOT_REHEARSED,
     describe,
     say_data,
+    say_environment,
     say_extension,
     say_metrics,
     say_plan,
@@ -63,7 +64,7 @@ def run_chain(steps: Steps) -> RunDirectory:
     say_weights(run)
     say("run", describe(run))
     say_extension(run)
-    say("validate", steps.validate(run).summary())
+    say_environment(steps.validate(run))
     say_data(run)
     say_plan(run)
     say("estimate", steps.estimate(run).summary())

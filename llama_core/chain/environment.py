@@ -12,15 +12,18 @@ from llama_core.machine.validate import EnvironmentReport, Findings, check_machi
 from llama_core.records.directory import RunDirectory
 
 
-def validate_environment(config: RunConfig | None = None, run_dir: Path = RUNS) -> EnvironmentReport:
+def validate_environment(
+    config: RunConfig | None = None, run_dir: Path = RUNS, *, saves: bool = True
+) -> EnvironmentReport:
     """Return the errors, warnings and facts found on this machine. Imports no torch.
 
     Args:
         config: the run to check for; None checks only the installation and the machine.
         run_dir: where the run's files will go.
+        saves: whether the run saves checkpoints there.
     """
     found = Findings()
-    check_machine(found, config, run_dir)
+    check_machine(found, config, run_dir, saves=saves)
     if config is not None:
         try:
             check = check_data(config.data, config.spec)

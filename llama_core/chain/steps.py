@@ -50,13 +50,17 @@ def reasons(run: RunDirectory) -> list[str]:
     return list(read_json(run.choice)["reasons"].values()) if run.choice.exists() else []
 
 
-def validate(run: RunDirectory) -> EnvironmentReport:
+def validate(run: RunDirectory, *, saves: bool = True) -> EnvironmentReport:
     """Check this machine against the run's needs and record the findings.
+
+    Args:
+        run: the run.
+        saves: whether it saves checkpoints.
 
     Raises:
         EnvironmentMismatchError: if the run cannot start here, with every reason.
     """
-    report = validate_environment(load_config(run), run.path)
+    report = validate_environment(load_config(run), run.path, saves=saves)
     write_json(run.environment, report.as_dict())
     if report.errors:
         reason = "; ".join(report.errors)
@@ -296,6 +300,13 @@ def records(run: RunDirectory) -> dict[str, Any]:
     before = (run.plan, run.choice, run.data, run.environment, run.estimate, run.dry_run)
     paths = (*before, run.training, run.benchmark, run.outcome)
     return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
+
+
+def say_environment(report: EnvironmentReport) -> None:
+    """Print what was found on this machine, and every warning."""
+    say("validate", report.summary())
+    for warning in report.warnings:
+        say("warning", warning)
 
 
 def say_plan(run: RunDirectory) -> None:

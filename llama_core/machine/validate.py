@@ -56,10 +56,8 @@ class EnvironmentReport:
     def summary(self) -> str:
         """Return the report in one line."""
         machine = ", ".join(self.facts[name] for name in ("python", "torch", "devices", "memory") if name in self.facts)
-        counts = [
-            f"{len(found)} {name}" for name, found in (("errors", self.errors), ("warnings", self.warnings)) if found
-        ]
-        return "; ".join([machine, *counts])
+        counts = {"error": len(self.errors), "warning": len(self.warnings)}
+        return "; ".join([machine, *(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)])
 
 
 @dataclass
@@ -88,13 +86,14 @@ class Findings:
         return EnvironmentReport(tuple(self.errors), tuple(self.warnings), self.facts, self.problems)
 
 
-def check_machine(found: Findings, config: RunConfig | None, run_dir: Path) -> None:
+def check_machine(found: Findings, config: RunConfig | None, run_dir: Path, *, saves: bool = True) -> None:
     """Collect the facts, errors and warnings about this machine; torch is not imported.
 
     Args:
         found: collects the results.
         config: the run to check for; without it, only the installation and the machine are checked.
         run_dir: where the run's files will go.
+        saves: whether the run saves checkpoints there.
     """
     machine = detect_machine()
     _check_packages(found)
@@ -102,7 +101,7 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path) -> N
     gpus, nodes = (config.parallel.gpus, config.launch.nodes) if config else (1, 1)
     for finding in look_at_machine(gpus, nodes):
         found.add(finding)
-    _check_disk(found, run_dir, config)
+    _check_disk(found, run_dir, config if saves else None)
     if config is not None:
         _check_request(found, config, machine)
         _check_extras(found, config)
@@ -207,11 +206,21 @@ def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> Non
     for finding in look_at_disk(existing, checkpoint_bytes):
         found.add(finding)
     if config is not None:
-        # One more than are kept: the oldest is removed only once the newest is complete.
-        checkpoints = config.training.keep_checkpoints + 1
-        needed = checkpoints * checkpoint_bytes
-        if free < needed:
-            found.warnings.append(
-                f"{checkpoints} checkpoints of {config.model} take {format_bytes(needed)} but {existing} has "
-                f"{format_bytes(free)} free; lower training.keep_checkpoints or choose another --run-dir"
-            )
+        _check_room(found, config, existing, free, checkpoint_bytes)
+
+
+def _check_room(found: Findings, config: RunConfig, folder: Path, free: int, checkpoint_bytes: int) -> None:
+    # One more than are kept: the oldest is removed only once the newest is complete.
+    checkpoints = config.training.keep_checkpoints + 1
+    there = f"{folder} has {format_bytes(free)} free"
+    if free < checkpoint_bytes and not config.launch.force:
+        found.fail(
+            "disk",
+            f"a checkpoint of {config.model} takes {format_bytes(checkpoint_bytes)} but {there}, so the run could not "
+            "save anything; choose another --run-dir, free some space, or run it anyway with --force",
+        )
+    elif free < checkpoints * checkpoint_bytes:
+        found.warnings.append(
+            f"{checkpoints} checkpoints of {config.model} take {format_bytes(checkpoints * checkpoint_bytes)} but "
+            f"{there}; lower training.keep_checkpoints, free some space, or choose another --run-dir"
+        )

@@ -146,7 +146,7 @@ def validate(sweep: SweepDirectory) -> None:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
     for runs in _groups(list(unfinished(sweep))):
-        steps.validate(runs[0])
+        steps.say_environment(steps.validate(runs[0], saves=False))
 
 
 def rehearse(sweep: SweepDirectory) -> None:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from llama_core.chain import steps
 from llama_core.chain.chain import run_chain
@@ -25,6 +26,7 @@ from llama_core.errors import (
     WeightsError,
 )
 from llama_core.launch.outcome import read_outcome
+from llama_core.machine.validate import EnvironmentReport
 from llama_core.records.checkpoints import STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
@@ -278,6 +280,16 @@ def test_a_run_that_cannot_start_here_records_the_reason_and_leaves_its_director
 def test_a_step_on_a_directory_without_a_run_says_so(tmp_path):
     with pytest.raises(RunDirectoryError, match="holds no run"):
         steps.validate(RunDirectory(tmp_path))
+
+
+def test_every_warning_about_the_machine_is_printed(capsys, monkeypatch):
+    monkeypatch.setattr(say, "console", Console(soft_wrap=True))
+    steps.say_environment(EnvironmentReport((), ("the disk is full", "the clock is late"), {"python": "Python 3"}, {}))
+    assert capsys.readouterr().out.splitlines() == [
+        "validate  Python 3; 2 warnings",
+        "warning   the disk is full",
+        "warning   the clock is late",
+    ]
 
 
 def test_a_runs_estimate_follows_its_plan():

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from llama_core.machine.detect import (
 )
 from llama_core.machine.hazards import look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
+from llama_core.machine.validate import CHECKPOINT_BYTES_PER_PARAMETER
 
 CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
 GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
@@ -316,9 +318,28 @@ def test_a_machine_without_slurm_cannot_submit_to_it(monkeypatch):
     assert only.startswith("launch.launcher=slurm: this machine has no sbatch")
 
 
-def test_checkpoints_larger_than_the_disk_are_a_warning(tmp_path):
-    report = validate_environment(config(model="llama3_405b", launch={"device": "cpu"}), tmp_path)
-    assert any("checkpoints of llama3_405b take" in warning for warning in report.warnings)
+def on_a_disk_with_room_for(checkpoints, monkeypatch, path, **launch):
+    request = config(launch={"device": "cpu"} | launch)
+    checkpoint = CHECKPOINT_BYTES_PER_PARAMETER * request.spec.num_parameters
+    usage = shutil.disk_usage(path)._replace(free=int(checkpoints * checkpoint))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    return validate_environment(request, path)
+
+
+def test_a_disk_with_room_for_some_checkpoints_is_a_warning(tmp_path, monkeypatch):
+    report = on_a_disk_with_room_for(2.5, monkeypatch, tmp_path)
+    assert any("3 checkpoints of tiny_llama3_50m take" in warning for warning in report.warnings)
+    assert not report.errors
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_unless_forced_or_none_is_saved(tmp_path, monkeypatch):
+    (only,) = on_a_disk_with_room_for(0.5, monkeypatch, tmp_path).errors
+    assert only.startswith("a checkpoint of tiny_llama3_50m takes 573.85 MiB but")
+    forced = on_a_disk_with_room_for(0.5, monkeypatch, tmp_path, force=True)
+    assert not forced.errors
+    assert any("3 checkpoints of" in warning for warning in forced.warnings)
+    timed = validate_environment(config(launch={"device": "cpu"}), tmp_path, saves=False)
+    assert not any("checkpoint" in problem for problem in (*timed.errors, *timed.warnings))
 
 
 def test_a_run_directory_below_a_file_cannot_be_made(tmp_path):
