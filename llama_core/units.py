@@ -29,6 +29,20 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def parse_count(text: str) -> float:
+    """Return the number that ``text`` spells, such as ``'1.5T'``, ``'200B'`` or ``'1e9'``.
+
+    Raises:
+        ValueError: if it is not a positive number.
+    """
+    sizes = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
+    size = sizes.get(text[-1:].upper(), 1)
+    count = float(text[:-1] if size > 1 else text) * size
+    if not 0 < count < float("inf"):
+        raise ValueError(text)
+    return count
+
+
 def format_duration(seconds: float) -> str:
     """Return ``seconds`` in readable form, such as ``'1 h 02 min'`` or ``'3.2 s'``."""
     if seconds < 60:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
-from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.errors import (
     ConfigError,
     DoesNotFitError,
@@ -28,10 +28,12 @@ from llama_core.errors import (
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import is_disk_full
+from llama_core.units import parse_count
 from training_infra.flags import FLAGS, LAUNCHERS, Flag
 from training_infra.parser import Parser
 from training_infra.tables import (
     print_choice,
+    print_cost,
     print_environment,
     print_plan,
     print_profile,
@@ -122,15 +124,17 @@ def _add_planning_commands(command: Callable[..., Parser]) -> None:
     models.add_argument("--markdown", action="store_true", help="print the README's table")
     models.add_argument("--json", action="store_true", help="print JSON")
 
-    command(
+    estimate = command(
         "estimate-memory",
         _estimate_memory,
         when,
         "find the fastest plan that fits, and estimate bytes per rank and category; needs no GPU",
         "--model llama3_8b --gpus 8",
         "--model llama3_70b --gpus 64 --gpu-type h200 --microbatches 8 --activation-checkpointing",
+        "--model llama3_70b --strategy lora --gpus 8 --gpu-type a100_80gb --tokens 1B --price 2.10",
         flags=FLAGS,
     )
+    _add_tokens(estimate)
 
     dry_run = command(
         "dry-run",
@@ -141,6 +145,7 @@ def _add_planning_commands(command: Callable[..., Parser]) -> None:
         "--model tiny_llama3_50m --gpus 4 --tensor-parallel 2 --pipeline-parallel 2 --device cpu --twin",
         flags=FLAGS,
     )
+    _add_tokens(dry_run)
     dry_run.add_argument(
         "--twin",
         action="store_true",
@@ -173,6 +178,7 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
     )
     _add_run_dir_flags(train)
     train.add_argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing")
+    train.add_argument("--print-sbatch", action="store_true", help="print the Slurm script of the job; submit nothing")
     train.add_argument("--flow", action="store_true", help="run the steps as a Prefect flow")
 
     bench = command(
@@ -200,6 +206,7 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         when,
         "run every combination of a grid of settings, and rank them in one report",
         "--config configs/sweeps/tiny_llama3_50m_throughput.yaml",
+        "--config configs/sweeps/llama3_8b_parallelism.yaml --predict",
         "--resume --sweep-dir sweeps/mine",
     )
     sweep.add_argument(
@@ -214,6 +221,9 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         "--sweep-dir", type=Path, metavar="sweeps/mine", help="the sweep's directory; default: sweeps/<name>-<date>"
     )
     sweep.add_argument("--resume", action="store_true", help="run only the unfinished elements of a sweep")
+    sweep.add_argument(
+        "--predict", action="store_true", help="compare the elements by arithmetic, without hardware; run nothing"
+    )
     sweep.add_argument("--launcher", metavar="slurm", help=f"launcher of all elements: {LAUNCHERS}")
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -270,6 +280,22 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
 
 def _add_run_dir(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+
+
+def _add_tokens(parser: Parser) -> None:
+    parser.add_argument(
+        "--tokens",
+        type=_count,
+        metavar="15T",
+        help="tokens to train on, for the days and the price; default: those of --steps or --data",
+    )
+
+
+def _count(text: str) -> float:
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 15T, 200B or 1e9") from None
 
 
 def _add_weights_flags(parser: Parser) -> None:
@@ -351,6 +377,11 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.dry_run:
         return _preview(config, here=True, as_json=options.json)
+    if options.print_sbatch:
+        from llama_core.chain.preview import preview_sbatch
+
+        print(preview_sbatch(config, options.run_dir), end="")
+        return 0
     if options.flow:
         _run_flow(config, options)
     else:
@@ -390,18 +421,23 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
 
 def _estimate_memory(options: argparse.Namespace) -> int:
     from llama_core.chain.planned import plan_for_gpu
+    from llama_core.data.check import check_data
 
     planned = plan_for_gpu(_config(options))
+    data = planned.config.data
+    checked = None if data.source == SAMPLE else check_data(data, planned.config.spec)
+    cost = planned.cost(options.tokens, checked)
     code = 0 if planned.estimate.fits else DoesNotFitError.exit_code
     if options.json:
         choice = planned.choice.as_dict() if planned.choice else {}
         resolved = {"config": planned.config.model_dump(mode="json"), "plan": planned.plan.as_dict()}
-        _print_json(choice | planned.estimate.as_dict() | resolved)
+        _print_json(choice | planned.estimate.as_dict() | resolved | {"cost": cost and cost.as_dict()})
         return code
     print_plan(planned)
     print_profile(planned.estimate.profile)
     print_ranks(planned, planned.estimate.ranks)
     print_choice(planned)
+    print_cost(planned, cost)
     print(planned.estimate.summary())
     for note in planned.estimate.notes:
         print(f"note: {note}")
@@ -409,13 +445,13 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    return _preview(_config(options), here=False, twin=options.twin, as_json=options.json)
+    return _preview(_config(options), here=False, twin=options.twin, tokens=options.tokens, as_json=options.json)
 
 
-def _preview(config: RunConfig, *, here: bool, twin: bool = False, as_json: bool) -> int:
+def _preview(config: RunConfig, *, here: bool, twin: bool = False, tokens: float | None = None, as_json: bool) -> int:
     from llama_core.chain.preview import preview
 
-    shown = preview(config, here=here, twin=twin)
+    shown = preview(config, here=here, twin=twin, tokens=tokens)
     if as_json:
         _print_json(shown.as_dict())
         return shown.exit_code
@@ -430,6 +466,7 @@ def _preview(config: RunConfig, *, here: bool, twin: bool = False, as_json: bool
             print(f"the device adds to that: {rehearsed.device_overhead.summary()}")
     if shown.twin is not None:
         print(f"twin:     {shown.twin.summary()}")
+    print_cost(planned, shown.cost)
     print(f"verdict:  {shown.verdict.summary()}")
     for note in shown.notes:
         print(f"note: {note}")
@@ -472,8 +509,13 @@ def _time_steps(options: argparse.Namespace) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    from training_infra.sweep import sweep_from_terminal
+    from training_infra.sweep import predict_from_terminal, sweep_from_terminal
 
+    if options.predict:
+        comparison = predict_from_terminal(options.config, options.sweep_dir, quiet=options.json)
+        if options.json:
+            _print_json(comparison.as_dict())
+        return
     result = sweep_from_terminal(
         options.config,
         options.sweep_dir,

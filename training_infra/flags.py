@@ -63,6 +63,7 @@ FLAGS = (
     Flag("--gradient-compression", "parallel.gradient_compression", "powersgd", constant="bf16"),
     Flag("--device", "launch.device", "cpu", is_common=True),
     Flag("--gpu-type", "launch.gpu_type", "a100_80gb"),
+    Flag("--price", "launch.dollars_per_gpu_hour", "3.20"),
     Flag("--nodes", "launch.nodes", "2"),
     Flag("--launcher", "launch.launcher", "slurm", is_common=True),
     Flag("--partition", "launch.slurm.partition", "gpu"),

@@ -8,9 +8,12 @@ from llama_core.chain.console import say
 from llama_core.errors import ConfigError
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import run_sweep
+from llama_core.sweep.comparison import Comparison, predict
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
 from training_infra.local import local_sweep_steps
+from training_infra.tables import print_comparison
+from training_reports import prediction
 
 
 def sweep_from_terminal(
@@ -43,6 +46,27 @@ def sweep_from_terminal(
         sweep = sweeps.prepare(config, sweep_dir, resume=resume)
         run_sweep(sweep, local_sweep_steps())
     return sweeps.records(sweep)
+
+
+def predict_from_terminal(file: Path | None, sweep_dir: Path | None, *, quiet: bool) -> Comparison:
+    """Predict the elements of a sweep by arithmetic, and write a page that compares them; nothing runs.
+
+    Args:
+        file: the sweep's configuration.
+        sweep_dir: where ``predicted.html`` goes; by default ``sweeps/<name>-predicted``.
+        quiet: print nothing.
+
+    Raises:
+        TrainingInfraError: if no element has a valid plan, or the page cannot be written.
+    """
+    config = _config(file, sweep_dir, resume=False, settings={})
+    comparison = predict(config)
+    folder = sweep_dir or sweeps.SWEEPS / f"{config.name}-predicted"
+    page = prediction.write_prediction(folder / "predicted.html", config, comparison)
+    if not quiet:
+        print_comparison(comparison)
+        say("report", str(page))
+    return comparison
 
 
 def _config(file: Path | None, sweep_dir: Path | None, *, resume: bool, settings: Mapping[str, object]) -> SweepConfig:

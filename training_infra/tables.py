@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from llama_core.planning.memory.peaks import STATES, Category, MemoryProfile, Phase
+from llama_core.planning.time.cost import BILLION, Cost
 from llama_core.units import GB, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -78,18 +79,29 @@ def print_choice(planned: "PlannedRun") -> None:
         print("\n".join(planned.choice.lines()[1:]) + "\n")  # without the plan, which is above the tables
 
 
+def print_cost(planned: "PlannedRun", cost: "Cost | None") -> None:
+    """Print how long the run takes and what it costs, or what a billion tokens cost if its length is unknown."""
+    if cost is not None:
+        print(f"cost: {cost.summary()} [--price]")
+    elif planned.step is not None:
+        price = planned.config.launch.dollars_per_gpu_hour
+        told = Cost.of(planned.step, BILLION, "for scale", price).summary()
+        print(f"cost: {told}; --tokens or --data tells it for a run [--price]")
+
+
 def print_comparison(comparison: "Comparison") -> None:
     """Print a line for each element: measured or predicted, with its figures, or the reason why it has none."""
     keys = [key.rpartition(".")[2] for key in comparison.rows[0].settings]
-    print(f"{' '.join(keys):<16}{'how':<11}{'tokens/s':>12}{'step':>10}{'MFU':>8}{'memory':>13}  plan, or why not")
-    for row in comparison.rows:
-        values = " ".join(map(str, row.settings.values()))
+    settings = [" ".join(map(str, row.settings.values())) for row in comparison.rows]
+    width = max(map(len, (" ".join(keys), *settings))) + 2
+    print(f"{' '.join(keys):<{width}}{'how':<11}{'tokens/s':>12}{'step':>10}{'MFU':>8}{'memory':>13}  plan, or why not")
+    for row, values in zip(comparison.rows, settings, strict=True):
         rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         step = "" if row.step_seconds is None else _short_duration(row.step_seconds)
         mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
         memory = "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
         told = f"{row.plan} on {row.device}" if row.status == "finished" else f"{row.status}: {row.reason}"
-        print(f"{values:<16}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
+        print(f"{values:<{width}}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
 
 
 def _short_duration(seconds: float) -> str:

@@ -1,10 +1,12 @@
 """A planned run, before it has a directory: its configuration with every default, its plan and memory estimate."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
+from llama_core.data.check import DataCheck
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
@@ -14,6 +16,8 @@ from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice
 from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.planning.time.cost import Cost
+from llama_core.planning.time.step_time import StepTime, step_time
 from llama_core.units import GIB
 
 
@@ -28,6 +32,40 @@ class PlannedRun:
     """One line for each default that was taken from the machine."""
     choice: Choice | None = None
     """The result of the plan search, with its reasons; None if the plan follows from rules or was given."""
+
+    @cached_property
+    def step(self) -> StepTime | None:
+        """The time of one optimizer step on GPUs; None for the CPU, and for a plan that does not fit."""
+        config = self.config
+        if self.choice is not None:
+            return self.choice.step
+        if config.launch.device == "cpu" or not self.estimate.fits:
+            return None
+        return step_time(
+            config.spec,
+            self.plan,
+            gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE),
+            seq_len=config.seq_len,
+            precision=config.training.precision,
+            documents=document_attention(config, self.plan),
+        )
+
+    def cost(self, tokens: float | None = None, data: DataCheck | None = None) -> Cost | None:
+        """Return the time and the price of the run; None if its length or the time of a step is unknown.
+
+        Args:
+            tokens: the tokens to train on; by default those of ``training.steps``, or else of the data and its epochs.
+            data: the check of the data.
+        """
+        training = self.config.training
+        told_by = "as asked for"
+        if tokens is None and training.steps is not None:
+            tokens, told_by = training.steps * self.config.batch_size * self.config.seq_len, f"{training.steps:,} steps"
+        elif tokens is None and data is not None and data.num_tokens is not None:
+            tokens, told_by = training.epochs * data.num_tokens, f"{training.epochs:g} epochs of the data"
+        if tokens is None or self.step is None:
+            return None
+        return Cost.of(self.step, tokens, told_by, self.config.launch.dollars_per_gpu_hour)
 
 
 def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:

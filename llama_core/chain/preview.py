@@ -2,15 +2,20 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu
-from llama_core.chain.prepare import check_initial_weights
+from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu, plan_run
+from llama_core.chain.prepare import check_initial_weights, refuse_unfit
+from llama_core.chain.runs import new_run
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
 from llama_core.errors import DoesNotFitError
+from llama_core.launch.jobs.slurm_request import sbatch_script
 from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.time.cost import Cost
+from llama_core.records.directory import RunDirectory
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
@@ -27,12 +32,19 @@ class Preview:
     twin: "TwinResult | None" = None
     data: DataCheck | None = None
     """The check of the data's first records; None if they were not checked."""
+    tokens: float | None = None
+    """The tokens to train on, if they do not follow from the configuration."""
 
     @cached_property
     def verdict(self) -> MemoryEstimate:
         """The dry run's bytes, or the estimate's if there was none, compared with the device."""
         estimate = self.planned.estimate
         return estimate if self.rehearsed is None else replace(estimate, profile=self.rehearsed.profile)
+
+    @property
+    def cost(self) -> Cost | None:
+        """The time and the price of the run; None if its length or the time of a step is unknown."""
+        return self.planned.cost(self.tokens, self.data)
 
     @property
     def exit_code(self) -> int:
@@ -53,12 +65,15 @@ class Preview:
             "dry_run": self.rehearsed and self.rehearsed.as_dict(),
             "config": self.planned.config.model_dump(mode="json"),
             "plan": self.planned.plan.as_dict(),
+            "cost": self.cost and self.cost.as_dict(),
             "fits": self.verdict.fits,
             "notes": list(self.notes),
         } | ({"twin": self.twin.as_dict()} if self.twin else {})
 
 
-def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = False) -> Preview:
+def preview(
+    config: RunConfig, *, here: bool, data: bool = True, twin: bool = False, tokens: float | None = None
+) -> Preview:
     """Plan a run, check its data, and rehearse every distinct rank.
 
     Args:
@@ -66,6 +81,7 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
         here: plan with ``plan_anywhere``; False plans with ``plan_for_gpu``.
         data: check the data of ``config``; False if batches come from elsewhere.
         twin: also train a tiny twin of the plan on real processes and compare it with one process.
+        tokens: the tokens to train on; by default those of ``training.steps``, or else of the data.
 
     Raises:
         ConfigError, DataError, WeightsError, PlanError: if the request cannot be met.
@@ -75,7 +91,20 @@ def preview(config: RunConfig, *, here: bool, data: bool = True, twin: bool = Fa
     checked = check_data(planned.config.data, planned.config.spec) if data else None
     rehearsed = rehearse_plan(planned.config, planned.plan)
     if not twin:
-        return Preview(planned, rehearsed, data=checked)
+        return Preview(planned, rehearsed, data=checked, tokens=tokens)
     from llama_core.rehearsal.twin import twin as train_twin
 
-    return Preview(planned, rehearsed, train_twin(planned.config, planned.plan), checked)
+    return Preview(planned, rehearsed, train_twin(planned.config, planned.plan), checked, tokens)
+
+
+def preview_sbatch(config: RunConfig, run_dir: Path | None = None) -> str:
+    """Return the script that ``train --launcher slurm`` would submit, without a run directory, Slurm or a job.
+
+    Raises:
+        ConfigError, PlanError: if the request cannot be met.
+        DoesNotFitError: if it does not fit and ``launch.force`` is not set.
+    """
+    planned = plan_run(config.with_overrides("launch.launcher=slurm"))
+    refuse_unfit(planned.estimate, planned.config, "estimated")
+    run = RunDirectory(new_run(planned.config, run_dir).path.absolute())
+    return sbatch_script(planned.config, run.name, run.logs / "submitit" / "submission-00000", planned.plan.world_size)

@@ -254,6 +254,8 @@ class LaunchConfig(Section):
     """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
     gpu_type: str | None = None
     """GPU to plan for, such as h100, h200 or A100-SXM4-80GB; default: the one present, else h100."""
+    dollars_per_gpu_hour: float = Field(2.5, ge=0)
+    """Price of one GPU for an hour, for the cost of a plan; set your own: prices differ by a factor of three."""
     nodes: int = Field(1, ge=1)
     """Machines the devices are spread over."""
     collective_timeout_s: int = Field(600, ge=1)

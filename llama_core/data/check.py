@@ -6,7 +6,7 @@ from itertools import islice
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import DATALOADER, SAMPLE, DataConfig
 from llama_core.data.chat import ConversationCounts, chat_format, encode, notes
-from llama_core.data.corpus import BadLines, find_files, read_documents
+from llama_core.data.corpus import BadLines, find_files, read_documents, share_read
 from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import DataError
 
@@ -22,6 +22,8 @@ class DataCheck:
     """The records that were read, in one line."""
     notes: tuple[str, ...] = ()
     """A sentence for each property of the data that may be unintended."""
+    num_tokens: int | None = None
+    """Tokens of all files, extrapolated from the first records of each; None for the sample and for a dataloader."""
 
 
 def check_data(data: DataConfig, spec: ModelSpec) -> DataCheck:
@@ -51,14 +53,16 @@ def _check_source(source: str, data: DataConfig, spec: ModelSpec, tokenizer: Tok
         return DataCheck("the source of Python's standard library", tuple(about))
     files, bad_lines = find_files(source), BadLines()
     chat = chat_format(data, tokenizer, spec, files)
-    num_documents, conversations = 0, ConversationCounts()
+    num_documents, num_tokens, conversations = 0, 0.0, ConversationCounts()
     of_each = -(-CHECKED_RECORDS // len(files))
     for file in files:
         read = read_documents(
             [file], data.text_field, bad_lines, render=chat.document, max_bad_lines=data.max_bad_lines
         )
         documents = list(islice(read, of_each))
-        encode(tokenizer, documents)
+        tokens = sum(len(ids) for ids, _ in encode(tokenizer, documents))
+        is_whole = len(documents) < of_each
+        num_tokens += tokens if is_whole else tokens / share_read(file, data.text_field, documents[-1])
         num_documents += len(documents)
         conversations = sum(
             (ConversationCounts.of(document.turns) for document in documents if document.turns), conversations
@@ -70,5 +74,7 @@ def _check_source(source: str, data: DataConfig, spec: ModelSpec, tokenizer: Tok
     texts = f"{num_documents - conversations.num_conversations:,} texts"
     found = f"{conversations}, template: {chat.template.name}" if conversations.num_conversations else texts
     return DataCheck(
-        f"the first records of {source!r}: {found}", tuple(notes(data, spec, chat, conversations, num_documents))
+        f"the first records of {source!r}: {found}",
+        tuple(notes(data, spec, chat, conversations, num_documents)),
+        round(num_tokens),
     )

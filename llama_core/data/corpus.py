@@ -189,6 +189,13 @@ def read_documents(
         on_progress(before, total)
 
 
+def share_read(file: SourceFile, text_field: str, last: Document) -> float:
+    """Return the share of a file, by its bytes, that ends with the document ``last``."""
+    num_records = int(last.location.rpartition(":")[2])
+    ends = (position for number, position, _ in _records(file.path, text_field) if number == num_records)
+    return next(ends) / file.num_bytes
+
+
 def text_of(record: object, text_field: str) -> str:
     """Return the text of a record that is not a conversation.
 

@@ -94,6 +94,25 @@ def compare(
     return Comparison(tuple(rows[element.name] for element in elements), sweep)
 
 
+def predict(config: SweepConfig) -> Comparison:
+    """Predict every element of a sweep by arithmetic, for the GPUs that it names or for the default ones.
+
+    Raises:
+        ConfigError: if no element has a valid plan, with the reason for each.
+    """
+    rows = tuple(_predicted_anywhere(element, config.base) for element in config.elements())
+    if all(row.status == "impossible" for row in rows):
+        raise ConfigError(*(f"{row.name}: {row.reason}" for row in rows))
+    return Comparison(rows, None)
+
+
+def _predicted_anywhere(element: Element, base: RunConfig) -> Row:
+    try:
+        return _predicted(element, plan_for_gpu(element.config(base)))
+    except (ConfigError, PlanError, EnvironmentMismatchError) as error:
+        return Row(element.name, element.settings, "predicted", "impossible", str(error))
+
+
 def _without_running(element: Element, base: RunConfig) -> Row | None:
     """Return the row of an element that cannot run from here; None if it can."""
     try:
@@ -118,7 +137,7 @@ def _plan_here(config: RunConfig) -> PlannedRun | None:
 
 def _predicted(element: Element, planned: PlannedRun) -> Row:
     estimate = planned.estimate
-    step = planned.choice.step if planned.choice and estimate.fits else None
+    step = planned.step if estimate.fits else None
     reason = "" if step else "no speed model for this strategy or device"
     return Row(
         element.name,

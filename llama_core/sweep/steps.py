@@ -53,7 +53,7 @@ _PART: dict[Objective, Part] = {"throughput": "benchmark", "loss": "train"}
 _DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
 """What has been done to an element with a result."""
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
-_FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force"}
+_FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
 """Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
 
 

@@ -92,6 +92,17 @@ def highest_shown(losses: "Iterable[pd.Series[float]]") -> float | None:
     return float(every[every <= most].max())
 
 
+def predicted_throughput(rates: Mapping[str, float]) -> go.Figure:
+    """Return the predicted tokens/s of each element."""
+    labels = [_label(name, f"{rate:,.0f}") for name, rate in rates.items()]
+    figure = styled_figure("")
+    _add_bars(figure, labels, list(rates.values()), "predicted", color=BLUE, hover="%{x:,.0f} tokens/s")
+    _finish(figure, labels, "throughput (tokens/s)")
+    figure.update_layout(showlegend=False)
+    figure.update_xaxes(tickformat="~s")
+    return figure
+
+
 def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figure:
     """Return the estimated, rehearsed and measured peak of each element side by side; a peak of None has no bar.
 

@@ -210,6 +210,53 @@ def test_an_estimate_gives_the_reasons_for_the_plan(shell):
     assert "  cp 2: fewer than 8192 tokens per rank (sequence length 8192)" in ended.stdout
 
 
+def test_an_estimate_tells_days_and_price_of_tokens(capsys):
+    asked = ["estimate-memory", "--model=llama3_70b", "--strategy=lora", "--gpus=8", "--gpu-type=a100", "--json"]
+    assert cli.main([*asked, "--tokens=2B", "--price=1.8"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    cost = told["cost"]
+    assert cost["seconds"] == pytest.approx(2e9 / told["step"]["tokens_per_second"])
+    assert cost["dollars"] == pytest.approx(1.8 * cost["gpu_hours"]) == pytest.approx(1.8 * 8 * cost["seconds"] / 3600)
+
+
+def test_the_length_of_a_run_comes_from_its_steps_or_else_from_its_data(capsys, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "0123456789"}\n' * 5000)
+    for flags, tokens in ((["--steps=10"], 10 * 8 * 2048), ([f"--data={tmp_path}", "--epochs=2"], 2 * 5000 * 12)):
+        assert cli.main(["estimate-memory", "--model=tiny_llama3_50m", "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["cost"]["tokens"] == pytest.approx(tokens, rel=0.01)
+
+
+def test_a_dry_run_tells_the_price(shell):
+    told = shell("dry-run", *FEW_PARAMETERS, "--seq-len=32", "--batch-size=2", "--tokens=1B").stdout
+    assert re.search(
+        r"^cost: 1.00B tokens \(as asked for\) take .* at \$2.50 per GPU hour \[--price\]$", told, re.MULTILINE
+    )
+
+
+def test_tokens_that_are_no_number_are_refused(shell):
+    ended = shell("estimate-memory", "--tokens=15X")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "error: argument --tokens: '15X' is not a number above 0, such as 15T, 200B or 1e9\n",
+    )
+
+
+def test_the_script_of_a_slurm_job_is_printed_without_slurm_and_nothing_is_written(shell):
+    asked = ["--model=llama3_8b", "--gpus=16", "--nodes=2", "--set=launch.slurm.partition=gpu"]
+    ended = shell("train", *asked, "--print-sbatch")
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("#!/bin/bash")
+    assert {
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --requeue",
+    } <= set(ended.stdout.splitlines())
+    assert "--kill-on-bad-exit=1" in ended.stdout.splitlines()[-1]
+    assert not (shell.path / "runs").exists()
+
+
 def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
     ended = shell("train", "--model", "llama3_70b", "--device", "cpu")
     assert ended.returncode == 3

@@ -113,3 +113,23 @@ def test_a_sweep_over_the_learning_rate_trains_and_ranks_the_held_out_losses(pla
 def test_without_a_configuration_it_asks_for_one(arguments, capsys):
     assert main(["sweep", *arguments]) == 2
     assert "no sweep given; add --config FILE" in capsys.readouterr().err
+
+
+def test_a_sweep_is_predicted_without_hardware(tmp_path, capsys):
+    sweep = {
+        "name": "eight",
+        "base": {"model": "llama3_8b", "parallel": {"gpus": 8, "pp": 1}},
+        "grid": {"parallel.tp": [1, 3, 8], "parallel.zero_stage": [0, 3]},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    asked = ["sweep", "--config", str(tmp_path / "sweep.yaml"), "--sweep-dir", str(tmp_path / "there"), "--predict"]
+    assert main([*asked, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses["tp=1,zero_stage=0"] == "does-not-fit"
+    assert statuses["tp=3,zero_stage=3"] == "impossible"
+    assert statuses["tp=8,zero_stage=3"] == "finished"
+    assert rows["tp=1,zero_stage=3"]["tokens_per_second"] > rows["tp=8,zero_stage=3"]["tokens_per_second"]
+    page = (tmp_path / "there" / "predicted.html").read_text()
+    assert all(row["plan"] in page for row in rows.values())
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["predicted.html"]

@@ -3,7 +3,9 @@
 import hashlib
 import os
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +60,22 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
     } | {name: value for name, value in asked.items() if value is not None}
+
+
+def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int) -> str:
+    """Return the script of a job as submitit writes it. Only submitting writes the pickle that it starts from.
+
+    Args:
+        config: the resolved configuration.
+        name: name of the run.
+        folder: where submitit would keep the job's files.
+        num_ranks: ranks over all nodes.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
+    asked = slurm_parameters(config, name, comment_of(folder), num_ranks)
+    return str(_make_sbatch_string(command=command, folder=folder, **asked))
 
 
 def refusal(config: RunConfig) -> str | None:
