@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_core.chain.console import say
+from llama_core.chain.expected import expected_time
 from llama_core.chain.steps import (
     NOT_REHEARSED,
     describe,
@@ -70,6 +71,8 @@ def run_chain(steps: Steps) -> RunDirectory:
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)
     say("dry-run", rehearsed.summary() if rehearsed else NOT_REHEARSED)
+    if slow := expected_time(run):
+        say("expect", slow)
     with _reported(run, steps.report), stopping_on_interrupt(run):
         if (job := steps.submit(run)) is not None:
             say("submit", job.describe())

@@ -145,7 +145,8 @@ def planned_as(
         documents=document_attention(config, plan),
     )
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
-    return PlannedRun(config, plan, MemoryEstimate(fullest, label, usable, ranks, refusal), choices, choice)
+    estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, holds_process=gpu is None)
+    return PlannedRun(config, plan, estimate, choices, choice)
 
 
 def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:

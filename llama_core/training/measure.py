@@ -8,8 +8,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from llama_core.config.run import Precision
 from llama_core.records.measurements import BenchmarkRecord
 
+PRODUCT_SIDE = 1024
+"""Rows and columns of the matrices that ``product_rate`` multiplies."""
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -113,3 +116,15 @@ def time_steps(
         mfu=mfu(tokens_per_step / median),
         memory_peak_bytes=meter.peak(),
     )
+
+
+def product_rate(precision: Precision) -> float:
+    """Return the FLOP/s at which this process multiplies matrices on the CPU."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    one = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):  # the first one sets up the kernel
+        began = time.perf_counter()
+        one @ one
+        best = min(best, time.perf_counter() - began)
+    return 2 * PRODUCT_SIDE**3 / best

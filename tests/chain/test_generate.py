@@ -268,7 +268,7 @@ def test_a_folder_without_a_tokenizer_asks_for_one(exported):
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(tmp_path, exported):
-    config = json.loads((exported / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    config = json.loads((exported / "config.json").read_text()) | {"vocab_size": 10**10}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DoesNotFitError, match=r"take .* in fp32, more than the .* of cpu memory here"):
         generate(tmp_path, PROMPT, tokenizer="bytes", device="cpu")

@@ -5,13 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from width import wide
 
+from llama_core.chain.planned import planned_as
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import RunConfig
+from llama_core.machine.detect import Machine
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.peaks import MemoryEstimate, MemoryProfile
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.search.auto import choose_plan
+from llama_core.planning.search.candidates import MAX_CPU_MICROBATCH_TOKENS
+from llama_core.planning.search.fitting import Fitting
 from llama_core.rehearsal.trace import trace_rank
+from llama_core.units import GIB, format_bytes
 
 
 def data_parallel(ranks, zero_stage, **choices):
@@ -225,3 +231,33 @@ def test_an_estimate_is_recorded_with_its_verdict():
     record = MemoryEstimate(MemoryProfile({"optimizer": {"weights": 60}}), "a device", 100).as_dict()
     expected = {"device": "a device", "usable_bytes": 100, "fits": True, "headroom_bytes": 40, "notes": []}
     assert expected.items() <= record.items()
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "seq_len", "measured_gib"),
+    [
+        ("tiny_llama3_50m", 2, 1024, 2.04),
+        ("tiny_llama3_50m", 8, 1024, 4.07),
+        ("tiny_llama3_150m", 1, 256, 3.14),
+        ("tiny_llama3_150m", 2, 2048, 5.17),
+    ],
+)
+def test_on_a_cpu_the_verdict_counts_no_less_than_a_real_process_took(model, rows, seq_len, measured_gib):
+    """The measured resident sets of runs on two cores, in bf16; docs/memory.md."""
+    request = {"training": {"seq_len": seq_len, "batch_size": rows, "precision": "bf16"}, "launch": {"device": "cpu"}}
+    config = RunConfig.from_mapping({"model": model, "parallel": {"microbatch_size": rows}} | request)
+    machine = Machine((), None, cpu_native_bf16=True, memory_bytes=64 * GIB, available_memory_bytes=64 * GIB, cores=2)
+    told = planned_as(config, machine).estimate
+    assert measured_gib * GIB <= told.held_bytes <= 1.35 * measured_gib * GIB
+    assert told.usable_bytes - told.headroom_bytes == told.held_bytes
+    assert f"({format_bytes(told.held_bytes)} with the whole process)" in told.summary()
+
+
+def test_the_default_microbatch_on_a_cpu_leaves_room():
+    request = {"training": {"seq_len": 2048, "batch_size": 32}, "launch": {"device": "cpu"}}
+    config = RunConfig.from_mapping({"model": "tiny_llama3_150m"} | request)
+    plan = choose_plan(config, 64 * GIB)
+    assert plan.microbatch_size * 2048 == MAX_CPU_MICROBATCH_TOKENS
+    tight = choose_plan(config, 6 * GIB)
+    assert Fitting(config, 6 * GIB).fits(tight)
+    assert tight.microbatch_size < plan.microbatch_size

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from llama_core.units import GB, format_bytes
+from llama_core.units import GB, MIB, format_bytes
 
 Category = Literal["weights", "gradients", "moments", "activations", "loss", "communication", "temporaries"]
 Phase = Literal["forward", "backward", "optimizer"]
@@ -12,6 +12,14 @@ STATES: tuple[Category, ...] = ("weights", "gradients", "moments")
 
 FILL_LIMIT = 0.9
 """Share of a device's usable bytes that tensors may take: a caching allocator reserves at least a tenth more."""
+
+PROCESS_BYTES = 450 * MIB
+"""Memory of a rank's process on the CPU before its first tensor: the interpreter, torch and the data."""
+STATES_SHARE, HEAP_SHARE = 1.2, 1.5
+"""Resident bytes of a rank on the CPU over those of its weights, gradients and moments, and of its other tensors.
+
+glibc keeps freed memory between tensors of other sizes, and kernels have buffers of their own: docs/memory.md.
+"""
 
 _REMEDIES: Mapping[str, str] = {
     "states": "parallel.zero_stage=3 over more parallel.gpus, parallel.tp or parallel.pp; or parallel.recompute=full",
@@ -46,6 +54,15 @@ class MemoryProfile:
         return sum(self.peak.values())
 
     @property
+    def process_bytes(self) -> int:
+        """Resident bytes of the rank's process on the CPU, estimated from those of its tensors."""
+        resident = []
+        for categories in self.phases.values():
+            states = sum(categories.get(category, 0) for category in STATES)
+            resident.append(round(STATES_SHARE * states + HEAP_SHARE * (sum(categories.values()) - states)))
+        return PROCESS_BYTES + max(resident)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and moments in the optimizer step, when all of them exist."""
         return sum(self.phases["optimizer"].get(category, 0) for category in STATES)
@@ -77,11 +94,18 @@ class MemoryEstimate:
     """The profiles of all ranks of a pipeline; ``profile`` is the fullest of them."""
     refusal: str = ""
     """Why no plan fits with the margin that an allocator needs, and what would fit; empty if one does."""
+    holds_process: bool = False
+    """Whether the rank's whole process counts: on the CPU, its memory is the device's."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The most bytes the rank takes of the device."""
+        return self.profile.process_bytes if self.holds_process else self.profile.peak_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """Usable bytes minus the peak; negative if it does not fit."""
-        return self.usable_bytes - self.profile.peak_bytes
+        """Usable bytes minus those held at the peak; negative if it does not fit."""
+        return self.usable_bytes - self.held_bytes
 
     @property
     def fits(self) -> bool:
@@ -105,7 +129,7 @@ class MemoryEstimate:
                 f"the peak exceeds {self.device} by {format_bytes(-self.headroom_bytes)}; most of the peak "
                 f"is {self._most_of_it}; try {_REMEDIES[self._most_of_it]}",
             )
-        if self.profile.peak_bytes > FILL_LIMIT * self.usable_bytes:
+        if self.held_bytes > FILL_LIMIT * self.usable_bytes:
             return (
                 f"only {format_bytes(self.headroom_bytes)} of {self.device} is left, and fragmentation may use it up",
             )
@@ -124,8 +148,9 @@ class MemoryEstimate:
         verdict = "fits" if self.fits else "does not fit"
         if self.refusal and self.headroom_bytes >= 0:
             verdict = "leaves the allocator too little of"
+        process = f" ({format_bytes(self.held_bytes)} with the whole process)" if self.holds_process else ""
         return (
-            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}, "
+            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}{process}, "
             f"{verdict} the {format_bytes(self.usable_bytes)} of {self.device}"
         )
 
@@ -138,6 +163,7 @@ class MemoryEstimate:
             record["usable_bytes"],
             tuple(map(MemoryProfile.from_dict, record["ranks"])),
             record["refusal"],
+            record.get("holds_process", False),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,6 +173,8 @@ class MemoryEstimate:
             "usable_bytes": self.usable_bytes,
             "fits": self.fits,
             "headroom_bytes": self.headroom_bytes,
+            "holds_process": self.holds_process,
+            "held_bytes": self.held_bytes,
             "refusal": self.refusal,
             "notes": list(self.notes),
             "ranks": [rank.as_dict() for rank in self.ranks],

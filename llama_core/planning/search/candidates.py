@@ -24,6 +24,8 @@ CHUNKS = (2, 4)
 """Stages per rank to try in an interleaved pipeline."""
 MAX_MICROBATCH_TOKENS = 32_768
 """Tokens per rank and microbatch above which matrix products run no faster, so more tokens only take memory."""
+MAX_CPU_MICROBATCH_TOKENS = 8192
+"""The same on a CPU."""
 
 
 class Shape(NamedTuple):
@@ -112,7 +114,8 @@ class Candidates:
         asked, share = self.asked, self.config.batch_size // shape.dp
         if asked.microbatch_size or asked.num_microbatches:
             return [asked.microbatch_size or share // (asked.num_microbatches or 1)]
-        most = max(1, MAX_MICROBATCH_TOKENS * shape.cp // self.config.seq_len)
+        enough = MAX_CPU_MICROBATCH_TOKENS if self.config.launch.device == "cpu" else MAX_MICROBATCH_TOKENS
+        most = max(1, enough * shape.cp // self.config.seq_len)
         largest, *smaller = [size for size in range(min(most, share), 0, -1) if share % size == 0]
         return [largest, *(size for size in smaller if share // size <= MOST_MICROBATCHES)]
 

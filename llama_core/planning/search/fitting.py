@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
-from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
 
@@ -37,14 +37,18 @@ class Fitting:
         """Return the peak of every rank of the pipeline."""
         if plan not in self._peaks:
             profiles = estimate_ranks(self.config.spec, plan, **self._sizes(plan))
-            self._peaks[plan] = tuple(profile.peak_bytes for profile in profiles)
+            self._peaks[plan] = tuple(map(self._held, profiles))
         return self._peaks[plan]
 
     def glance(self, plan: ParallelPlan) -> int:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
         ranks = {0, plan.pp // 2, plan.pp - 1}
         profiles = [estimate_memory(self.config.spec, plan, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
-        return max(profile.peak_bytes for profile in profiles)
+        return max(map(self._held, profiles))
+
+    def _held(self, profile: MemoryProfile) -> int:
+        """Return the bytes that count against the limit: on the CPU, those of the whole process."""
+        return profile.process_bytes if self.config.launch.device == "cpu" else profile.peak_bytes
 
     def may_fit(self, plan: ParallelPlan) -> bool:
         """Return whether ``plan`` fits according to ``glance``."""
