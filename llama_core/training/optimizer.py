@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llama_core.config.run import TrainingConfig
 from llama_core.models.layers import local_part
@@ -38,7 +39,9 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups[0.0 if id(parameter) in norms else training.weight_decay].append(parameter)
-    return LocalAdamW(
+    is_divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    optimizer = LocalAdamW if is_divided else torch.optim.AdamW  # DeepSpeed accepts torch's own class alone
+    return optimizer(
         [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()],
         lr=training.learning_rate,
         betas=(training.beta1, training.beta2),
