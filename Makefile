@@ -11,8 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
-# Test processes share the cores: each, and what it starts, keeps to one thread.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=10
+# Test processes share the cores: each, and what it starts, keeps to one thread. The tests of an xdist_group run in one
+# process, so that what their module starts is started once.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 help:

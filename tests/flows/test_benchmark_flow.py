@@ -20,7 +20,7 @@ from llama_core.sweep.directory import SweepDirectory, is_timed
 from llama_core.sweep.grid import SweepConfig
 from tasks.sweep import cancel_sweep
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("benchmark flow")]
 
 ROOT = Path(__file__).parents[2]
 FAKE_WORKER = (sys.executable, str(ROOT / "tests" / "launch" / "fake_worker.py"), "serve")

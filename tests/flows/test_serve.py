@@ -6,7 +6,7 @@ from serving import SECRET, Serving, slowed
 from llama_core.chain import steps
 from llama_core.launch.outcome import read_outcome
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("serve")]
 
 TINY = {
     "architecture": {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512},

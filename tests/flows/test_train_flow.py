@@ -15,6 +15,8 @@ from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
 
+pytestmark = pytest.mark.xdist_group("flow")
+
 ROOT = Path(__file__).parents[2]
 TASKS = {"prepare-run", "validate-environment", "estimate-memory", "dry-run", "submit", "train", "benchmark", "report"}
 ARTIFACTS = {"plan", "environment", "memory-estimate", "dry-run", "training-progress", "outcome", "benchmark", "report"}

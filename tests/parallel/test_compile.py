@@ -116,7 +116,7 @@ def skip_code_generation():
         wide(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "selective"}),
         wide(parity.UNTIED, DIVISIONS["CP"] | {"recompute": "selective"}),
         wide(parity.ADAPTED, DIVISIONS["FSDP"]),
-        wide(parity.SPARSE, DIVISIONS["FSDP"] | {"ep": 2}),
+        wide(parity.HYBRID, DIVISIONS["FSDP"] | {"ep": 2}),
     ],
 )
 def test_compiled_blocks_match_one_uncompiled_process(spec, choices):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from distributed import run_ranks
 from parity import UNTIED, largest_differences, native_engine, own_microbatches
 from torch.distributed.tensor import DTensor
-from width import wide
 
 from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
@@ -142,7 +141,8 @@ def test_fp16_with_a_scaled_loss_is_near_fp32(plan):
         assert norm == pytest.approx(exact_norm, rel=2**-9)
 
 
-@pytest.mark.parametrize("sharding", [{"dp_shard": 2, "zero_stage": 1}, wide({"dp_replicate": 2})])
+@pytest.mark.wide
+@pytest.mark.parametrize("sharding", [{"dp_shard": 2, "zero_stage": 1}, {"dp_replicate": 2}])
 def test_a_backward_before_the_first_forward_of_a_ranks_other_stage_trains_in_16_bits(sharding):
     plan = ParallelPlan(pp=2, schedule="chimera_halving", microbatch_size=2, **sharding)
     exact_loss, exact_norm, _ = run_ranks(4, one_step, plan, torch.float32, 1.0)[0]

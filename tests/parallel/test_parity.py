@@ -84,7 +84,6 @@ ADAPTED_PLANS = {
         "pp2 interleaved",
         "pp4 chimera, N=8",
         "pp2 chimera zero2 dp2",
-        "pp4 zb_h1",
         "pp2 zbv",
         "zero3 dp2, full recompute",
         "tp2 sp, selective recompute",
@@ -94,16 +93,12 @@ ADAPTED_PLANS = {
 SPARSE_PLANS = {
     name: PLANS[name]
     for name in (
-        "zero1 dp2",
         "zero2 dp2",
         "hsdp2x2",
-        "zero3 dp4",
-        "tp2",
         "tp2 cp2",
         "tp2 zero3 dp2",
         "tp2 pp2",
         "cp2 zero3 dp2",
-        "pp2 interleaved",
         "pp2 chimera zero2 dp2",
         "pp2 zb_h1",
         "pp2 zbv",
@@ -118,10 +113,8 @@ SPARSE_PLANS = {
     "ep2 pp2": ParallelPlan(pp=2, dp_replicate=2, ep=2, num_microbatches=4),
     "ep2 pp2 chimera zero2": ParallelPlan(pp=2, schedule="chimera", dp_shard=2, ep=2, zero_stage=2, num_microbatches=4),
     "ep2 cp2 zero1": ParallelPlan(cp=2, dp_shard=2, ep=2, zero_stage=1, num_microbatches=2),
-    "ep2 zero1 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=1, num_microbatches=2),
     "ep2 zero2 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=2, num_microbatches=2),
     "ep2 zero3 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=3, num_microbatches=2),
-    "ep2 hsdp2x2": ParallelPlan(dp_shard=2, dp_replicate=2, ep=2, zero_stage=3, num_microbatches=2),
     "ep4 hsdp2x2": ParallelPlan(dp_shard=2, dp_replicate=2, ep=4, zero_stage=2, num_microbatches=2),
     "ep2, full recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="full", num_microbatches=2),
     "ep2, selective recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="selective", num_microbatches=2),
@@ -134,22 +127,14 @@ HYBRID_PLANS = {
         "hsdp2x2",
         "tp2 dp2",
         "tp2 cp2",
-        "tp2 zero3 dp2",
-        "tp2 pp2 zero2 dp2",
-        "zero3 dp4",
-        "pp2 interleaved",
-        "pp4 chimera, N=8",
         "pp2 chimera zero2 dp2",
-        "pp2 zb_h1",
         "pp2 zbv",
         "zero3 dp2, full recompute",
         "tp2 sp, selective recompute",
         "ep2 dp2",
         "ep2 tp2 zero3",
         "ep2 zero3 dp2",
-        "ep4 hsdp2x2",
         "ep2 pp2",
-        "ep2, compiled",
     )
 }
 
@@ -310,7 +295,7 @@ def test_a_broken_collective_is_detected(name):
 
 @pytest.mark.parametrize(("name", "fault"), [("ep2", _experts_not_averaged), wide("tp2", _gradients_not_completed)])
 def test_a_broken_collective_of_experts_is_detected(name, fault):
-    differences = largest_differences(SPARSE_PLANS[name], spec=SPARSE, fault=fault)
+    differences = largest_differences((PLANS | SPARSE_PLANS)[name], spec=SPARSE, fault=fault)
     assert max(differences.values()) > 1e-3, differences
 
 

@@ -11,6 +11,8 @@ from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 
+pytestmark = pytest.mark.xdist_group("attempts")
+
 STEPS = 60
 
 

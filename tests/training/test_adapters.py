@@ -38,6 +38,8 @@ from llama_core.errors import WeightsError
 from llama_core.models.pretrained import check_pretrained
 from llama_core.training.weights import Pretrained
 
+pytestmark = pytest.mark.xdist_group("adapters")
+
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "target_modules": TARGETS}
 TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))

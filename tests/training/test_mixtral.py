@@ -194,6 +194,7 @@ def fill(folder, plan):
     return differing(engine.model, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dense", [False, True])
 def test_every_rank_reads_its_part_of_its_experts(tmp_path, dense):
     spec = config().spec

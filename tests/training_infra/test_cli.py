@@ -464,6 +464,7 @@ def test_resuming_needs_only_the_directory(shell):
     assert read_metrics(run).num_rows == 4
 
 
+@pytest.mark.wide
 def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell):
     begun = shell("train", *SMALL, "--steps=4", "--run-dir=mine", "--set=benchmark.steps=0")
     assert begun.returncode == 0, begun.stderr

@@ -21,7 +21,7 @@ from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 from llama_core.training.weights import Pretrained
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("finetuning")]
 
 STEPS = 12
 TRAIN = [

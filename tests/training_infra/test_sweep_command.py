@@ -9,6 +9,8 @@ from llama_core.records.files import read_json
 from llama_core.sweep.directory import SweepDirectory
 from training_infra.cli import main
 
+pytestmark = pytest.mark.xdist_group("sweep")
+
 SWEEP = {
     "name": "tiny",
     "base": {
