@@ -31,8 +31,8 @@ def no_room(folder: Path, num_bytes: int = 0) -> str:
     """Return the clause that the disk of ``folder`` is full, with what is free there and, if known, what is needed."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    needed = f"{format_bytes(num_bytes)} needed, " if num_bytes else ""
-    quota = " (your quota may be used up)" if free > num_bytes > 0 else ""
+    needed = f"over {format_bytes(num_bytes)} needed, " if num_bytes else ""
+    quota = " (your quota may be used up)" if free > 2 * num_bytes > 0 else ""
     return f"the disk of {folder} is full: {needed}{format_bytes(free)} free{quota}"
 
 

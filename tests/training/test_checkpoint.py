@@ -160,7 +160,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_
     with pytest.raises(CheckpointError) as caught:
         save(run, 2)
     assert re.fullmatch(
-        rf"cannot save the checkpoint of step 2: the disk of {run.checkpoints} is full: 977.00 KiB needed, "
+        rf"cannot save the checkpoint of step 2: the disk of {run.checkpoints} is full: over 977.00 KiB needed, "
         r"\d.* free; step-00000001 is complete",
         str(caught.value),
     )
