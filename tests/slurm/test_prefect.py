@@ -124,6 +124,7 @@ def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serv
         (config,) = (one["parameters"]["config"] for one in named if one["name"] == "llama3_405b")
         config["parallel"]["pp"] = 1
         config["training"]["batch_size"] = 16
+        config["launch"]["force"] = True  # this disk has no room for a checkpoint
         flow_run = serving.deploy("train/llama3_405b", f"config={json.dumps(config)}")
         run = serving.submitted(flow_run)
         assert run.estimate.exists()
