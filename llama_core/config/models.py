@@ -278,8 +278,9 @@ class ModelSpec:
         """Which parameters are trained and how many, as a phrase."""
         if self.lora is None:
             return "all trained"
-        adapters, whole = format_count(self.num_adapter_parameters), format_count(self.num_trained_in_full)
-        return f"{adapters} in adapters, {whole} trained in full, {format_count(self.num_frozen_parameters)} frozen"
+        whole = f"{format_count(self.num_trained_in_full)} trained in full, " if self.num_trained_in_full else ""
+        adapters, frozen = format_count(self.num_adapter_parameters), format_count(self.num_frozen_parameters)
+        return f"{adapters} in adapters, {whole}{frozen} frozen"
 
     @property
     def num_active_parameters(self) -> int:

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
+from llama_core.config.run import RunConfig
 from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.layers import Block, rotation
 from llama_core.models.llama import Llama
@@ -301,3 +302,20 @@ def test_a_token_is_kept_once_for_every_expert_it_goes_through(experts_per_token
     )
     # an expert's input and output; gate, silu(gate), up and their product; gate weights and indices
     assert more - fewer == 2048 * dense.num_layers * (2 * 2 * dense.hidden_size + 2 * 4 * dense.ffn_size + 30)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "phrase"),
+    [
+        ({"strategy": "lora"}, "458.75K in adapters, 50.14M frozen"),
+        ({"strategy": "lora", "trainable": ["*norm*"]}, "458.75K in adapters, 8.45K trained in full, 50.14M frozen"),
+        (
+            {"strategy": "hybrid", "moe": {"num_experts": 4}},
+            "458.75K in adapters, 56.64M trained in full, 35.99M frozen",
+        ),
+    ],
+)
+def test_a_run_says_which_parameters_train(strategy, phrase):
+    spec = RunConfig.from_mapping({"model": "tiny_llama3_50m"} | strategy).spec
+    assert spec.parameter_counts == phrase
+    assert spec.num_frozen_parameters + spec.num_trained_in_full + spec.num_adapter_parameters == spec.num_parameters
