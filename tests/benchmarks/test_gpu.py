@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import gpu, gpu_stages
 
+pytestmark = pytest.mark.xdist_group("gpu")
+
 ROOT = Path(__file__).parents[2]
 NOT_ON_A_CPU = ("documents", "causal, cuDNN")
 """Kernels that a CPU does not have; their rows hold an error."""

@@ -37,6 +37,8 @@ from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import build_engine, train_step
 from llama_core.training.weights import Pretrained, write_hugging_face
 
+pytestmark = pytest.mark.xdist_group("weights")
+
 # 46 and 66 do not divide evenly over four ranks
 SIZES = {"hidden_size": 32, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ODD_SIZES = SIZES | {"ffn_size": 46, "vocab_size": 66}
