@@ -274,7 +274,7 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
     export.add_argument(
         "--merged",
         action="store_true",
-        help="for a run with strategy=lora: write the full model instead of a PEFT folder",
+        help="for a run with adapters: write the full model instead of a PEFT folder",
     )
 
 

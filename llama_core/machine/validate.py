@@ -17,13 +17,11 @@ from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, code_commit, cpu_model, detect_machine, visible_gpus
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
+from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ((2, 11), (2, 13))
 """Oldest and newest torch versions that pass the tests."""
-
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""fp32 weights and AdamW's two moments."""
 
 _REQUIRED = {
     "torch": "train",
@@ -202,7 +200,7 @@ def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> Non
         return
     free = shutil.disk_usage(existing).free
     found.facts["disk"] = f"{format_bytes(free)} free in {existing}"
-    checkpoint_bytes = CHECKPOINT_BYTES_PER_PARAMETER * config.spec.num_trainable_parameters if config else 0
+    checkpoint_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters if config else 0
     for finding in look_at_disk(existing, checkpoint_bytes):
         found.add(finding)
     if config is not None:

@@ -7,6 +7,8 @@ from llama_core.errors import CheckpointError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
+BYTES_PER_TRAINED_PARAMETER = 12
+"""fp32 weights and AdamW's two moments."""
 PREFIX = "step-"
 STATE = "state.json"
 LATEST = "latest"

@@ -138,7 +138,7 @@ def _plan_here(config: RunConfig) -> PlannedRun | None:
 def _predicted(element: Element, planned: PlannedRun) -> Row:
     estimate = planned.estimate
     step = planned.step if estimate.fits else None
-    reason = "" if step else "no speed model for this strategy or device"
+    reason = "" if step else "no speed model for this device"
     return Row(
         element.name,
         element.settings,

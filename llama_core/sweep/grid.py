@@ -24,6 +24,8 @@ LONGEST_NAME = 120
 
 GridValue = bool | int | float | str | None
 Objective = Literal["throughput", "loss"]
+DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
+"""What has been done to an element with a result."""
 SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
 Values = Annotated[list[GridValue], Field(min_length=1)]
 

@@ -39,7 +39,7 @@ from llama_core.sweep.directory import (
     unfinished,
     write_record,
 )
-from llama_core.sweep.grid import Element, Objective, SweepConfig
+from llama_core.sweep.grid import DONE, Element, Objective, SweepConfig
 
 SWEEPS = Path("sweeps")
 
@@ -50,8 +50,6 @@ LOOK_SECONDS = 1.0
 
 _PART: dict[Objective, Part] = {"throughput": "benchmark", "loss": "train"}
 """The part of its work that the run of an element does."""
-_DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
-"""What has been done to an element with a result."""
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
 _FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
 """Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
@@ -146,7 +144,8 @@ def validate(sweep: SweepDirectory) -> None:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
     for runs in _groups(list(unfinished(sweep))):
-        steps.say_environment(steps.validate(runs[0], saves=False))
+        trains = _PART[read_record(sweep).objective] == "train"
+        steps.say_environment(steps.validate(runs[0], saves=trains))
 
 
 def rehearse(sweep: SweepDirectory) -> None:
@@ -279,7 +278,7 @@ def _check_ends(sweep: SweepDirectory) -> None:
     record = read_record(sweep)
     if len(left) == len(record.runnable):
         ends = (f"{name}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
-        raise TrainingFailedError(f"no element could be {_DONE[record.objective]}; {'; '.join(ends)}")
+        raise TrainingFailedError(f"no element could be {DONE[record.objective]}; {'; '.join(ends)}")
 
 
 def cancel(sweep: SweepDirectory) -> int:
@@ -301,7 +300,7 @@ def _stopped(sweep: SweepDirectory) -> StoppedError:
     record = read_record(sweep)
     done = sum(has_result(sweep.run(element.name), record.objective) for element in record.runnable)
     return StoppedError(
-        f"stopped with {done} elements {_DONE[record.objective]}; "
+        f"stopped with {done} elements {DONE[record.objective]}; "
         f"continue with: training-infra sweep --sweep-dir {sweep.path} --resume"
     )
 

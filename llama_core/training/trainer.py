@@ -17,7 +17,6 @@ from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.errors import NonFiniteError, StoppedError
-from llama_core.machine.validate import CHECKPOINT_BYTES_PER_PARAMETER
 from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics
 from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device, wait_for_all
@@ -25,6 +24,7 @@ from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.activity import record_activity
+from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
@@ -98,7 +98,7 @@ class Trainer:
         self._tell("building the model")
         self.engine = build_engine(config, plan, self.device)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
-        num_bytes = CHECKPOINT_BYTES_PER_PARAMETER * config.spec.num_trainable_parameters
+        num_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
         self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints, num_bytes=num_bytes)
         self.step = 0
         self.tokens = 0

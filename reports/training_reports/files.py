@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import end_of_log, log_path, submission_log
-from llama_core.records.checkpoints import is_complete, list_checkpoints
+from llama_core.records.checkpoints import checkpoint_step, is_complete, list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.job import JobRecord, Outcome
@@ -37,7 +37,7 @@ def run_files(run: RunDirectory) -> dict[str, list[Link]]:
         "Logs": [_link(run, path) for path in logs[:MOST_LOGS]] + [_link(run, run.logs)],
         "Checkpoints": list(_checkpoints(run)),
         "Records": [_link(run, path) for path in sorted(run.path.glob("*.*")) if path.suffix in {".json", ".yaml"}],
-        "Metrics": [_link(run, run.metrics), _link(run, run.logs / "tensorboard")],
+        "Metrics": [_link(run, run.metrics), _link(run, run.tensorboard)],
     }
     existing = {kind: [link for link in links if link is not None] for kind, links in kinds.items()}
     return {kind: links for kind, links in existing.items() if links}
@@ -63,7 +63,7 @@ def end_of_culprits_log(run: RunDirectory, outcome: Outcome | None) -> tuple[Lin
 
 def _checkpoints(run: RunDirectory) -> Iterator[Link | None]:
     for path in list_checkpoints(run):
-        step = f"step {int(path.name.rpartition('-')[2])}"
+        step = f"step {checkpoint_step(path)}"
         yield _link(run, path, step if is_complete(path) else f"{step} (incomplete)")
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import plotly.graph_objects as go
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
@@ -88,3 +89,4 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 """The templates of all pages and pictures. Every value is escaped, and a missing variable is an error."""
+TEMPLATES.filters["yaml"] = lambda mapping: yaml.safe_dump(mapping, sort_keys=False)

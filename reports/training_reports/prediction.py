@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from llama_core.sweep.comparison import Comparison, Row
 from llama_core.sweep.grid import SweepConfig
 from llama_core.units import format_bytes
@@ -33,8 +31,7 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
         panels=[_throughput(planned), _memory([row for row in rows if row.memory_bytes])],
         rows=[(row.name, *_cells(row)) for row in planned],
         left_out=[(row.name, f"{row.status}: {row.reason}") for row in rows if row.status != "finished"],
-        grid=config.grid,
-        base=yaml.safe_dump(config.base.model_dump(exclude_defaults=True), sort_keys=False),
+        config=config,
     )
 
 

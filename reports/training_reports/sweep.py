@@ -3,10 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import yaml
-
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
-from llama_core.sweep.grid import Objective
+from llama_core.sweep.grid import DONE, Objective
 from llama_core.units import format_bytes
 from training_reports import sweep_figures, sweep_loss, sweep_throughput
 from training_reports.contents import RunContents
@@ -37,7 +35,7 @@ def write_report(sweep: SweepDirectory) -> Path:
         "sweep.html",
         name=sweep.name,
         source=sweep.path,
-        status=f"{len(ranked)} of {len(rows)} {ranking.done}",
+        status=f"{len(ranked)} of {len(rows)} {DONE[record.objective]}",
         style=_style([row for row in rows if row not in ranked]),
         facts={
             "Model": config.base.model,
@@ -47,6 +45,7 @@ def write_report(sweep: SweepDirectory) -> Path:
         cards=[*ranking.cards, _counts(record, rows, ranking)],
         panels=[*ranking.panels, _memory(rows, ranking)],
         ranking=ranking,
+        done=DONE[record.objective],
         columns=("Element", "Status", *ranking.columns, "Estimated", "Rehearsed", "Measured"),
         cells={row.name: [*ranking.results.get(row.name, [None] * len(ranking.columns)), *_peaks(row)] for row in rows},
         failed=[
@@ -56,8 +55,7 @@ def write_report(sweep: SweepDirectory) -> Path:
         ],
         skipped=[(one.name, one.skipped) for one in record.elements if one.skipped],
         plans=[(row.name, row.plan) for row in rows],
-        grid=config.grid,
-        base=yaml.safe_dump(config.base.model_dump(exclude_defaults=True), sort_keys=False),
+        config=config,
     )
 
 
@@ -69,7 +67,7 @@ def _style(unfinished: Sequence[Row]) -> str:
 def _counts(record: SweepRecord, rows: Sequence[Row], ranking: Ranking) -> Card:
     skipped = len(record.elements) - len(rows)
     lines = [
-        f"{len(rows) - len(ranking.results)} of them not {ranking.done} (yet).",
+        f"{len(rows) - len(ranking.results)} of them not {DONE[record.objective]} (yet).",
         f"{skipped} more elements were skipped.",
     ]
     return Card("Elements", str(len(rows)), "can run", lines)

@@ -8,7 +8,7 @@ from llama_core.records.measurements import TrainingSummary
 from llama_core.units import format_count
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel
-from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_rows import Ranking, Row, ordered
 
 HELD_OUT = "Held-out loss"
 X_TITLES = {"step": "optimizer step", "tokens": "tokens"}
@@ -28,11 +28,10 @@ def rank(rows: Sequence[Row]) -> Ranking:
         if row.status == "finished" and (summary := row.contents.training) and summary.eval_loss is not None
     }
     order = sorted(losses, key=lambda name: losses[name][0])
-    ranked = sorted(rows, key=lambda row: order.index(row.name) if row.name in losses else len(order))
+    ranked = ordered(rows, order)
     steps = {row.name: row.contents.steps for row in ranked if not row.contents.steps.empty}
     lowest, by = losses[order[0]][0] if order else 0.0, _x_axis(steps)
     return Ranking(
-        done="trained",
         title="Every element, lowest held-out loss first",
         columns=("Held-out loss", "Above the best", "Training loss", "Steps", "Tokens", "Tokens/s"),
         rows=ranked,

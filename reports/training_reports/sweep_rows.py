@@ -1,6 +1,6 @@
 """The elements of a sweep in its report, and how they are ranked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llama_core.errors import TrainingInfraError
@@ -51,8 +51,6 @@ class Row:
 class Ranking:
     """The elements in order, the best first, and what the page says about them."""
 
-    done: str
-    """What has been done to an element with a result, such as timed."""
     title: str
     """The table's."""
     columns: Sequence[str]
@@ -64,3 +62,9 @@ class Ranking:
     cards: Sequence[Card]
     panels: Sequence[Panel]
     facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def ordered(rows: Iterable[Row], best_first: Iterable[str]) -> list[Row]:
+    """Return the rows that are named, in this order, and then the others."""
+    rank = {name: place for place, name in enumerate(best_first)}
+    return sorted(rows, key=lambda row: rank.get(row.name, len(rank)))

@@ -7,7 +7,7 @@ from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.figures import throughput_quartiles
 from training_reports.layout import Card, Panel
-from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_rows import Ranking, Row, ordered
 
 
 def rank(rows: Sequence[Row]) -> Ranking:
@@ -18,12 +18,10 @@ def rank(rows: Sequence[Row]) -> Ranking:
         key=lambda item: -item[1].tokens_per_second,
     )
     timed = dict(fastest_first)
-    order = list(timed)
     return Ranking(
-        done="timed",
         title="Every element, fastest first",
         columns=("Tokens/s", "Middle half", "Step", "MFU"),
-        rows=sorted(rows, key=lambda row: order.index(row.name) if row.name in timed else len(order)),
+        rows=ordered(rows, timed),
         results={name: _cells(record) for name, record in timed.items()},
         cards=_best(timed),
         panels=[_throughput(timed)],

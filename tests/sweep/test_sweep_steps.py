@@ -1,4 +1,5 @@
 import re
+import shutil
 
 import pytest
 
@@ -160,6 +161,18 @@ def test_a_machine_without_slurm_is_refused_before_anything_is_submitted(monkeyp
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
     with pytest.raises(EnvironmentMismatchError, match="slurm"):
         sweeps.validate(sweep)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "loss"])
+def test_a_sweep_needs_room_for_a_checkpoint_if_it_trains(objective, tmp_path, monkeypatch):
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1]}, objective=objective))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    if objective == "throughput":
+        sweeps.validate(sweep)
+    else:
+        with pytest.raises(EnvironmentMismatchError, match=r"a checkpoint of .* 1 B free"):
+            sweeps.validate(sweep)
 
 
 def test_a_sweep_whose_elements_all_failed_fails_with_every_reason():
