@@ -20,6 +20,8 @@ from llama_core.records.activity import read_activity
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 
+pytestmark = pytest.mark.xdist_group("worker")
+
 STEPS = 20
 FEW_PARAMETERS = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
 

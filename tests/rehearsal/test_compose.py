@@ -65,7 +65,7 @@ PLANS = [
     plan_of("1f1b", tp=2),
 ]
 CASES = [
-    (TIED.name, plan_of("zbv")),
+    wide(TIED.name, plan_of("zbv")),
     *((SPEC.name, plan) for plan in NARROW_PLANS),
     *(wide(SPEC.name, plan) for plan in PLANS[len(NARROW_PLANS) :]),
     wide(TIED.name, plan_of("interleaved", dp_shard=2, zero_stage=3)),

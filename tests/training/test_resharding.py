@@ -83,7 +83,7 @@ def path(tmp_path):
 
 WAYS = [
     ("tp2 pp2", "alone"),
-    ("hsdp", "pp2 interleaved"),
+    wide("hsdp", "pp2 interleaved"),
     wide("tp2 pp2", "dp4"),
     wide("tp2 pp2", "zero3 dp4"),
     wide("alone", "tp2 pp2"),
@@ -120,7 +120,12 @@ def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(pa
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("ep2 tp2", "alone"), wide("alone", "ep2 zero3 dp2"), wide("ep2 zero3 dp2", "ep2 pp2"), wide("ep2 pp2", "dp4")],
+    [
+        wide("ep2 tp2", "alone"),
+        wide("alone", "ep2 zero3 dp2"),
+        wide("ep2 zero3 dp2", "ep2 pp2"),
+        wide("ep2 pp2", "dp4"),
+    ],
 )
 def test_experts_are_found_wherever_they_were(path, one, other):
     _, _, saved = run_under(path, PLANS[one], SPARSE, 0, 2)

@@ -318,10 +318,16 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
 )
-def test_a_wrong_request_is_one_line_per_problem_exits_2_and_writes_nothing(shell, arguments, lines):
-    ended = shell(*arguments)
-    told = ended.stderr.splitlines()
-    assert ended.returncode == 2
+def test_a_wrong_request_is_one_line_per_problem_exits_2_and_writes_nothing(
+    shell, monkeypatch, capsys, arguments, lines
+):
+    monkeypatch.chdir(shell.path)
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    told = capsys.readouterr().err.splitlines()
     assert len(told) == len(lines)
     for line, beginning in zip(told, lines, strict=True):
         assert line.startswith(beginning)

@@ -95,6 +95,7 @@ def test_a_loader_that_cannot_be_pickled_is_refused_with_the_torchrun_command(tm
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.wide
 def test_a_larger_batch_than_the_first_is_refused():
     uneven = [batches()[0][:2], *batches()]
     with pytest.raises(RequestError, match="a batch of 4 sequences after one of 2") as caught:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from width import cases
 
 import training_infra
 from llama_core.chain.steps import stopped
@@ -92,7 +93,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS.keys())
+@pytest.mark.parametrize("loader", cases(LOADERS, narrow={"tensors", "masked", "loader"}))
 def test_the_same_tokens_train_the_same_in_every_form_of_batch(loader):
     reference = orchestrator()
     reference.launch_training(LOADERS["tensors"])
@@ -128,6 +129,7 @@ def test_a_validation_loader_gives_the_held_out_loss_and_the_report_is_written()
     assert RunDirectory(one.run_dir).report.exists()
 
 
+@pytest.mark.wide
 def test_training_without_a_loader_is_a_job_on_the_sample():
     one = orchestrator(steps=3, seq_len=32, batch_size=2, vocab_size=512, eval_sequences=2)
     summary = one.launch_training()
