@@ -78,7 +78,7 @@ def _step(run: RunDirectory) -> str:
         return f"a step of {flops / TFLOP:.3g} TFLOP takes roughly {format_duration(flops / (CPU_SHARE * rate))}"
     device = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
     took = step_time(config.spec, plan, device, seq_len=config.seq_len, precision=config.training.precision)
-    compiles = ", and the first compiles the blocks" if config.parallel.compile else ""
+    compiles = ", and the first compiles the blocks" if plan.compile else ""
     return f"about {format_duration(took.total)} a step on {device.label}{compiles}"
 
 

@@ -220,13 +220,14 @@ class ParallelConfig(Section):
     """Activation checkpointing: none, selective, full, or adaptive (same as auto): the least of them that fits."""
     gradient_compression: GradientCompression = "none"
     """Compression of gradients between data-parallel ranks: none, bf16, or powersgd (low-rank factors)."""
-    compile: bool = False
-    """Compile every block with torch.compile."""
+    compile: Auto | bool = "auto"
+    """Compile every block with torch.compile; auto: on CUDA, where the plan allows it."""
     attention: AttentionKernel = "auto"
     """Attention kernel: auto (chosen by torch and the data) or math, which keeps all scores in memory."""
 
     @field_validator(
-        *("tp", "pp", "cp", "ep", "dp_replicate", "zero_stage", "offload", "schedule", "num_chunks", "recompute"),
+        *("tp", "pp", "cp", "ep", "dp_replicate", "zero_stage", "offload", "schedule"),
+        *("num_chunks", "recompute", "compile"),
         mode="before",
     )
     @classmethod

@@ -167,8 +167,10 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
     """Return softmax attention, [B, N, S, H]: causal, inside documents, or under an additive mask."""
     if isinstance(mask, Documents):
         return _attend_documents(q_BNSH, k_BKSH, v_BKSH, mask)
-    if q_BNSH.is_cuda and mask is not None and k_BKSH.shape[1] < q_BNSH.shape[1]:
-        # CUDA's fused kernels with a mask need a key head per query head; the math kernel would hold all scores
+    is_narrow = q_BNSH.dtype in {torch.bfloat16, torch.float16}
+    if q_BNSH.is_cuda and not (is_narrow and mask is None) and k_BKSH.shape[1] < q_BNSH.shape[1]:
+        # with a mask, and in fp32, CUDA's fused kernels need a key head for each query head; the math kernel would
+        # hold all scores
         queries_per_key = q_BNSH.shape[1] // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (x.repeat_interleave(queries_per_key, dim=1) for x in (k_BKSH, v_BKSH))
     return F.scaled_dot_product_attention(

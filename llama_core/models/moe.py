@@ -128,12 +128,12 @@ class MixtureOfExperts(nn.Module):
         moe, whole_BE = self.moe, self.count_rows(held_BE)
         sums = token_sums(logits_BSE, whole_BE)
         tokens_B = whole_BE.sum(1) / moe.experts_per_token
-        losses_2 = torch.stack([(sums_B / tokens_B).sum() for sums_B in sums[:2]])
-        coefficients_2 = losses_2.new_tensor((moe.balance_loss_coefficient, moe.z_loss_coefficient))
+        balance_loss, z_loss = ((sums_B / tokens_B).sum() for sums_B in sums[:2])
+        loss = moe.balance_loss_coefficient * balance_loss + moe.z_loss_coefficient * z_loss
         if self.statistics is not None:
             totals = torch.stack(sums).detach().sum(1)
             add_once(self.statistics, torch.cat((held_BE.sum(0).to(totals.dtype), totals)))
-        gates: Tensor = _WithAuxiliaryLoss.apply(gates_BSK, losses_2 @ coefficients_2, scale)  # type: ignore[no-untyped-call]
+        gates: Tensor = _WithAuxiliaryLoss.apply(gates_BSK, loss, scale)  # type: ignore[no-untyped-call]
         return gates
 
 

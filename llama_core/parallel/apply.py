@@ -109,7 +109,7 @@ class ParallelModel:
         scale = loss_scale * ranks_averaged / num_targets.to(self._wide)
         num_rows = self.plan.dp * sum(len(batch.tokens_BS) for batch in microbatches)
         # likewise the auxiliary losses are means over all rows; tensor-parallel ranks add up equal gradients
-        prepare_routers(self.model, scale.new_tensor(loss_scale * ranks_averaged / (num_rows * self.plan.tp)))
+        prepare_routers(self.model, scale.new_full((), loss_scale * ranks_averaged / (num_rows * self.plan.tp)))
         losses = self.pipeline.forward_backward(pieces, scale, on_phase)
         self.gradients.complete()
         return self._sum_over_ranks(losses) / num_targets

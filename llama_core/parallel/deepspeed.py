@@ -227,7 +227,7 @@ class DeepSpeedModel:
             group["lr"] = learning_rate
         self.engine.step()
         grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        return Update(grad_norm, self.engine.was_step_applied())
+        return Update(grad_norm, torch.tensor(self.engine.was_step_applied()))
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:

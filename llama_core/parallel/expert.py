@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from llama_core.config.models import ModelSpec
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
 from llama_core.models.moe import NUM_SUMS, Experts, mixtures, rearrange
@@ -128,13 +129,13 @@ def _exchange(x: Tensor, num_to_receive: list[int], num_to_send: list[int], grou
 
 
 @torch.no_grad()
-def routing_statistics(model: Llama, plan: ParallelPlan) -> Mapping[str, float]:
-    """Return the step's means over all tokens and sparse layers, as fields of a step's record; empty without experts.
+def routing_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
+    """Return what a step's routers counted, summed over all ranks: a row for each layer; None without experts.
 
-    All ranks must call it together. It waits for the device once.
+    All ranks must call it together, after the step.
     """
     if model.spec.moe is None:
-        return {}
+        return None
     moe, num_layers = model.spec.moe, model.spec.num_layers
     total = torch.zeros((num_layers, moe.num_experts + NUM_SUMS), device=next(model.parameters()).device)
     for name, block in model.layers.items():
@@ -144,7 +145,20 @@ def routing_statistics(model: Llama, plan: ParallelPlan) -> Mapping[str, float]:
     if dist.is_initialized():
         dist.all_reduce(total)
         total /= plan.tp  # these ranks route the same tokens
-    total = total[list(map(model.spec.has_experts, range(num_layers)))].cpu()
+    return total
+
+
+def routing_statistics(total: Tensor | None, spec: ModelSpec) -> Mapping[str, float]:
+    """Return the means over all tokens and sparse layers, as fields of a step's record; empty without experts.
+
+    Args:
+        total: the result of ``routing_totals``, in host memory.
+        spec: the model.
+    """
+    moe = spec.moe
+    if total is None or moe is None:
+        return {}
+    total = total[list(map(spec.has_experts, range(spec.num_layers)))]
     tokens_per_expert, sums = total[:, :-NUM_SUMS], total[:, -NUM_SUMS:]
     balance, z, entropy = (sums.sum(0) * moe.experts_per_token / tokens_per_expert.sum()).tolist()
     loads = tokens_per_expert.amax(1) / tokens_per_expert.mean(1)

@@ -21,8 +21,8 @@ class Update(NamedTuple):
 
     grad_norm: Tensor
     """Global gradient norm before clipping, fp32 scalar; there is no update if it is not finite."""
-    updated: bool
-    """Whether the weights were updated; they are not if the loss or the norm is not finite."""
+    updated: Tensor
+    """Whether the weights were updated, a boolean scalar; they are not if the loss or the norm is not finite."""
 
 
 class Gradients:
@@ -36,6 +36,7 @@ class Gradients:
 
     def __init__(self, model: Llama, plan: ParallelPlan, mesh: Mesh | None) -> None:
         self.mesh = mesh
+        self._device = next(model.parameters()).device
         self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
         self._averaged_too_little: list[nn.Parameter] = []
@@ -80,24 +81,15 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, the same on every rank."""
-        square = torch.zeros(())
+        square = torch.zeros((), device=self._device)
         for copies, parameters in self._by_copies.items():
             gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients)
             if self.mesh is None:
                 return norm
-            square = square.to(norm) + norm**2 / copies
+            square = square + norm**2 / copies
         dist.all_reduce(square)
         return square.sqrt()
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients by a scalar."""
-        gradients = [local_part(p.grad) for ps in self._by_copies.values() for p in ps if p.grad is not None]
-        if factor.is_cuda:  # one kernel; on the CPU it would read the factor's value, which a fake tensor lacks
-            torch._foreach_mul_(gradients, factor)
-            return
-        for gradient in gradients:
-            gradient.mul_(factor)
 
 
 def pipeline_holders(plan: ParallelPlan, spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from llama_core.errors import PlanError
@@ -148,3 +149,12 @@ def most_over_ranks(*values: int) -> tuple[int, ...]:
     most = torch.tensor(values)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return tuple(most.tolist())
+
+
+def most_over_devices(device: torch.device, *values: float) -> Tensor:
+    """Return the largest of each value over all ranks, as fp64 on ``device``, without waiting for it."""
+    sent = torch.tensor(values, dtype=torch.float64)
+    most = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
+    if dist.is_initialized():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most

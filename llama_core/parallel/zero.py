@@ -56,8 +56,8 @@ class DataParallel(Protocol):
     def release(self) -> None:
         """Drop the weights that a forward without a backward has gathered."""
 
-    def forget(self) -> None:
-        """Drop the state that this step's gradients left for later steps, because they were not finite."""
+    def end_step(self, updated: Tensor) -> None:
+        """Drop the state that this step's gradients left for later steps, unless they have updated the weights."""
 
 
 class Alone:
@@ -72,7 +72,7 @@ class Alone:
     def release(self) -> None:
         """Do nothing."""
 
-    def forget(self) -> None:
+    def end_step(self, updated: Tensor) -> None:
         """Do nothing."""
 
 
@@ -103,9 +103,9 @@ class Copies:
     def release(self) -> None:
         """Do nothing: every copy is whole at all times."""
 
-    def forget(self) -> None:
-        """Drop what PowerSGD has not sent yet, and the factors that it would start the next step with."""
-        if self._powersgd is not None:
+    def end_step(self, updated: Tensor) -> None:
+        """Drop what PowerSGD has not sent yet, and its next factors, if they are not finite. Waits for the device."""
+        if self._powersgd is not None and not updated:
             for memory in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
                 memory.clear()
 
@@ -172,7 +172,7 @@ class Sharded:
         for group in self.groups:
             group.reshard()
 
-    def forget(self) -> None:
+    def end_step(self, updated: Tensor) -> None:
         """Do nothing: nothing is left."""
 
 

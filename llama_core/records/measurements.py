@@ -77,6 +77,8 @@ class TrainingSummary:
     """Most memory held while training."""
     seconds: float
     """Wall time of the training loop of this attempt."""
+    memory_reserved_bytes: int = 0
+    """Most memory that CUDA's allocator took from the device; 0 on the CPU."""
 
     def summary(self) -> str:
         """Return the results in one line."""
@@ -91,7 +93,8 @@ class TrainingSummary:
                 f"held-out loss {self.eval_loss:.3f} nats/token" + (f" ({', '.join(baselines)})" if baselines else "")
             )
         grown, bare = self.memory_peak_bytes - self.memory_baseline_bytes, self.memory_baseline_bytes
-        parts.append(f"peak {format_bytes(grown)} above the {format_bytes(bare)} of the bare process")
+        reserved = f", {format_bytes(self.memory_reserved_bytes)} reserved" if self.memory_reserved_bytes else ""
+        parts.append(f"peak {format_bytes(grown)} above the {format_bytes(bare)} of the bare process{reserved}")
         return "; ".join(parts)
 
 
@@ -113,6 +116,8 @@ class BenchmarkRecord:
     mfu: float | None
     memory_peak_bytes: int
     """Most memory held during the timed steps, measured as ``StepRecord.memory_peak_bytes``."""
+    memory_reserved_bytes: int = 0
+    """Most memory that CUDA's allocator took from the device; 0 on the CPU."""
 
     def summary(self) -> str:
         """Return the speed in one line."""

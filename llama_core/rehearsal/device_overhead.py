@@ -78,7 +78,8 @@ def device_overhead(
         OverheadPart(
             "repeated key/value heads",
             _repeated_heads_bytes(config, plan, pp_rank),
-            "CUDA's kernels with a document mask need a key/value head for each query head: models.layers.attend",
+            "CUDA's kernels with a document mask or in fp32 need a key/value head for each query head: "
+            "models.layers.attend",
         ),
     )
     return DeviceOverhead(tuple(part for part in parts if part.num_bytes))
@@ -105,11 +106,12 @@ def _streams_bytes(profile: MemoryProfile) -> int:
 def _repeated_heads_bytes(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> int:
     """Return the bytes of the repeated heads of all layers in flight; ring attention, block by block, keeps none."""
     spec = config.spec
-    if document_attention(config, plan) != "mask" or plan.cp > 1:
+    is_wide = config.training.precision == "fp32"
+    if plan.cp > 1 or plan.attention == "math" or not (is_wide or document_attention(config, plan) == "mask"):
         return 0
     schedule = plan.build_schedule()
     tokens = plan.rows_per_forward * config.seq_len
-    itemsize = 4 if config.training.precision == "fp32" else 2
+    itemsize = 4 if is_wide else 2
     one_layer = 2 * tokens * (spec.q_size - spec.kv_size) // plan.tp * itemsize
     keeping = [sum(mode != "full" for mode in modes) for modes in plan.recompute_modes(spec)]
     under_way: Counter[int] = Counter()

@@ -96,7 +96,7 @@ class _Tracer:
         self.model, self.pipeline = model.model, model.pipeline
         self.hosting = Hosting.of(model.plan, config.spec, self.pipeline.rank)
         self.optimizer = build_optimizer(model.model, config.training)
-        self.engine = NativeEngine(model, self.optimizer, check_finite=False)
+        self.engine = NativeEngine(model, self.optimizer)
         self.labels = Labels(counter, model.model)
         self.buckets = GradientBuckets(model.model, model.plan)
         counter.relabel(self.buckets.gradients.values(), "gradients")

@@ -79,14 +79,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one optimizer step; loss and norm are tensors, so that a step synchronises at most once."""
+    """The results of one optimizer step, as tensors on the device, so that a step need not wait for them."""
 
     loss: Tensor
     """Mean cross-entropy over the target tokens of all microbatches, fp32 scalar."""
     grad_norm: Tensor
     """Global gradient norm before clipping, fp32 scalar."""
-    updated: bool
-    """Whether the weights were updated; False if the loss or the norm was not finite."""
+    updated: Tensor
+    """Whether the weights were updated, a boolean scalar; False if the loss or the norm was not finite."""
 
 
 def train_step(
@@ -119,17 +119,15 @@ def train_step(
 
 
 class NativeEngine:
-    """A model parallelised by torch, and its optimizer.
+    """A model parallelised by torch, and its optimizer. A step reads no value from the device, so it never waits.
 
     Args:
         parallel: this rank's part of the model, materialized.
-        optimizer: the optimizer of its parameters.
-        check_finite: check loss and norm before an update, which waits for the device. Steps on fake tensors need
-            False, since no value can be read from them.
+        optimizer: the fused optimizer of its parameters.
     """
 
-    def __init__(self, parallel: ParallelModel, optimizer: Optimizer, *, check_finite: bool = True) -> None:
-        self.parallel, self.optimizer, self.check_finite = parallel, optimizer, check_finite
+    def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
+        self.parallel, self.optimizer = parallel, optimizer
         self.model = parallel.model
         self.initialize_weights = parallel.initialize_weights
         self.forward_backward = parallel.forward_backward
@@ -149,18 +147,18 @@ class NativeEngine:
         on_phase: OnPhase,
     ) -> Update:
         """Clip the gradients by their global norm, update the weights with them, and drop them."""
-        gradients = self.parallel.gradients
-        grad_norm = gradients.norm() / loss_scale
-        updated = not self.check_finite or bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        grad_norm = self.parallel.gradients.norm() / loss_scale
+        updated = torch.isfinite(loss) & torch.isfinite(grad_norm)
         on_phase("optimizer")
-        if updated:
-            gradients.scale((max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0) / loss_scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-        else:
-            self.parallel.data.forget()
-        self.optimizer.zero_grad(set_to_none=True)
+        clipped = (max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
+        # the fused kernel divides the gradients by grad_scale, and changes nothing if found_inf is 1
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = (loss_scale / clipped).float(), (~updated).float()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.parallel.data.end_step(updated)
         return Update(grad_norm, updated)
 
     def save(self, folder: Path) -> "Future[Any]":

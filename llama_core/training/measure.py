@@ -3,12 +3,15 @@
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 import torch
 
 from llama_core.config.run import Precision
+from llama_core.planning.memory.peaks import Phase
 from llama_core.records.measurements import BenchmarkRecord
 
 PRODUCT_SIDE = 1024
@@ -61,11 +64,42 @@ class MemoryMeter:
         self.allocated()
         return self._peak_read
 
+    def reserved(self) -> int:
+        """Return the most bytes that CUDA's allocator took from the device since ``reset_peak``; 0 on the CPU."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
 
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+
+class StepClock:
+    """Splits a step into phases: by the host's clock on the CPU, by CUDA events where the host runs ahead of a GPU.
+
+    The time before the first phase counts as data: on a GPU that is only the time in which it had nothing to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[str, Any]] = []
+        self.enter("data")
+
+    def enter(self, phase: Phase | Literal["data", "end"]) -> None:
+        """Begin a phase."""
+        mark: Any = time.perf_counter()
+        if self.device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            mark.record()
+        self._marks.append((phase, mark))
+
+    def stop(self) -> None:
+        """End the step."""
+        self.enter("end")
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time of each phase, once the device has done the step."""
+        if self.device.type == "cuda":
+            self._marks[-1][1].synchronize()
+        seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
+        for (phase, since), (_, until) in pairwise(self._marks):
+            seconds[phase] += 1e-3 * since.elapsed_time(until) if self.device.type == "cuda" else until - since
+        return seconds
 
 
 def time_steps(
@@ -87,22 +121,22 @@ def time_steps(
         warmup_steps: untimed steps before the timed ones.
         num_steps: steps that are timed, at least one.
         tokens_per_step: tokens of one step over all devices.
-        device: the device to wait for before reading the clock.
+        device: the device that computes; a GPU gets the next step while it works on this one, as in training.
         device_label: the device's name for the record.
         mfu: converts tokens per second into model FLOPs utilisation; returns None if the device's peak is unknown.
     """
     for _ in range(warmup_steps):
         between()
         step()
-    synchronize(device)
     meter = MemoryMeter(device)
-    seconds = []
+    clocks = []
     for _ in range(num_steps):
         between()
-        started = time.perf_counter()
+        clock = StepClock(device)
         step()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
+        clock.stop()
+        clocks.append(clock)
+    seconds = [sum(clock.seconds().values()) for clock in clocks]
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if num_steps > 1 else (median,) * 3
     return BenchmarkRecord(
@@ -115,6 +149,7 @@ def time_steps(
         tokens_per_second=tokens_per_step / median,
         mfu=mfu(tokens_per_step / median),
         memory_peak_bytes=meter.peak(),
+        memory_reserved_bytes=meter.reserved(),
     )
 
 

@@ -100,9 +100,14 @@ class LossScale:
         """Return the initial scale: 2**16 in fp16, and a fixed 1 in dtypes with the range of fp32."""
         return cls(2.0**16, 2000) if compute_dtype == torch.float16 else cls()
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale of a step depends on how the steps before it went."""
+        return self.growth_interval > 0
+
     def update(self, *, finite: bool) -> None:
         """Adjust the scale after a step; ``finite`` says whether its gradients were."""
-        if not self.growth_interval:
+        if not self.is_dynamic:
             return
         self.steps_since_change += 1
         if not finite:
@@ -116,5 +121,5 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned, unless the scale is fixed."""
-        if self.growth_interval:
+        if self.is_dynamic:
             self.value, self.steps_since_change = state["value"], state["steps_since_change"]

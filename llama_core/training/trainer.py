@@ -5,21 +5,29 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.models.batch import Batch
-from llama_core.parallel.expert import routing_statistics
-from llama_core.parallel.ranks import is_first_rank, most_over_ranks, this_device, wait_for_all
+from llama_core.parallel.expert import routing_statistics, routing_totals
+from llama_core.parallel.ranks import (
+    is_first_rank,
+    most_over_devices,
+    most_over_ranks,
+    this_device,
+    wait_for_all,
+)
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
@@ -30,12 +38,15 @@ from llama_core.records.measurements import BenchmarkRecord, StepRecord, Trainin
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
-from llama_core.training.measure import MemoryMeter, synchronize, time_steps
+from llama_core.training.measure import MemoryMeter, StepClock, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
 from llama_core.training.weights import Pretrained
 
 logger = logging.getLogger(__name__)
+
+RUN_AHEAD_SECONDS = 2.0
+"""Steps that take longer gain nothing from a device that runs ahead, but a request to stop would wait for them."""
 
 
 class BatchSource(Protocol):
@@ -102,6 +113,9 @@ class Trainer:
         self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints, num_bytes=num_bytes)
         self.step = 0
         self.tokens = 0
+        self.runs_ahead = self.device.type == "cuda" and not self.loss_scale.is_dynamic
+        """Whether to give the device the next step before the results of this one are read."""
+        self._steps_ahead, self._step_seconds = 0, 0.0
         self._skipped_in_a_row = 0
         self._last_loss = math.nan
         self._last_eval: tuple[float, int] | None = None
@@ -150,12 +164,11 @@ class Trainer:
         self.meter.reset_peak()
         sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
         self._tell("in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start")
+        under_way: deque[_StepUnderWay] = deque()
         try:
             while self.step < self.total_steps:
-                record, stop = self._take_step()
-                if sinks is not None:
-                    sinks.write(record)
-                    self.on_step(record)
+                under_way.append(self._begin_step())
+                stop = self._finish_steps(under_way, sinks)
                 self._checkpoint_if_due(sinks, stop=stop)
         finally:  # however the run ends, complete the checkpoint that is being written
             self._tell("writing a checkpoint")
@@ -167,7 +180,7 @@ class Trainer:
         if self._last_eval is None and self.validation is not None:  # resumed after the last step
             self._last_eval = self._evaluate()
         eval_loss, eval_tokens = self._last_eval or (None, 0)
-        (peak,) = most_over_ranks(self.meter.peak())
+        peak, reserved = most_over_ranks(self.meter.peak(), self.meter.reserved())
         return TrainingSummary(
             steps=self.step,
             tokens=self.tokens,
@@ -179,6 +192,7 @@ class Trainer:
             memory_baseline_bytes=self.memory_baseline_bytes,
             memory_peak_bytes=max(peak, self.memory_baseline_bytes),
             seconds=time.perf_counter() - started,
+            memory_reserved_bytes=reserved,
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
@@ -199,8 +213,8 @@ class Trainer:
             device_label=device_label,
             mfu=self._mfu,
         )
-        (peak,) = most_over_ranks(record.memory_peak_bytes)
-        return replace(record, memory_peak_bytes=peak)
+        peak, reserved = most_over_ranks(record.memory_peak_bytes, record.memory_reserved_bytes)
+        return replace(record, memory_peak_bytes=peak, memory_reserved_bytes=reserved)
 
     def _stop_if_asked(self) -> None:
         (stop,) = most_over_ranks(int(self.should_stop()))
@@ -212,46 +226,76 @@ class Trainer:
         if is_first_rank() and self.run.heartbeat.exists():
             self.run.heartbeat.touch()  # no step is recorded, but the run is alive
 
-    def _take_step(self) -> tuple[StepRecord, bool]:
-        """Train on the next batch; return the step's record, and whether any rank was asked to stop."""
-        clock = _Stopwatch()
+    def _begin_step(self) -> "_StepUnderWay":
+        """Give the device all work of the next step, without waiting for it."""
+        clock = StepClock(self.device)
         batch = self.batches.next_batch()
         scale = self.loss_scale.value
         result = self._optimize(batch, on_phase=clock.enter)
-        synchronize(self.device)
-        clock.stop()
         self.step += 1
         num_tokens = batch.tokens_BS.numel() * self.plan.dp
         self.tokens += num_tokens
-        self._last_loss = float(result.loss)
-        overflowed = not result.updated and math.isfinite(self._last_loss) and scale > 1.0
-        self._skipped_in_a_row = 0 if result.updated or overflowed else self._skipped_in_a_row + 1
-        self.loss_scale.update(finite=result.updated)
+        own = (self.meter.allocated(), self.meter.peak(), self.should_stop(), self._step_seconds)
+        most = most_over_devices(self.device, *own)
+        values = torch.stack([v.to(most) for v in (result.loss, result.grad_norm, result.updated)])
+        routing = routing_totals(self.engine.model, self.plan)
+        values = torch.cat((values, most)).to("cpu", non_blocking=True)
+        routing = None if routing is None else routing.to("cpu", non_blocking=True)
+        clock.stop()
+        return _StepUnderWay(self.step, self.tokens, num_tokens, scale, clock, values, routing)
+
+    def _finish_steps(self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None) -> bool:
+        """Record the steps that are under way; return whether any rank was asked to stop.
+
+        The newest stays under way if its results are not needed yet and the device may run ahead. All ranks decide
+        alike, because they decide by the same numbers.
+        """
+        training, stop = self.config.training, False
+        evaluates = self.validation is not None and self._is_due(training.eval_every)
+        needs_all = evaluates or self._is_due(training.checkpoint_every)
+        while len(under_way) > (0 if needs_all or stop else self._steps_ahead):
+            step = under_way.popleft()
+            record, asked_to_stop = self._finish_step(step, evaluates=evaluates and not under_way)
+            stop = stop or asked_to_stop
+            if sinks is not None:
+                sinks.write(record)
+                self.on_step(record)
+        return stop
+
+    def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool]:
+        """Wait for a step; return its record, and whether any rank was asked to stop when it began."""
+        seconds = begun.clock.seconds()
+        self._last_loss, grad_norm, was_updated, allocated, peak, stop, slowest = begun.values.tolist()
+        updated = bool(was_updated)
+        overflowed = not updated and math.isfinite(self._last_loss) and begun.loss_scale > 1.0
+        self._skipped_in_a_row = 0 if updated or overflowed else self._skipped_in_a_row + 1
+        self.loss_scale.update(finite=updated)
+        self._step_seconds = total = sum(seconds.values())
+        self._steps_ahead = int(self.runs_ahead and slowest < RUN_AHEAD_SECONDS)
         eval_loss = None
-        if self.validation is not None and self._is_due(self.config.training.eval_every):
+        if evaluates:
             self._last_eval = self._evaluate()
             eval_loss = self._last_eval[0]
-        allocated, peak, stop = most_over_ranks(self.meter.allocated(), self.meter.peak(), int(self.should_stop()))
         record = StepRecord(
-            step=self.step,
+            step=begun.step,
             total_steps=self.total_steps,
             loss=self._last_loss,
-            grad_norm=float(result.grad_norm),
-            learning_rate=learning_rate(self.step, self.config.training, self.total_steps),
-            tokens=self.tokens,
-            tokens_per_second=num_tokens / clock.total,
-            step_seconds=clock.total,
-            data_seconds=clock.seconds["data"],
-            forward_backward_seconds=clock.seconds["forward"] + clock.seconds["backward"],
-            optimizer_seconds=clock.seconds["optimizer"],
-            mfu=self._mfu(num_tokens / clock.total),
-            memory_allocated_bytes=allocated,
-            memory_peak_bytes=peak,
-            loss_scale=scale,
-            skipped=not result.updated,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate(begun.step, self.config.training, self.total_steps),
+            tokens=begun.tokens,
+            tokens_per_second=begun.num_tokens / total,
+            step_seconds=total,
+            data_seconds=seconds["data"],
+            forward_backward_seconds=seconds["forward"] + seconds["backward"],
+            optimizer_seconds=seconds["optimizer"],
+            mfu=self._mfu(begun.num_tokens / total),
+            memory_allocated_bytes=int(allocated),
+            memory_peak_bytes=int(peak),
+            loss_scale=begun.loss_scale,
+            skipped=not updated,
             eval_loss=eval_loss,
             time=time.time(),
-            **routing_statistics(self.engine.model, self.plan),
+            **routing_statistics(begun.routing, self.config.spec),
         )
         return record, bool(stop)
 
@@ -328,23 +372,19 @@ class Trainer:
         return recognise_gpu(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
 
-class _Stopwatch:
-    """Splits the wall time of a step into phases; the time before the first one counts as data."""
+@dataclass(frozen=True, eq=False)
+class _StepUnderWay:
+    """A step that the device has been given, and whose results have not been read yet."""
 
-    def __init__(self) -> None:
-        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._phase = "data"
-        self._since = time.perf_counter()
-
-    def enter(self, phase: Phase) -> None:
-        self.stop()
-        self._phase = phase
-
-    def stop(self) -> None:
-        now = time.perf_counter()
-        self.seconds[self._phase] += now - self._since
-        self._since = now
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
+    step: int
+    tokens: int
+    """Tokens trained on with this step."""
+    num_tokens: int
+    """Tokens of this step."""
+    loss_scale: float
+    clock: StepClock
+    values: Tensor
+    """Loss, norm, whether it updated; and the most over all ranks of: bytes held, their peak, whether to stop, and the
+    seconds of the step read last. In host memory, once the device has done the step."""
+    routing: Tensor | None
+    """The result of ``routing_totals``, likewise."""

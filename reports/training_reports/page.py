@@ -210,6 +210,8 @@ def _peak_memory(contents: RunContents) -> Card:
     if measured is None:
         return Card("Peak memory", None, "", [contents.missing["training"], *lines])
     value, unit = format_bytes(measured).split(" ")
+    if contents.training and contents.training.memory_reserved_bytes:
+        lines.append(f"CUDA's allocator took {format_bytes(contents.training.memory_reserved_bytes)} from the device.")
     return Card("Peak memory", value, f"{unit} measured", lines)
 
 

@@ -3,10 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama_core.config.models import model_spec
-from llama_core.models.layers import Linear, RMSNorm, document_mask, rope_frequencies, rotate, rotation
+from llama_core.models.layers import Linear, RMSNorm, attend, document_mask, rope_frequencies, rotate, rotation
 
 LLAMA_405B = model_spec("llama3_405b")
 
@@ -82,3 +84,15 @@ def test_a_token_sees_itself_and_the_earlier_tokens_of_its_own_document(dtype):
     assert (mask.shape, mask.dtype) == ((3, 1, 8, 8), dtype)
     assert torch.equal(mask[:, 0] == 0, same & earlier)
     assert torch.equal(mask[:, 0] == -math.inf, ~(same & earlier))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "key_heads"), [("bfloat16", False, 2), ("bfloat16", True, 8), ("float32", False, 8)]
+)
+def test_on_cuda_heads_are_repeated_where_no_fused_kernel_takes_groups(dtype, masked, key_heads, monkeypatch):
+    seen = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: seen.append(k.shape[1]))
+    with FakeTensorMode(), torch.no_grad():
+        q, k = (torch.empty(1, heads, 16, 64, dtype=getattr(torch, dtype), device="cuda") for heads in (8, 2))
+        attend(q, k, k, torch.empty(1, 1, 16, 16, device="cuda") if masked else None)
+    assert seen == [key_heads]

@@ -117,7 +117,8 @@ def steps_around_an_overflow(plan):
     engine, batches = native_engine(plan), own_microbatches(0, plan)
     scales = (1.0, 1.0, math.inf, 1.0, 1.0)
     return [
-        train_step(engine, batches, learning_rate=1e-2, max_grad_norm=1.0, loss_scale=scale).updated for scale in scales
+        bool(train_step(engine, batches, learning_rate=1e-2, max_grad_norm=1.0, loss_scale=scale).updated)
+        for scale in scales
     ]
 
 
@@ -129,7 +130,7 @@ def test_powersgd_forgets_an_overflow():
 def one_step(plan, compute_dtype, loss_scale):
     engine = native_engine(plan, UNTIED, compute_dtype)
     result = train_step(engine, own_microbatches(0, plan), learning_rate=1e-3, max_grad_norm=1.0, loss_scale=loss_scale)
-    return float(result.loss), float(result.grad_norm), result.updated
+    return float(result.loss), float(result.grad_norm), bool(result.updated)
 
 
 @pytest.mark.parametrize("plan", [ZERO_PLANS[0], ZERO_PLANS[3]], ids=["dp2", "zero3"])
@@ -164,7 +165,7 @@ def two_steps_spoiled_on_one_rank(plan):
 
     gradients.complete = spoil
     results = [train_step(engine, own_microbatches(0, plan), learning_rate=1.0, max_grad_norm=1.0) for _ in range(2)]
-    return [(float(result.loss), result.updated) for result in results]
+    return [(float(result.loss), bool(result.updated)) for result in results]
 
 
 def test_an_overflow_on_one_rank_leaves_all_weights_unchanged():

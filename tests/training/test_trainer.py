@@ -4,6 +4,7 @@ import shutil
 import pytest
 import torch
 from parity import native_engine
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import NonFiniteError, StoppedError, WeightsError
@@ -145,6 +146,70 @@ def test_a_stopped_run_continues_bit_for_bit(run, tmp_path, trained):
     assert_equal(weights(second), weights(undisturbed))
 
 
+def test_a_step_that_is_read_late_changes_no_record_and_no_weight(run, tmp_path):
+    ahead, at_once = trainer(run, validation=lambda: [batch(99)], eval_every=3), RunDirectory(tmp_path / "at-once")
+    at_once.create()
+    expected = trainer(at_once, validation=lambda: [batch(99)], eval_every=3)
+    expected.fit()
+    ahead.runs_ahead, most = True, 0
+    finish = ahead._finish_steps
+
+    def watch(under_way, sinks):
+        nonlocal most
+        stop = finish(under_way, sinks)
+        most = max(most, len(under_way))
+        return stop
+
+    ahead._finish_steps = watch
+    ahead.fit()
+    assert most == 1
+    columns = ["step", "loss", "grad_norm", "learning_rate", "tokens", "eval_loss"]
+    assert read_metrics(run).select(columns) == read_metrics(at_once).select(columns)
+    assert_equal(weights(ahead), weights(expected))
+
+
+def test_a_run_ahead_stops_after_the_steps_under_way_and_loses_none(run):
+    one = trainer(run)
+    one.runs_ahead = True
+    one.should_stop = lambda: one.step == 3  # seen once step 4 is under way
+    with pytest.raises(StoppedError, match="stopped after step 4 of 10"):
+        one.fit()
+    assert read_metrics(run).column("step").to_pylist() == [1, 2, 3, 4]
+    assert trainer(run).step == 4
+
+
+class HostTraffic(TorchDispatchMode):
+    """Lists the operators that read a value from the device, or bring one from the host: on a GPU these wait."""
+
+    WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "lift_fresh", "_unique2")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.removeprefix("aten::") in self.WAITING:
+            self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+MOE = {"num_experts": 4, "experts_per_token": 2}
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [{}, {"strategy": "moe", "moe": MOE}, {"strategy": "lora", "lora": {"lora_dropout": 0.2}}],
+    ids=["dense", "moe", "lora"],
+)
+def test_a_step_neither_reads_from_the_device_nor_sends_to_it(run, trained):
+    one, next_batch = trainer(run, precision="bf16", **trained), batch(1)
+    one.batches.next_batch = lambda: next_batch
+    one._begin_step()  # the optimizer makes its state
+    with HostTraffic() as traffic:
+        one._begin_step()
+    assert traffic.seen == ["aten::lift_fresh"]  # this rank's memory and whether to stop, from pinned memory
+
+
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 def test_accumulated_gradients_match_the_whole_batch(microbatch_size):
     """In float64, so that only the order of the sums differs: 1e-12 is some hundred roundings."""
@@ -172,7 +237,7 @@ def test_accumulated_gradients_match_the_whole_batch(microbatch_size):
 def test_gradients_are_clipped_to_their_global_norm():
     engine = alone()
     norms = []
-    engine.optimizer.register_step_pre_hook(
+    engine.optimizer.register_step_post_hook(  # the fused kernel leaves the gradients clipped
         lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in engine.model.parameters()]))
     )
     result = train_step(engine, [batch(1)], learning_rate=0.0, max_grad_norm=0.05)

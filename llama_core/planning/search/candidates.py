@@ -206,7 +206,7 @@ class Candidates:
             recompute: what is recomputed, which makes a backward longer.
         """
         pp, usual = shape.pp, schedule_type(DEFAULT_SCHEDULE)
-        is_alone = self.asked.gpus == pp and not self.asked.compile and self.recompute == "none"
+        is_alone = self.asked.gpus == pp and self.asked.compile is not True and self.recompute == "none"
         backward = 3 if recompute == "full" else 2
         reasons = {
             "only without tp, cp, data parallelism, recompute and compile": kind.splits_backward and not is_alone,
@@ -249,9 +249,21 @@ class Candidates:
 
     def adapts_to(self, variant: Variant) -> bool:
         """Return whether a variant may recompute: zero-bubble schedules exclude it, and compiling travelling tokens."""
-        if self.asked.compile and variant.ep > 1:
+        if self.asked.compile is True and variant.ep > 1:
             return False
-        return self.adapts and (variant.shape.pp == 1 or not schedule_type(variant.order.schedule).splits_backward)
+        return self.adapts and not self._splits_backward(variant)
+
+    def compiles(self, variant: Variant) -> bool:
+        """Return whether a variant compiles its blocks: as asked, else on CUDA, where nothing excludes it."""
+        asked = self.asked
+        if asked.compile != "auto":
+            return asked.compile
+        on_cuda = self.config.launch.device == "cuda" and asked.zero_backend == "native"
+        return on_cuda and variant.ep == 1 and not self._splits_backward(variant)
+
+    @staticmethod
+    def _splits_backward(variant: Variant) -> bool:
+        return variant.shape.pp > 1 and schedule_type(variant.order.schedule).splits_backward
 
     def plan(self, variant: Variant, num_microbatches: int | None = None) -> ParallelPlan:
         """Return the plan of ``variant``, for the whole batch or for ``num_microbatches``.
@@ -277,7 +289,7 @@ class Candidates:
             num_microbatches=num_microbatches or self.num_microbatches(shape, variant.microbatch_size),
             recompute=self.recompute,
             gradient_compression=asked.gradient_compression,
-            compile=asked.compile,
+            compile=self.compiles(variant),
             attention=asked.attention,
         )
         plan.check(config.spec, seq_len=config.seq_len, precision=config.training.precision)
