@@ -22,6 +22,9 @@ from llama_core.errors import ConfigError, ask_for, did_you_mean
 LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
 
+MOST_ELEMENTS = 2**12
+"""Most elements of a grid, before any is excluded; each has a run directory and a row of the report."""
+
 GridValue = bool | int | float | str | None
 Objective = Literal["throughput", "loss"]
 DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
@@ -95,6 +98,9 @@ class SweepConfig(Section):
     def _grid_is_possible(self) -> Self:
         problems = [*_grid_problems(self.grid), *_exclude_problems(self.exclude, self.grid)]
         problems += self._problems_of_objective()
+        num_elements = math.prod(map(len, self.grid.values()))
+        if num_elements > MOST_ELEMENTS:
+            problems.append(f"grid has {num_elements:,} elements; at most {MOST_ELEMENTS:,} are possible")
         if not problems and not self.elements():
             problems.append("exclude leaves no element of the grid")
         if problems:

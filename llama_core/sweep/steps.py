@@ -4,6 +4,7 @@ The elements of a sweep are ordinary runs, so these steps apply those of ``llama
 that cannot run is recorded with the reason, and the others continue.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -232,6 +233,7 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
         cancel(sweep)
         raise _stopped(sweep) from None
     _check_ends(sweep)
+    _say_best(sweep)
 
 
 def _run_here(sweep: SweepDirectory) -> None:
@@ -279,6 +281,24 @@ def _check_ends(sweep: SweepDirectory) -> None:
     if len(left) == len(record.runnable):
         ends = (f"{name}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
         raise TrainingFailedError(f"no element could be {DONE[record.objective]}; {'; '.join(ends)}")
+
+
+def _say_best(sweep: SweepDirectory) -> None:
+    record = read_record(sweep)
+    runs = [sweep.run(element.name) for element in record.runnable]
+    ends = {run: _result(run, record.objective) for run in runs if has_result(run, record.objective)}
+    if len(ends) > 1:
+        best = min(ends, key=lambda run: ends[run][0])
+        say("best", f"{best.name}: {ends[best][1]}, of {len(ends)} elements {DONE[record.objective]}")
+
+
+def _result(run: RunDirectory, objective: Objective) -> tuple[float, str]:
+    """Return a sort key for what ranks an element, the best first, and the same in words."""
+    if objective == "throughput":
+        rate = steps.benchmark(run).tokens_per_second
+        return -rate, f"{rate:,.0f} tokens/s"
+    loss = steps.training_summary(run).eval_loss
+    return (math.inf, "no held-out loss") if loss is None else (loss, f"held-out loss {loss:.4f}")
 
 
 def cancel(sweep: SweepDirectory) -> int:

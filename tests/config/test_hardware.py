@@ -11,6 +11,7 @@ from llama_core.errors import ConfigError
         ("NVIDIA H100 PCIe", "h100_pcie"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),

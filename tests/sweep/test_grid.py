@@ -106,6 +106,10 @@ def test_contradictory_values_make_only_their_element_impossible():
         ({"grid": {"parallel.tp": ["two"]}}, "grid.parallel.tp: 'two': input should be 'auto' or an integer"),
         ({"grid": {"model": ["llama9"]}}, "llama9"),
         ({"grid": {"parallel.tp": [1, 1]}}, "grid.parallel.tp: 1 is given twice"),
+        (
+            {"grid": {f"parallel.{key}": list(range(1, 65)) for key in ("tp", "pp", "cp")}},
+            "grid has 262,144 elements; at most 4,096 are possible",
+        ),
         ({"exclude": [{"parallel.tp": 4}]}, "exclude: parallel.tp=4 is not in the grid"),
         ({"exclude": [{}]}, "would leave out every element"),
         ({"exclude": [{"parallel.tp": 1}, {"parallel.tp": 2}]}, "leaves no element"),

@@ -7,6 +7,7 @@ from llama_core.chain.runs import load_config
 from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError, TrainingFailedError
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import Outcome
+from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record, unfinished
 from llama_core.sweep.grid import SweepConfig
@@ -161,6 +162,16 @@ def test_a_machine_without_slurm_is_refused_before_anything_is_submitted(monkeyp
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
     with pytest.raises(EnvironmentMismatchError, match="slurm"):
         sweeps.validate(sweep)
+
+
+def test_the_best_element_is_named_at_the_end(capsys):
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
+    for rate, run in enumerate(list(unfinished(sweep)), start=7):
+        end(run)
+        write_json(run.benchmark, BenchmarkRecord("cpu", 0, (1.0,), 1.0, 0.0, rate, float(rate), None, 0))
+    capsys.readouterr()
+    sweeps.follow(sweep, [])
+    assert capsys.readouterr().out == "best      microbatch_size=2: 8 tokens/s, of 2 elements timed\n"
 
 
 @pytest.mark.parametrize("objective", ["throughput", "loss"])

@@ -24,6 +24,7 @@ class Fitting:
         self.limit = None if memory_budget_bytes is None else int(FILL_LIMIT * memory_budget_bytes)
         """Highest allowed peak of a rank, in bytes."""
         self._peaks: dict[ParallelPlan, tuple[int, ...]] = {}
+        self._glances: dict[ParallelPlan, int] = {}
 
     def fits(self, plan: ParallelPlan) -> bool:
         """Return whether every rank of the pipeline stays within the limit."""
@@ -42,9 +43,11 @@ class Fitting:
 
     def glance(self, plan: ParallelPlan) -> int:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
-        ranks = {0, plan.pp // 2, plan.pp - 1}
-        profiles = [estimate_memory(self.config.spec, plan, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
-        return max(map(self._held, profiles))
+        if plan not in self._glances:
+            ranks = {0, plan.pp // 2, plan.pp - 1}
+            profiles = [estimate_memory(self.config.spec, plan, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
+            self._glances[plan] = max(map(self._held, profiles))
+        return self._glances[plan]
 
     def _held(self, profile: MemoryProfile) -> int:
         """Return the bytes that count against the limit: on the CPU, those of the whole process."""

@@ -85,9 +85,8 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
 
     None if it does not fit on ``MOST_DEVICES``.
     """
-    held = STATE_BYTES * config.spec.num_trainable_parameters + _frozen_bytes(config)
     gpus = 1
-    while held > gpus * FILL_LIMIT * device.usable_bytes:
+    while _held_between_steps(config) > gpus * FILL_LIMIT * device.usable_bytes:
         gpus *= 2
     while gpus <= MOST_DEVICES:
         nodes = max(1, gpus // device.gpus_per_node)
@@ -129,7 +128,7 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
         terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
     message = (
         f"{config.spec.name} does not fit on parallel.gpus={gpus} x {label}: weights, gradients and moments take "
-        f"{terms} / {gpus} = {(STATE_BYTES * trained + frozen) / gpus / GB:.1f} GB per device before activations, and "
+        f"{terms} / {gpus} = {_held_between_steps(config) / gpus / GB:.1f} GB per device before activations, and "
         f"{usable / GB:.1f} GB are usable; the leanest plan ({leanest.summary()}) exceeds {FILL_LIMIT:.0%} of that by "
         f"{format_bytes(fitting.peak_bytes(leanest) - (fitting.limit or 0))}"
     )
@@ -141,6 +140,11 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
 def _frozen_bytes(config: RunConfig) -> int:
     itemsize = FP32_BYTES if config.training.precision == "fp32" else FP32_BYTES // 2
     return itemsize * (config.spec.num_parameters - config.spec.num_trainable_parameters)
+
+
+def _held_between_steps(config: RunConfig) -> int:
+    """Return the bytes that all devices together hold at least between steps, unless host memory holds a part."""
+    return STATE_BYTES * config.spec.num_trainable_parameters + _frozen_bytes(config)
 
 
 def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
@@ -181,8 +185,8 @@ def _larger_device(config: RunConfig, device: DeviceSpec) -> Iterator[str]:
 def _offload(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
     if config.parallel.inner.get("tp", 1) * config.parallel.inner.get("pp", 1) * config.parallel.inner.get("cp", 1) > 1:
         return
-    trained, weights = config.spec.num_trainable_parameters, _frozen_bytes(config)
-    for offload, held in (("optimizer", 3 * FP32_BYTES * trained), ("parameters", STATE_BYTES * trained + weights)):
+    optimizer = 3 * FP32_BYTES * config.spec.num_trainable_parameters
+    for offload, held in (("optimizer", optimizer), ("parameters", _held_between_steps(config))):
         there = held / config.parallel.gpus
         changes = {"zero_backend": "deepspeed", "offload": offload, "zero_stage": 3, "dp_replicate": 1}
         if _fits(_changed(config, parallel=changes), device, usable):
@@ -211,6 +215,9 @@ def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 
 def _fits(config: RunConfig, device: DeviceSpec | None, usable: int) -> bool:
     fitting = Fitting(config, usable)
+    is_native = config.parallel.zero_backend == "native"  # which keeps nothing in host memory
+    if is_native and _held_between_steps(config) > config.parallel.gpus * FILL_LIMIT * usable:
+        return False
     try:
         return fitting.fits(leanest_plan(Candidates(config, device), fitting))
     except PlanError:
