@@ -1,14 +1,16 @@
 """The ranks of a job as a mesh, one axis for each way to divide the work."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llama_core.parallel.ranks import has_bound_device, split_ranks
 from llama_core.planning.plan import ParallelPlan
 
 
@@ -24,7 +26,13 @@ class Mesh:
     """The same for the weights of experts, with an axis ep before tp if expert-parallel ranks divide them. These ranks
     are neighbours among the data-parallel ones, so fewer ranks hold or shard the same expert."""
     cp_group: dist.ProcessGroup | None
-    """The ranks that hold the parts of this rank's sequences; None if sequences are whole."""
+    """The ranks that hold the parts of this rank's sequences; None if sequences are whole. No other group has its
+    communicator, so that the ring does not wait for the transfers of weights and gradients."""
+    transfers: Mapping[tuple[int, int], dist.ProcessGroup]
+    """On CUDA, the group for sends from one rank of this rank's pipeline to another, by their global ranks; else empty.
+
+    NCCL runs the transfers of a group one after the other. With a group for each direction, a receive that is posted
+    early delays no send."""
 
     @classmethod
     def build(cls, plan: ParallelPlan, device_type: str) -> Self:
@@ -32,15 +40,12 @@ class Mesh:
         replicate, shard = plan.dp_replicate, plan.dp_shard * plan.cp
         if not plan.zero_stage:
             replicate, shard = plan.dp * plan.cp, 1
-        weights = init_device_mesh(
-            device_type, (plan.pp, replicate, shard, plan.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
-        )
-        cp_group = None
-        if plan.cp > 1:
-            outer = plan.world_size // (plan.cp * plan.tp)
-            rows = init_device_mesh(device_type, (outer, plan.cp, plan.tp), mesh_dim_names=("outer", "cp", "tp"))
-            cp_group = rows.get_group("cp")
-        return cls(plan, weights, _of_experts(plan, device_type) if plan.ep > 1 else weights, cp_group)
+        ranks = torch.arange(plan.world_size)
+        weights = _mesh(device_type, ranks.view(plan.pp, replicate, shard, plan.tp), ("pp", "replicate", "shard", "tp"))
+        experts = _of_experts(plan, device_type) if plan.ep > 1 else weights
+        cp_group = split_ranks(_along(ranks.view(-1, plan.cp, plan.tp), 1)) if plan.cp > 1 else None
+        transfers = _transfer_groups(plan, device_type) if has_bound_device() else {}
+        return cls(plan, weights, experts, cp_group, transfers)
 
     def rank(self, axis: str) -> int:
         """Return this rank's place on one of the plan's ``AXES``."""
@@ -58,12 +63,60 @@ class Mesh:
         Every rank of the job must call it; it returns the group of this rank, if any.
         """
         ranks_per_stage = self.plan.world_size // self.plan.pp
-        mine = None
-        for place in range(ranks_per_stage):
-            ranks = [pp_rank * ranks_per_stage + place for pp_rank in pp_ranks]
-            group = dist.new_group(ranks)
-            mine = group if dist.get_rank() in ranks else mine
-        return mine
+        places = range(ranks_per_stage)
+        return split_ranks([[pp_rank * ranks_per_stage + place for pp_rank in pp_ranks] for place in places])
+
+    def transfer_group(self, source: int, target: int) -> dist.ProcessGroup:
+        """Return the group for sends from one rank of this rank's pipeline to another, given their global ranks."""
+        return self.transfers.get((source, target)) or self.weights.get_group("pp")
+
+
+def _mesh(device_type: str, ranks: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks. On CUDA its groups have no gloo; those that DeviceMesh splits by itself have."""
+    if not has_bound_device():
+        return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+    groups: list[Any] = []
+    alone = None
+    for dim, size in enumerate(ranks.shape):
+        if size == ranks.numel():
+            groups.append(dist.group.WORLD)
+        elif size == 1:
+            alone = alone or split_ranks(_along(ranks, dim))
+            groups.append(alone)
+        else:
+            groups.append(split_ranks(_along(ranks, dim)))
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=axes)
+
+
+def _along(ranks: Tensor, dim: int) -> list[list[int]]:
+    """Return the lists of ranks that differ only in their position on ``dim``."""
+    lists: list[list[int]] = ranks.movedim(dim, -1).flatten(end_dim=-2).tolist()
+    return lists
+
+
+def _transfer_groups(plan: ParallelPlan, device_type: str) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make a group for each direction between two ranks of a pipeline; return those of this rank, as in ``Mesh``."""
+    layout, ranks = plan.layout, torch.arange(plan.world_size).view(plan.pp, -1)
+    borders = {
+        (layout.rank_of(stage, microbatch), layout.rank_of(stage + 1, microbatch))
+        for stage in range(layout.num_stages - 1)
+        for microbatch in range(layout.num_microbatches)
+    }
+    groups = {}
+    for route in sorted({route for a, b in borders if a != b for route in ((a, b), (b, a))}):
+        group = split_ranks(ranks[sorted(route)].T.tolist())
+        if group is None:
+            continue
+        source, target = ranks[list(route), dist.get_rank() % ranks.shape[1]].tolist()
+        groups[source, target] = group
+        # Two ranks connect at their first transfer, for which one waits on the host for the other. Here all ranks
+        # meet in one order; in a step, a receive could be posted before the other rank can send.
+        first = torch.zeros(1, device=device_type)
+        if dist.get_rank() == source:
+            dist.send(first, target, group=group)
+        else:
+            dist.recv(first, source, group=group)
+    return groups
 
 
 def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
@@ -73,7 +126,7 @@ def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     ranks = torch.arange(plan.world_size).view(plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp)
     sizes = (replicate, shard * plan.cp) if plan.zero_stage else (replicate * plan.cp, 1)
     ranks = ranks.transpose(3, 4).reshape(plan.pp, *sizes, plan.ep, plan.tp)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "replicate", "shard", "ep", "tp"))
+    return _mesh(device_type, ranks, ("pp", "replicate", "shard", "ep", "tp"))
 
 
 def is_divided_over(tensor: Tensor, axis: str) -> bool:

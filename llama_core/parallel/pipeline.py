@@ -106,9 +106,6 @@ class _Execution:
         self.pipeline, self.microbatches = pipeline, microbatches
         self.scale, self.on_phase = scale, on_phase
         self.last_stage = len(pipeline.layers) - 1
-        # NCCL without a bound device runs the transfers between two ranks in the order of their calls; that is safe
-        # because every schedule's order also works with blocking sends
-        self.group = pipeline.mesh.weights.get_group("pp") if pipeline.mesh else None
         self.losses: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
@@ -199,8 +196,8 @@ class _Execution:
         return tensor
 
     def _send(self, tensor: Tensor, stage: int, microbatch: int) -> None:
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._peer(stage, microbatch), group=self.group)
+        tensor, peer = tensor.contiguous(), self._peer(stage, microbatch)
+        work = dist.isend(tensor, peer, group=self._group(dist.get_rank(), peer))
         if work is None:
             raise RuntimeError("this rank is not part of its own pipeline")
         self.leaving.append((work, tensor))
@@ -220,7 +217,8 @@ class _Execution:
             device=tokens_BS.device,
         )
         source = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
-        work = dist.irecv(x_BSD, self._peer(source, action.microbatch), group=self.group)
+        peer = self._peer(source, action.microbatch)
+        work = dist.irecv(x_BSD, peer, group=self._group(peer, dist.get_rank()))
         if work is None:
             raise RuntimeError("this rank is not part of its own pipeline")
         self.arriving[action.kind, action.stage, action.microbatch] = (work, x_BSD)
@@ -229,3 +227,6 @@ class _Execution:
         if self.pipeline.mesh is None:
             raise RuntimeError("a pipeline of one rank has no peer")
         return self.pipeline.mesh.pipeline_peer(self.pipeline.rank_of(stage, microbatch))
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self.pipeline.mesh.transfer_group(source, target) if self.pipeline.mesh else None

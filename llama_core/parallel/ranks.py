@@ -1,9 +1,10 @@
 """The ranks of a job: how they find each other, and small things they agree on."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from inspect import signature
 from itertools import count
 from typing import TypeVar
 
@@ -37,18 +38,20 @@ def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) 
         even_alone: make a group for a single process too.
     """
     world_size, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    backend, device = "gloo", None
+    if device_type == "cuda":
+        # A bound device: NCCL connects now, where an error names this call, and split_ranks divides its communicator.
+        backend, device = "cpu:gloo,cuda:nccl", this_device(device_type)
+        torch.cuda.set_device(device)
     # groups made later use these by default, whatever timeout the default group has
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     if world_size == 1:
         if even_alone:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         yield
         if even_alone:
             dist.destroy_process_group()
         return
-    if device_type == "cuda":
-        torch.cuda.set_device(this_device(device_type))
     # After a restart by torchrun the store still holds the addresses of the ranks that are gone.
     generation = f"generation{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_groups)}"
     is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -59,9 +62,35 @@ def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) 
         rank=int(os.environ["RANK"]),
         world_size=world_size,
         timeout=timeout,
+        device_id=device,
     )
     yield
     dist.destroy_process_group()
+
+
+def has_bound_device() -> bool:
+    """Return whether the default group is bound to a device, so that NCCL splits other groups from its communicator."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def split_ranks(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Make a process group of each list of ranks, and return the one of this rank; None if it is in no list.
+
+    All ranks of the job must call it with the same lists, in the same order as their other calls. On CUDA the groups
+    are split from the communicator of all ranks, by one call where torch can (2.13), and have no gloo: they transfer
+    device memory only.
+
+    Args:
+        partition: lists of global ranks, in ascending order; no rank is in two of them.
+    """
+    on_cuda = has_bound_device()
+    if on_cuda and "backend" in signature(dist.split_group).parameters:
+        return dist.split_group(split_ranks=[list(ranks) for ranks in partition], backend="cuda:nccl")
+    mine = None
+    for ranks in partition:
+        group = dist.new_group(list(ranks), backend="nccl" if on_cuda else None)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
 
 
 def check_started(plan: ParallelPlan) -> None:

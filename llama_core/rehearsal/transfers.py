@@ -84,11 +84,7 @@ def transfer_of(func: Any, args: tuple[Any, ...], out: Any) -> Transfer | None:
 
 
 def axes_by_group(mesh: Mesh | None) -> dict[tuple[str, bool], str]:
-    """Return the axis of every group of ``mesh``, by the group's name and by whether the transfer is a send.
-
-    If the context-parallel ranks are also the ranks that shard the weights, both share one group; its sends belong to
-    the ring.
-    """
+    """Return the axis of every group of ``mesh``, by the group's name and by whether the transfer is a send."""
     if mesh is None:
         return {}
     axes: dict[tuple[str, bool], str] = {
