@@ -116,6 +116,14 @@ def installed_gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(*row) for row in rows if len(row) == 5)
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first visible device, such as (9, 0); None if the driver does not say."""
+    gpus = visible_gpus()
+    asked = (f"--id={gpus[0].uuid}", "--query-gpu=compute_cap", "--format=csv,noheader") if gpus else ()
+    found = re.fullmatch(r"(\d+)\.(\d+)", _nvidia_smi(*asked).strip()) if asked else None
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def gpu_links() -> dict[tuple[str, str], str]:
     """Return the link between every pair of visible devices, by index, as ``nvidia-smi topo`` names it.
 

@@ -53,7 +53,6 @@ def look_at_machine(num_gpus: int, nodes: int) -> Iterator[Finding]:
     """
     yield from _cuda()
     yield from _links(num_gpus)
-    yield _attention()
     yield _open_files()
     yield from _shared_memory(num_gpus)
     yield _address(nodes)
@@ -144,15 +143,6 @@ def _torch_cuda() -> str | None:
         r"^cuda\b[^=]*= *'([\d.]+)'", (Path(found.origin).parent / "version.py").read_text(), re.MULTILINE
     )
     return version[1] if version else None
-
-
-def _attention() -> Finding:
-    # the model always uses torch's own attention; an installed flash-attn is listed but not called
-    installed = [f"{name} {v}" for name in ("flash-attn-4", "flash-attn-3", "flash-attn") if (v := _version(name))]
-    unused = (
-        f"; {', '.join(installed)} is installed but not used" if installed else "; flash-attn is absent and not needed"
-    )
-    return Finding("attention", f"torch scaled_dot_product_attention and varlen_attn{unused}")
 
 
 def _open_files() -> Finding:

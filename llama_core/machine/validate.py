@@ -15,6 +15,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, code_commit, cpu_model, detect_machine, visible_gpus
+from llama_core.machine.flash import describe_flash_attention
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
@@ -31,7 +32,7 @@ _REQUIRED = {
     "prefect": "run the flows",
     "plotly": "draw the report",
 }
-_OPTIONAL = ("tensorboard", "transformers", "tokenizers", "wandb", "deepspeed", "flash-attn")
+_OPTIONAL = ("tensorboard", "transformers", "tokenizers", "wandb", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path, *, s
     gpus, nodes = (config.parallel.gpus, config.launch.nodes) if config else (1, 1)
     for finding in look_at_machine(gpus, nodes):
         found.add(finding)
+    found.facts["attention"] = describe_flash_attention(config)
     _check_disk(found, run_dir, config if saves else None)
     if config is not None:
         _check_request(found, config, machine)

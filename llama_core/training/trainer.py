@@ -38,6 +38,7 @@ from llama_core.records.measurements import BenchmarkRecord, StepRecord, Trainin
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
+from llama_core.training.flash import activate_flash_attention
 from llama_core.training.measure import MemoryMeter, StepClock, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
@@ -107,6 +108,7 @@ class Trainer:
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self._tell("building the model")
+        activate_flash_attention(config)
         self.engine = build_engine(config, plan, self.device)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
         num_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
