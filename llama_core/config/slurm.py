@@ -9,6 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from llama_core.config.section import Section
 
+CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK = 4, 8
+"""Cores of a rank if the request names none; those of a CUDA rank if Slurm does not say what a node has."""
+
 _TAKEN = frozenset(
     ("account", "array", "chdir", "clusters", "comment", "constraint", "cpus-per-task", "error", "export",
      "export-file", "gpus", "gpus-per-node", "gpus-per-task", "help", "input", "job-name", "kill-on-bad-exit", "mem",
@@ -78,8 +81,8 @@ class SlurmConfig(Section):
     """Features that nodes must have, such as 'h100&infiniband'."""
     time_limit_min: Annotated[int, Field(ge=1), BeforeValidator(_minutes)] = 24 * 60
     """Time limit in minutes, or as Slurm writes it: 12:00:00, 1-12 (a day and 12 hours)."""
-    cpus_per_rank: int = Field(4, ge=1)
-    """CPU cores of each rank."""
+    cpus_per_rank: int | None = Field(None, ge=1)
+    """CPU cores of each rank; default: 4 on the CPU; on CUDA its GPU's share of a node's cores, or 8 if unknown."""
     memory_gb_per_node: int | None = Field(None, ge=1)
     """Host memory per node in GB; default: the partition's."""
     setup: list[Line] = Field(default_factory=list)

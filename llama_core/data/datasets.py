@@ -19,11 +19,11 @@ from llama_core.data.corpus import OnProgress, find_files
 from llama_core.data.entropy import Entropies, token_entropies
 from llama_core.data.packing import PackedConversations, PackedDataset, pack, row_order
 from llama_core.data.sample import TEXT_FIELD, sample_file
-from llama_core.data.token_cache import TokenCache, cache_directory, cached_tokens
+from llama_core.data.token_cache import TokenCache, cached_tokens
 from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError
 from llama_core.models.batch import IGNORE_INDEX, Batch
-from llama_core.records.files import is_disk_full, no_room, read_json, write_json
+from llama_core.records.files import cache_directory, is_disk_full, no_room, read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -70,14 +70,6 @@ class TokenCache:
         return len(self.text_hashes)
 
 
-def cache_directory(configured: str | None) -> Path:
-    """Return where caches are kept: as configured, else below $XDG_CACHE_HOME, else below ~/.cache."""
-    if configured is not None:
-        return Path(configured).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "llama-training-infra"
-
-
 def cached_tokens(
     files: Sequence[SourceFile],
     text_field: str,

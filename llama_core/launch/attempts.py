@@ -5,6 +5,7 @@ is an attempt with its own records, so that surviving ranks of an earlier attemp
 """
 
 import os
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ class RankExit:
     """Seconds since the epoch."""
     silent_seconds: float | None = None
     """Seconds without a step when the supervisor ended it for that; None if it ended otherwise."""
+    host: str = ""
+    """Its node, as Slurm names it."""
 
     @property
     def failed(self) -> bool:
@@ -84,6 +87,11 @@ def current_attempt(run: RunDirectory, job: JobRecord | None) -> Attempt | None:
 def log_path(run: RunDirectory, rank: int) -> Path:
     """Return the file with the output of ``rank``, one attempt after another."""
     return run.logs / f"rank-{rank:05d}.log"
+
+
+def flight_recorder(run: RunDirectory) -> Path:
+    """Return the folder where NCCL's flight recorder writes a file for each rank when a collective times out."""
+    return run.logs / "flight-recorder"
 
 
 def exit_path(run: RunDirectory, job: JobRecord, restart: int, rank: int) -> Path:
@@ -122,6 +130,11 @@ def own_job(run: RunDirectory) -> JobRecord | None:
         return None
     job = JobRecord(**read_json(run.job))
     return job if job.job_id == job_id else None
+
+
+def own_host() -> str:
+    """Return the name of this process's node, as Slurm knows it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_restart() -> int:

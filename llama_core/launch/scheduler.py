@@ -140,6 +140,29 @@ def send_signal(job_id: str, name: str) -> None:
 
 
 @cache
+def cores_per_gpu(partition: str | None) -> int | None:
+    """Return a GPU's share of the cores that jobs get on a node; None if Slurm does not say, or no node has GPUs.
+
+    Args:
+        partition: a partition, or several separated by commas, of which the node with the smallest share counts; None
+            for the cluster's default.
+    """
+    listed = _slurm("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%G")
+    wanted = partition.split(",") if partition else []
+    shares = []
+    for row in (line.split("|") for line in (listed.stdout.splitlines() if listed else ())):
+        if len(row) == 4 and (row[0].rstrip("*") in wanted or (not wanted and row[0].endswith("*"))):
+            gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[3])))
+            shares += [(int(row[2]) // gpus, row[1], gpus)] if gpus and row[2].isdigit() else []
+    if not shares:
+        return None
+    share, node, gpus = min(shares)
+    shown = _slurm("scontrol", "--oneliner", "show", "node", node)
+    effective = re.search(r"\bCPUEfctv=(\d+)", shown.stdout) if shown else None  # without those kept for the system
+    return max(1, int(effective[1]) // gpus if effective else share)
+
+
+@cache
 def cluster_name() -> str:
     """Return the name of the cluster that this machine belongs to; empty if Slurm does not say."""
     answer = _slurm("scontrol", "show", "config")

@@ -2,9 +2,11 @@
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from llama_core.launch.attempts import RankExit, end_of_log, log_path, read_rank_exits, submission_log
+from llama_core.launch.attempts import RankExit, end_of_log, flight_recorder, log_path, read_rank_exits, submission_log
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, OutcomeStatus
 
@@ -23,13 +25,25 @@ LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
 RESUME = "start it again with --resume"
 
 _QUOTE_CHARACTERS = 300
-_NO_ANSWER = re.compile(r"timed out|collective operation timeout", re.IGNORECASE)
+_SKEW_SECONDS = 30.0
+"""How far the clocks of two nodes may be apart; less than ranks wait for others."""
+_NO_ANSWER = re.compile(r"timed out|collective operation timeout|watchdog got stuck", re.IGNORECASE)
 """How gloo and NCCL report that the other ranks exist but do not answer."""
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|can't allocate memory|^MemoryError|oom[-_ ]kill|^Killed$"
-    r"|exceeded memory limit",
+    r"|exceeded memory limit|CUDA error: out of memory|Cuda failure (?:2 )?'out of memory'",
     re.MULTILINE,
 )
+_BROKEN_DEVICE = re.compile(
+    r"uncorrectable (?:ECC|NVLink) error|fallen off the bus"
+    r"|NVRM: Xid \([^)]*\): (?:48|63|64|74|79|92|94|95|119|120)\b"
+)
+"""Faults of a device or its links. Source of the numbers: NVIDIA, XID Errors."""
+_BAD_ACCESS = re.compile(
+    r"an illegal (?:memory access|instruction) was encountered|unspecified launch failure|misaligned address"
+    r"|device-side assert triggered"
+)
+"""Faults of a kernel, which CUDA reports at a later call."""
 
 
 def read_log(run: RunDirectory, rank: int) -> str:
@@ -44,6 +58,43 @@ class Verdict:
     status: OutcomeStatus
     reason: str
     next_action: str
+
+
+class Evidence(NamedTuple):
+    """What the words of a failed rank prove."""
+
+    status: OutcomeStatus
+    line: str
+    """The line that proves it."""
+    next_action: str
+
+
+def find_evidence(text: str, *, host: str, on_slurm: bool) -> Evidence | None:
+    """Return what a rank's error or log proves about memory and device; None if it says nothing about them.
+
+    Args:
+        text: the rank's words.
+        host: the name of its node.
+        on_slurm: whether Slurm can give the job other nodes.
+    """
+    elsewhere = (
+        f"continue on other nodes: --resume --set launch.slurm.options.exclude={host}"
+        if on_slurm
+        else f"look at the devices of {host} (nvidia-smi -q, dmesg), reset or replace the broken one, then --resume"
+    )
+    kernel = (
+        "find the kernel with CUDA_LAUNCH_BLOCKING=1, or with compute-sanitizer on one rank (docs/debugging.md); if "
+        "it is another one each time, suspect the device"
+    )
+    faults: tuple[tuple[re.Pattern[str], OutcomeStatus, str], ...] = (
+        (_BROKEN_DEVICE, "node-failure", elsewhere),
+        (_OUT_OF_MEMORY, "oom", LESS_MEMORY),
+        (_BAD_ACCESS, "crashed", kernel),
+    )
+    for pattern, status, next_action in faults:
+        if found := pattern.search(text):
+            return Evidence(status, _line_around(found), next_action)
+    return None
 
 
 VERDICT_OF_STATE = {
@@ -61,8 +112,9 @@ VERDICT_OF_STATE = {
 def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict:
     """Return why an attempt ended, from its ranks' records; the first rank that failed by itself is to blame."""
     exits = read_rank_exits(run, job, restart)
-    lost = [rank_exit for rank_exit in exits if _lost_the_others(run, rank_exit)]
+    lost = [rank_exit for rank_exit in exits if _lost_the_others(run, job, rank_exit)]
     failed = [e for e in exits if e.failed and not e.stopped and e not in lost]
+    failed = [e for e in failed if not _ended_with_the_others(e, lost)]
     # Slurm sends SIGTERM to the others once one has failed, and the clocks of two nodes may show another order.
     culprit = next((e for e in failed if e.signal != signal.SIGTERM), failed[0] if failed else None)
     if culprit is not None and culprit.silent_seconds is not None:
@@ -79,21 +131,32 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
     return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", read_log(run, 0))
 
 
-def _lost_the_others(run: RunDirectory, rank_exit: RankExit) -> bool:
+def _lost_the_others(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> bool:
     """Return whether a rank ended only because others had ended: it says so, or NCCL's watchdog ended it."""
     if rank_exit.signal == signal.SIGABRT:
-        return _NO_ANSWER.search(end_of_log(run, rank_exit.rank)) is not None
+        log = end_of_log(run, rank_exit.rank)
+        return _NO_ANSWER.search(log) is not None and _evidence(log, job, rank_exit) is None
     return rank_exit.exit_code == LOST_PEERS_EXIT
+
+
+def _ended_with_the_others(rank_exit: RankExit, lost: Sequence[RankExit]) -> bool:
+    """Return whether Slurm killed a rank because NCCL's watchdogs had ended ``lost``: it had left them waiting."""
+    killed = rank_exit.signal in {signal.SIGTERM, signal.SIGKILL} and not rank_exit.oom_killed
+    ended = [e.ended_at for e in lost if e.signal == signal.SIGABRT]
+    return killed and bool(ended) and rank_exit.ended_at > min(ended) - _SKEW_SECONDS
 
 
 def _of_silent_ranks(run: RunDirectory, lost: list[RankExit], exits: list[RankExit]) -> Verdict:
     """Return why ranks lost others that did not fail by themselves."""
-    ended = {rank_exit.rank for rank_exit in exits if not rank_exit.stopped}
+    ended = {e.rank for e in exits if not e.failed} | {e.rank for e in lost}
     silent = ", ".join(str(rank) for rank in range(lost[0].num_ranks) if rank not in ended) or "none"
     logs = {rank_exit.rank: end_of_log(run, rank_exit.rank) for rank_exit in lost}
     rank = next((rank for rank, log in logs.items() if _NO_ANSWER.search(log)), None)
     if rank is not None:
-        return Verdict("hang", f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent})", RESUME)
+        recorded = any(flight_recorder(run).glob("rank-*"))
+        where = f"torchfrtrace {flight_recorder(run)} shows what the ranks waited for; " if recorded else ""
+        reason = f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent})"
+        return Verdict("hang", reason, where + RESUME)
     rank, log = next(iter(logs.items()))
     return Verdict("crashed", f"rank {rank}: {_last_line(log)} (silent ranks: {silent})", RESUME)
 
@@ -113,14 +176,22 @@ def _of_rank(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> Verdict:
         return Verdict("bad-config", f"rank {rank} refused the request{quote}", "correct the request and start again")
     if rank_exit.oom_killed:
         return Verdict("oom", f"the kernel ran out of memory and killed rank {rank}", LESS_MEMORY)
-    evidence = _OUT_OF_MEMORY.search(log) or _OUT_OF_MEMORY.search(submission_log(job))
-    if evidence:
-        return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
+    if evidence := _evidence(f"{log}\n{submission_log(job)}", job, rank_exit):
+        status, line, next_action = evidence
+        said = {
+            "oom": f"rank {rank} ran out of memory",
+            "node-failure": f"rank {rank} on {rank_exit.host} has a broken device",
+        }
+        return Verdict(status, f"{said.get(status, f'rank {rank}')}: {line}", next_action)
     if rank_exit.signal is not None:
         return _of_signal(run, rank, rank_exit.signal)
     if "Traceback (most recent call last)" in log and "KeyboardInterrupt" in _last_line(log):
         return Verdict("cancelled", f"rank {rank} was interrupted", RESUME)
     return Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", read_log(run, rank))
+
+
+def _evidence(text: str, job: JobRecord, rank_exit: RankExit) -> Evidence | None:
+    return find_evidence(text, host=rank_exit.host, on_slurm=job.launcher == "slurm")
 
 
 def _of_signal(run: RunDirectory, rank: int, number: int) -> Verdict:

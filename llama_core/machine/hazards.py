@@ -32,6 +32,7 @@ CLOCK_SECONDS = 5.0
 _THROUGH_THE_PROCESSOR = frozenset(("PHB", "NODE", "SYS"))
 _OLDEST_DRIVER = {12: 525, 13: 580}
 """The oldest driver for each major version of CUDA. Source: NVIDIA, CUDA Compatibility, minor version compatibility."""
+_DRIVER_OF_12_8 = 570
 
 
 class Finding(NamedTuple):
@@ -110,12 +111,26 @@ def _cuda() -> Iterator[Finding]:
 def driver_problem(cuda: str, driver: str) -> str:
     """Return the problem with a driver that is too old for a version of CUDA; empty if there is none."""
     oldest = _OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0] or 0) >= oldest:
+    major = int(driver.partition(".")[0] or 0)
+    if major >= oldest:
         return ""
+    runs = max((found for found in _OLDEST_DRIVER if _OLDEST_DRIVER[found] <= major), default=0)
+    fitting = fitting_build(runs, 8 if major >= _DRIVER_OF_12_8 else 0)
     return (
         f"torch is built for CUDA {cuda}, which needs driver {oldest} or newer, but this one is {driver}; update the "
-        "driver, or install a build for an older CUDA (https://pytorch.org/get-started)"
+        f"driver{fitting}"
     )
+
+
+def fitting_build(major: int, minor: int) -> str:
+    """Return how to install a torch that a driver for this version of CUDA runs, as a clause; empty if there is none.
+
+    Those for CUDA 12 run on each of its drivers; devices since Blackwell need that for 12.8.
+    """
+    if major not in _OLDEST_DRIVER:
+        return ""
+    build = "cu126" if (major, minor) < (12, 8) else "cu128" if major == 12 else "cu130"
+    return f", or pip install torch --index-url https://download.pytorch.org/whl/{build}"
 
 
 def _links(num_gpus: int) -> Iterator[Finding]:
@@ -179,13 +194,34 @@ def _address(nodes: int) -> Finding:
         problem = f"the name of this machine, {name}, has no address, so other nodes cannot reach it; add it to DNS"
         return Finding("address", f"{name} has none", problem if nodes > 1 else "")
     is_local = address.startswith("127.")
+    interfaces = _interfaces()
+    choose = f"set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that the nodes share ({interfaces})"
+    several = nodes > 1 and "," in interfaces and not is_local and not os.environ.keys() >= _SOCKET_VARIABLES
     return Finding(
         "address",
-        f"{name} is {address}",
-        f"{name} is {address}, which other nodes cannot reach; make it resolve to the address of a network interface"
+        f"{name} is {address}" + (f"; if ranks do not find each other, {choose}" if several else ""),
+        f"{name} is {address}, which other nodes cannot reach; make it resolve to the address of a network interface, "
+        f"or {choose}"
         if is_local and nodes > 1
         else "",
     )
+
+
+_SOCKET_VARIABLES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+
+
+def _interfaces() -> str:
+    """Return the names of the network interfaces that are up and have an IPv4 address others may reach."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    reachable = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    )
+    return ", ".join(name for name in dict.fromkeys(reachable) if name in up) or "none is up"
 
 
 def _prefect() -> Finding:

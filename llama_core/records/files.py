@@ -90,3 +90,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or record.pop("schema_version", None) != SCHEMA_VERSION:
         raise RunDirectoryError(f"{path} was written by another version of this software; start a new run")
     return record
+
+
+def cache_directory(configured: str | None) -> Path:
+    """Return where caches are kept: as configured, else below $XDG_CACHE_HOME, else below ~/.cache."""
+    if configured is not None:
+        return Path(configured).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "llama-training-infra"

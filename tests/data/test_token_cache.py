@@ -10,7 +10,7 @@ import pytest
 from corpora import chat_of, write_jsonl
 
 from llama_core.data.corpus import find_files
-from llama_core.data.token_cache import ABANDONED_AFTER_SECONDS, cache_directory, cached_tokens
+from llama_core.data.token_cache import ABANDONED_AFTER_SECONDS, cached_tokens
 from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 
@@ -225,11 +225,3 @@ def test_conversations_left_out_under_one_loss_are_kept_under_another(tmp_path):
     source = write_jsonl(tmp_path / "data.jsonl", ["text", [{"role": "user", "content": "hello?"}]])
     assert build(source, tmp_path / "cache").bad_lines.counts == {"no assistant turn": 1}
     assert build(source, tmp_path / "cache", chat=chat_of(loss_on="all")).num_documents == 2
-
-
-def test_caches_are_kept_where_the_platform_keeps_them(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory(None) == tmp_path / "llama-training-infra"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory(None) == Path.home() / ".cache" / "llama-training-infra"
-    assert cache_directory("~/elsewhere") == Path.home() / "elsewhere"

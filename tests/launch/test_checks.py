@@ -65,6 +65,29 @@ def test_a_difference_names_the_machines_and_their_values():
     ]
 
 
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (12080, r"CUDA 12\.8 at most; update the driver, or pip install torch --index-url \S+/whl/cu128$"),
+        (12020, r"CUDA 12\.2 at most; update the driver, or pip install torch --index-url \S+/whl/cu126$"),
+        (11040, r"CUDA 11\.4 at most; update the driver$"),
+    ],
+)
+def test_a_driver_too_old_for_torch_is_named_with_the_build_that_it_runs(monkeypatch, found, says):
+    def init():
+        raise RuntimeError(
+            f"The NVIDIA driver on your system is too old (found version {found}). Please update your GPU driver by "
+            "downloading and installing a new\nversion from the URL: http://www.nvidia.com/Download/index.aspx"
+        )
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    config = RunConfig.from_mapping({"launch": {"device": "cuda", "launcher": "slurm"}})
+    with pytest.raises(EnvironmentMismatchError, match=r"is built for CUDA 13\.0, but the node's driver runs " + says):
+        check_own_device(config)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a node without CUDA")
 def test_a_node_without_the_planned_device_says_so(monkeypatch):
     monkeypatch.setenv("RANK", "3")

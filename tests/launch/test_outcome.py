@@ -1,11 +1,21 @@
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from launch_harness import step_record
 
-from llama_core.launch.attempts import JOB_ID_VARIABLE, LOG_HEADER, RankExit, exit_path, log_path, request_cancellation
+from llama_core.launch.attempts import (
+    JOB_ID_VARIABLE,
+    LOG_HEADER,
+    RankExit,
+    exit_path,
+    flight_recorder,
+    log_path,
+    request_cancellation,
+)
 from llama_core.launch.outcome import conclude, record_outcome
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
@@ -74,6 +84,56 @@ def test_the_reason_is_worked_out_from_exit_code_signal_and_log(run, job, ended,
     outcome = conclude(run, job)
     assert (outcome.status, outcome.reason) == (status, reason)
     assert outcome.next_action
+
+
+FAILURES = {case["name"]: case for case in yaml.safe_load(Path(__file__).with_name("cuda_failures.yaml").read_text())}
+
+
+def how(ended):
+    return {"exit_code": ended} if isinstance(ended, int) else {"by": signal.Signals[ended]}
+
+
+@pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
+def test_a_failure_of_a_device_or_of_nccl_is_told_from_its_words(run, job, case):
+    leave(run, rank=0, by=signal.SIGKILL, num_ranks=2, ended_at=2005.0, stopped=True)
+    leave(run, rank=1, num_ranks=2, host="node7", log=case["log"], **how(case["ended"]))
+    outcome = conclude(run, job)
+    assert (outcome.status, outcome.reason) == (case["status"], case["reason"])
+    assert outcome.next_action
+
+
+def test_a_job_in_slurm_goes_on_without_a_node_whose_device_is_broken(run, job):
+    write_json(run.job, replace(job, launcher="slurm"))
+    leave(run, exit_code=1, host="node7", log=FAILURES["an uncorrectable ECC error"]["log"])
+    action = conclude(run, replace(job, launcher="slurm")).next_action
+    assert action == "continue on other nodes: --resume --set launch.slurm.options.exclude=node7"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_that_slurm_kills_after_the_others_gave_up_was_silent(run, job, number):
+    log = FAILURES["NCCL's watchdog"]["log"]
+    leave(run, rank=0, by=signal.SIGABRT, num_ranks=3, log=log, ended_at=2000.0)
+    leave(run, rank=1, by=number, num_ranks=3, ended_at=2001.0)
+    leave(run, rank=2, by=signal.SIGABRT, num_ranks=3, log=log, ended_at=2000.5)
+    outcome = conclude(run, job)
+    assert (outcome.status, outcome.reason) == (
+        "hang",
+        "rank 0 timed out waiting for the other ranks (silent ranks: 1)",
+    )
+
+
+def test_a_rank_that_was_killed_long_before_the_others_gave_up_is_blamed(run, job):
+    leave(run, rank=0, by=signal.SIGABRT, num_ranks=2, log=FAILURES["NCCL's watchdog"]["log"], ended_at=2000.0)
+    leave(run, rank=1, by=signal.SIGKILL, num_ranks=2, ended_at=1400.0)
+    assert conclude(run, job).reason.startswith("rank 1 was killed by signal 9")
+
+
+def test_a_hang_names_the_flight_recorders_files(run, job):
+    folder = flight_recorder(run)
+    folder.mkdir()
+    (folder / "rank-1").touch()
+    leave(run, rank=1, by=signal.SIGABRT, num_ranks=2, log=FAILURES["NCCL's watchdog"]["log"])
+    assert conclude(run, job).next_action.startswith(f"torchfrtrace {folder} shows")
 
 
 def test_the_rank_that_failed_first_is_blamed(run, job):

@@ -19,7 +19,7 @@ from llama_core.launch.jobs.slurm_request import job_name
 from llama_core.launch.jobs.slurm_request import slurm_parameters as parameters
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome, record_outcome, record_refusal
-from llama_core.launch.scheduler import JobStatus, job_status
+from llama_core.launch.scheduler import JobStatus, cores_per_gpu, job_status
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
 from training_reports.page import write_report
@@ -218,6 +218,49 @@ def slurm_parameters(config, name, *, num_ranks):
 def test_slurm_is_asked_for_one_task_and_one_gpu_per_rank():
     asked = slurm_parameters(slurm_config("launch.nodes=2", "parallel.gpus=16"), "run", num_ranks=16)
     assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"]) == (2, 8, 8)
+
+
+def test_ranks_on_gpus_sit_beside_each_other_and_the_request_may_place_them_otherwise():
+    asked = slurm_parameters(slurm_config(), "run", num_ranks=1)
+    assert "--distribution=block:block" in asked["srun_args"]
+    asked = slurm_parameters(slurm_config("launch.slurm.srun_options={distribution: cyclic}"), "run", num_ranks=1)
+    assert [option for option in asked["srun_args"] if "distribution" in option] == ["--distribution=cyclic"]
+    asked = slurm_parameters(slurm_config("launch.device=cpu"), "run", num_ranks=1)
+    assert not any("distribution" in option for option in asked["srun_args"])
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    """Put a Slurm on the path whose default partition has GPUs; two cores of node2 are kept for the system."""
+    rows = (
+        "cpu*|node0|64|(null)",
+        "gpu|node1|112|gpu:h100:8(S:0-1)",
+        "gpu|node2|96|gpu:8,shard:4",
+        "dev*|node3|12|gpu:2",
+    )
+    (tmp_path / "sinfo").write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/sh\ncase "$*" in *node2) echo "NodeName=node2 CPUTot=96 CPUEfctv=94";; *) echo "NodeName=x";; esac\n'
+    )
+    for command in tmp_path.iterdir():
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    cores_per_gpu.cache_clear()
+    yield
+    cores_per_gpu.cache_clear()
+
+
+def test_a_rank_gets_its_gpus_share_of_the_cores_that_jobs_may_use(nodes):
+    def cores(*overrides):
+        asked = slurm_parameters(slurm_config(*overrides), "run", num_ranks=1)
+        assert f"--cpus-per-task={asked['cpus_per_task']}" in asked["srun_args"]
+        return asked["cpus_per_task"]
+
+    assert cores("launch.slurm.partition=gpu") == 94 // 8  # the smaller of two kinds of nodes
+    assert cores() == 12 // 2  # of the default partition
+    assert cores("launch.slurm.partition=none") == 8
+    assert cores("launch.slurm.partition=gpu", "launch.slurm.cpus_per_rank=3") == 3
+    assert cores("launch.device=cpu") == 4
 
 
 def test_slurm_is_asked_for_no_gpu_when_ranks_compute_on_the_cpu():

@@ -14,7 +14,7 @@ from submitit import LocalExecutor
 from llama_core.launch.attempts import log_path, read_rank_exits
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
-from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, worker_environment
+from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, cuda_defaults, worker_environment
 from llama_core.machine.detect import available_cores
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
@@ -45,24 +45,53 @@ def test_the_allocator_settings_avoid_page_faults_for_large_tensors():
     assert page_faults(MALLOC_TUNABLES) < page_faults("") / 10
 
 
+def environment(base, device="cpu", ranks_on_node=1):
+    return worker_environment(base, device, ranks_on_node, Path("/runs/run"))
+
+
 @on_glibc
 def test_only_cpu_ranks_get_the_allocator_settings():
-    assert worker_environment({}, "cpu", 1)["GLIBC_TUNABLES"] == MALLOC_TUNABLES
-    assert "GLIBC_TUNABLES" not in worker_environment({}, "cuda", 1)
+    assert environment({})["GLIBC_TUNABLES"] == MALLOC_TUNABLES
+    assert "GLIBC_TUNABLES" not in environment({}, "cuda")
 
 
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"])
 def test_a_variable_the_user_has_set_is_kept(variable):
-    assert worker_environment({variable: "mine"}, "cpu", 1)[variable] == "mine"
+    assert environment({variable: "mine"})[variable] == "mine"
 
 
 def test_ranks_share_the_cores_of_a_machine():
-    threads = [int(worker_environment({}, "cpu", ranks)["OMP_NUM_THREADS"]) for ranks in (1, 2, 1000)]
+    threads = [int(environment({}, ranks_on_node=ranks)["OMP_NUM_THREADS"]) for ranks in (1, 2, 1000)]
     assert threads == [available_cores(), max(1, available_cores() // 2), 1]
 
 
 def test_a_rank_under_slurm_uses_the_cores_it_was_given():
-    assert worker_environment({"SLURM_CPUS_PER_TASK": "6"}, "cpu", 8)["OMP_NUM_THREADS"] == "6"
+    assert environment({"SLURM_CPUS_PER_TASK": "6"}, ranks_on_node=8)["OMP_NUM_THREADS"] == "6"
+
+
+def test_only_cuda_ranks_get_the_settings_of_torchs_cuda():
+    added = cuda_defaults(Path("/runs/run"))
+    assert added.items() <= environment({}, "cuda").items()
+    assert added.keys().isdisjoint(environment({}, "cpu"))
+    assert added["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/run/logs/flight-recorder/rank-"  # torch appends the rank
+
+
+@pytest.mark.parametrize("name", cuda_defaults(Path("/runs/run")))
+def test_a_setting_of_torchs_cuda_that_the_user_has_set_is_kept(name):
+    assert environment({name: "mine"}, "cuda")[name] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),
+    ],
+)
+def test_no_setting_overrides_the_users_under_its_old_name(old, new):
+    """torch reads the new name first."""
+    assert new not in environment({old: "mine"}, "cuda")
 
 
 def ends(run):

@@ -36,6 +36,12 @@ def test_a_driver_too_old_for_cuda_is_named(cuda, driver, problem):
     assert bool(problem) == bool(driver_problem(cuda, driver))
 
 
+@pytest.mark.parametrize(("driver", "build"), [("570.86.10", "cu128"), ("535.161.08", "cu126")])
+def test_an_old_driver_gets_the_index_of_builds_that_it_runs(driver, build):
+    assert driver_problem("13.0", driver).endswith(f"--index-url https://download.pytorch.org/whl/{build}")
+    assert driver_problem("13.0", "470.82.01").endswith("update the driver")
+
+
 def test_a_low_open_file_limit_is_a_warning(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 8192))
     assert found()["open files"].warning.endswith("exceed; run ulimit -n 8192")
@@ -54,6 +60,20 @@ def test_an_address_that_other_nodes_cannot_reach_is_a_warning_for_several_nodes
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     assert not found()["address"].warning
     assert "which other nodes cannot reach" in found(nodes=2)["address"].warning
+
+
+def test_several_interfaces_are_named_for_ranks_that_do_not_find_each_other(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    monkeypatch.setattr(hazards, "_interfaces", lambda: "eth0, ib0")
+    assert "NCCL_SOCKET_IFNAME" not in found()["address"].fact
+    assert "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface" in found(nodes=2)["address"].fact
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert "NCCL_SOCKET_IFNAME" not in found(nodes=2)["address"].fact
+
+
+def test_interfaces_of_this_machine_leave_out_the_loopback():
+    assert "lo" not in hazards._interfaces().split(", ")
 
 
 def test_a_prefect_server_that_does_not_answer_is_a_warning(monkeypatch):

@@ -1,12 +1,13 @@
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from step_record import record
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, read_json, write_json
+from llama_core.records.files import atomic_write, cache_directory, read_json, write_json
 from llama_core.records.metrics import (
     append_metrics,
     drop_metrics_after,
@@ -107,3 +108,11 @@ def test_a_run_of_another_version_resumes_despite_other_step_fields(run):
     write_json(run.heartbeat, asdict(record(2)) | {"unknown": 1.0})
     drop_metrics_after(run, 1)
     assert read_heartbeat(run) is None
+
+
+def test_caches_are_kept_where_the_platform_keeps_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory(None) == tmp_path / "llama-training-infra"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory(None) == Path.home() / ".cache" / "llama-training-infra"
+    assert cache_directory("~/elsewhere") == Path.home() / "elsewhere"

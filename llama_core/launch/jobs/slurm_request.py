@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
+from llama_core.config.slurm import CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK, SlurmConfig
+from llama_core.launch.scheduler import cores_per_gpu
 
 _CHECKED = (
     "partition", "account", "qos", "constraint", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem",
@@ -32,7 +34,8 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         comment: identifies the submission in the queue.
         num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
     """
-    slurm, nodes = config.launch.slurm, config.launch.nodes
+    slurm, nodes, on_cuda = config.launch.slurm, config.launch.nodes, config.launch.device == "cuda"
+    cores = slurm.cpus_per_rank or (_cores_of_a_gpu(slurm) if on_cuda else CORES_OF_A_CPU_RANK)
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
@@ -40,26 +43,33 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "mem": f"{slurm.memory_gb_per_node}G" if slurm.memory_gb_per_node else None,
-        "gpus_per_node": num_ranks // nodes if config.launch.device == "cuda" else None,
+        "gpus_per_node": num_ranks // nodes if on_cuda else None,
         "setup": slurm.setup or None,
         "array_parallelism": slurm.max_parallel_jobs,
     }
     # Since Slurm 22.05 srun does not take the cores from sbatch; by default it lets the other ranks run on when one
     # fails. wait=0: it waits as long as the first rank needs to queue the job again.
-    srun = {"cpus-per-task": slurm.cpus_per_rank, "kill-on-bad-exit": 1, "wait": 0} | slurm.srun_options
+    srun: dict[str, str | int] = {"cpus-per-task": cores, "kill-on-bad-exit": 1, "wait": 0}
+    if on_cuda:  # neighbouring ranks on one socket, as their GPUs are; by default srun alternates between sockets
+        srun["distribution"] = "block:block"
+    srun |= slurm.srun_options
     return {
         "job_name": job_name(name),
         "comment": comment,
         "time": slurm.time_limit_min,
         "nodes": nodes,
         "ntasks_per_node": num_ranks // nodes,
-        "cpus_per_task": slurm.cpus_per_rank,
+        "cpus_per_task": cores,
         "signal_delay_s": min(config.launch.save_timeout_s, limit_seconds // 4),
         "stderr_to_stdout": True,
         "wckey": None,  # clusters that account by wckey refuse submitit's own
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
     } | {name: value for name, value in asked.items() if value is not None}
+
+
+def _cores_of_a_gpu(slurm: SlurmConfig) -> int:
+    return cores_per_gpu(slurm.partition) or CORES_OF_A_CUDA_RANK
 
 
 def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int) -> str:

@@ -22,7 +22,9 @@ import llama_core
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.attempts import own_host
 from llama_core.machine.detect import detect_machine, device_label
+from llama_core.machine.hazards import fitting_build
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
@@ -66,10 +68,7 @@ def check_own_device(config: RunConfig) -> None:
     rank, local_rank = os.environ.get("RANK", "0"), int(os.environ.get("LOCAL_RANK", "0"))
     where = f"rank {rank} on {socket.gethostname()}"
     if not torch.cuda.is_available():
-        raise EnvironmentMismatchError(
-            f"{where}: torch {torch.__version__} sees no CUDA device; install a CUDA build of torch on the nodes, "
-            "or make sure that the job requests GPUs"
-        )
+        raise EnvironmentMismatchError(f"{where}: torch {torch.__version__} {_why_no_device()}")
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise EnvironmentMismatchError(
@@ -82,6 +81,25 @@ def check_own_device(config: RunConfig) -> None:
             f"{where}: {device.name} has {format_bytes(device.total_memory)}, but the run was planned for "
             f"{planned.label}; request such nodes (launch.slurm.constraint), or plan for these (launch.gpu_type)"
         )
+
+
+def _why_no_device() -> str:
+    """Return why torch has no CUDA device, and what to do, after the name of torch."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        said = ""
+    except (AssertionError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+    old = re.search(r"driver on your system is too old \(found version (\d+)\)", said)
+    if old:
+        major, minor = divmod(int(old[1]) // 10, 100)
+        return (
+            f"is built for CUDA {torch.version.cuda}, but the node's driver runs CUDA {major}.{minor} at most; update "
+            f"the driver{fitting_build(major, minor)}"
+        )
+    if torch.version.cuda is None:
+        return "sees no CUDA device; install a CUDA build of torch on the nodes"
+    return f"sees no CUDA device ({said.partition('. ')[0]}); make sure that the job requests GPUs"
 
 
 def limit_own_memory(config: RunConfig) -> None:
@@ -141,7 +159,7 @@ def _facts(run: RunDirectory, config: RunConfig) -> RankFacts:
     device = torch.cuda.get_device_properties(torch.cuda.current_device()) if on_cuda else None
     return RankFacts(
         rank=int(os.environ.get("RANK", "0")),
-        host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        host=own_host(),
         device=device.name if device else device_label("cpu"),
         device_bytes=device.total_memory if device else None,
         python=platform.python_version(),

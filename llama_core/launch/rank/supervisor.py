@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,15 +25,17 @@ from llama_core.launch.attempts import (
     RESTART_VARIABLE,
     RankExit,
     exit_path,
+    flight_recorder,
     is_cancellation_requested,
     log_path,
+    own_host,
 )
 from llama_core.launch.rank.requeue import begin_attempt, start_again
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import now, read_json, write_json
+from llama_core.records.files import cache_directory, now, read_json, write_json
 from llama_core.records.job import JobRecord
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT)
@@ -86,7 +89,7 @@ class Supervisor:
             # sends the signal too.
             die_with_parent(int(job.job_id))()
         environment = worker_environment(
-            {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes
+            {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes, self.run_dir
         )
         environment |= {JOB_ID_VARIABLE: job.job_id, RESTART_VARIABLE: str(restart)}
         rank = _Rank(self, job.job_id, restart, job.global_rank, job.num_tasks)
@@ -118,20 +121,47 @@ def rendezvous_port(job_id: int, restart: int) -> int:
     return 20000 + (17 * job_id + restart) % 12000
 
 
-def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: int) -> dict[str, str]:
+def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: int, run_dir: Path) -> dict[str, str]:
     """Return the environment of a worker; a variable that is set already is never changed.
 
     Args:
         base: the environment to add to.
         device: where the worker computes.
         ranks_on_node: ranks that share the machine's cores.
+        run_dir: the run directory.
     """
     # Slurm has divided the cores already; elsewhere the ranks share the cores that the process may use.
     cores = int(base.get("SLURM_CPUS_PER_TASK") or max(1, available_cores() // ranks_on_node))
     defaults = {"OMP_NUM_THREADS": str(cores), "PYTHONUNBUFFERED": "1"}
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
         defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
+    if device == "cuda":
+        defaults |= {name: value for name, value in cuda_defaults(run_dir).items() if _OLD_NAMES.get(name) not in base}
     return defaults | dict(base)
+
+
+def cuda_defaults(run_dir: Path) -> dict[str, str]:
+    """Return the variables of a worker on CUDA, read by torch 2.11 and newer."""
+    return {
+        # less fragmentation: freed memory is remapped instead of kept in blocks of one size
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # what every rank sent and waited for, in a file, when a collective times out
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "20000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(flight_recorder(RunDirectory(run_dir)) / "rank-"),
+        # a warning against what ``Mesh.transfers`` avoids
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+        # kept from run to run, unlike torch's default in /tmp, and apart for each machine, as homes are often shared
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_directory(None) / "inductor" / socket.gethostname()),
+    }
+
+
+_OLD_NAMES = {
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Names that torch still reads, but only if the new one is unset."""
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
@@ -185,6 +215,8 @@ class _Rank:
     def run(self, environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit:
         """Run the worker to its end and record how it ended."""
         job = self.job
+        if self.supervisor.device == "cuda":
+            flight_recorder(self.run_directory).mkdir(exist_ok=True)  # torch does not make it
         with log_path(self.run_directory, self.rank).open("ab", buffering=0) as log:
             start = f", start {self.restart + 1}" if self.restart else ""
             log.write(f"{LOG_HEADER}{self.job_id}{start}, rank {self.rank}, {now()} ===\n".encode())
@@ -217,6 +249,7 @@ class _Rank:
             num_ranks=self.num_ranks,
             ended_at=time.time(),
             silent_seconds=silent_seconds,
+            host=own_host(),
         )
         write_json(exit_path(self.run_directory, job, self.restart, self.rank), rank_exit)
         return rank_exit

@@ -24,10 +24,20 @@ import torch.distributed as dist
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
+from llama_core.launch.attempts import own_host, own_job
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.checks import check_own_device, check_ranks_agree, limit_own_memory
 from llama_core.launch.rank.loader import loader_trainer, unpickled
-from llama_core.launch.verdict import LESS_MEMORY, LOST_PEERS_EXIT, MORE_DISK, RESUME, STOPPED_EXIT, read_log
+from llama_core.launch.verdict import (
+    LESS_MEMORY,
+    LOST_PEERS_EXIT,
+    MORE_DISK,
+    RESUME,
+    STOPPED_EXIT,
+    Evidence,
+    find_evidence,
+    read_log,
+)
 from llama_core.machine.detect import device_label
 from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
 from llama_core.planning.plan import ParallelPlan
@@ -114,7 +124,8 @@ def run_to_end(
             raise LostPeersError(f"lost the other ranks: {_first_line(error)}") from error
         logger.error("the run ended: %s", error, exc_info=not expected)
         own = status in {"oom", "crashed"} and not expected
-        reason = _of_rank(_first_line(error) if expected else _named(run, error))
+        proof = _evidence(run, error)
+        reason = _of_rank(proof.line if proof else _first_line(error) if expected else _named(run, error))
         return _ended(run, status, reason=reason, next_action=next_action, everywhere=not own)
     return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
 
@@ -217,7 +228,17 @@ def _classify(run: RunDirectory, error: Exception) -> tuple[OutcomeStatus, str]:
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
             return status, next_action
+    if proof := _evidence(run, error):
+        return proof.status, proof.next_action
     return "crashed", read_log(run, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _evidence(run: RunDirectory, error: Exception) -> Evidence | None:
+    """Return what an error of CUDA or NCCL proves; their messages have several lines, and the first may say little."""
+    if not isinstance(error, RuntimeError) or isinstance(error, TrainingInfraError):
+        return None
+    job = own_job(run)
+    return find_evidence(str(error), host=own_host(), on_slurm=job is not None and job.launcher == "slurm")
 
 
 def _first_line(error: Exception) -> str:
