@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from llama_core.errors import ConfigError
-from llama_core.units import GB, GIB, TFLOP
+from llama_core.units import GB, GIB, MIB, TFLOP
 
 CONTEXT_BYTES = GIB
 """Memory a CUDA context, cuBLAS and cuDNN take before the first tensor; NCCL comes on top."""
@@ -51,6 +51,8 @@ class DeviceSpec:
     """Devices that ``link_bandwidth`` connects."""
     network_bandwidth: float = INTER_NODE_BANDWIDTH
     """Bytes per second per device to other nodes, each way."""
+    workspace_bytes: int = 32 * MIB
+    """Workspace that torch gives to a cuBLAS handle on a stream. Source: torch, ``CublasHandlePool.cpp``."""
 
     @property
     def usable_bytes(self) -> int:
@@ -72,6 +74,7 @@ def _device(
     shares: tuple[float, float],
     *reported: str,
     in_node: int = GPUS_PER_NODE,
+    workspace_mib: float = 32,
 ) -> DeviceSpec:
     return DeviceSpec(
         name,
@@ -85,6 +88,7 @@ def _device(
         matmul_share=shares[0],
         attention_share=shares[1],
         gpus_per_node=in_node,
+        workspace_bytes=round(workspace_mib * MIB),
     )
 
 
@@ -92,9 +96,9 @@ def _device(
 _DEVICES = (
     #       name          label                bf16, fp32     GB, TB/s     link products, attention  driver's names
     _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB",
-            "A100-PCIE-40GB"),
-    _device("a100",       "A100 SXM 80 GB",   ( 312,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB", "A100 80GB PCIe",
-            "A100"),
+            "A100-PCIE-40GB", workspace_mib=8.125),
+    _device("a100",       "A100 SXM 80 GB",   ( 312,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB",
+            "A100 80GB PCIe", "A100", workspace_mib=8.125),
     _device("h100",       "H100 SXM 80 GB",   ( 989,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
     # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
     _device("h100_96gb",  "H100 SXM 96 GB",   ( 989,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
@@ -105,8 +109,10 @@ _DEVICES = (
     _device("mi300x",     "MI300X 192 GB",    (1307, 163.4), (192, 5.3),  448,  (0.51, 0.31), "MI300X"),
     _device("mi325x",     "MI325X 256 GB",    (1307, 163.4), (256, 6.0),  448,  (0.60, 0.31), "MI325X"),
     _device("mi355x",     "MI355X 288 GB",    (2500, 157.3), (288, 8.0),  535,  (0.63, 0.31), "MI355X"),
-    _device("l40s",       "L40S 48 GB",       ( 362,  91.6), ( 48, 0.86),   0,  (0.70, 0.58), "L40S"),
-    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  82.6), ( 24, 1.0),    0,  (1.00, 0.58), "RTX 4090"),
+    _device("l40s",       "L40S 48 GB",       ( 362,  91.6), ( 48, 0.86),   0,  (0.70, 0.58), "L40S",
+            workspace_mib=8.125),
+    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  82.6), ( 24, 1.0),    0,  (1.00, 0.58), "RTX 4090",
+            workspace_mib=8.125),
 )
 # fmt: on
 _REGISTRY = {device.name: device for device in _DEVICES}

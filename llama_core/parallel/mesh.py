@@ -96,14 +96,8 @@ def _along(ranks: Tensor, dim: int) -> list[list[int]]:
 
 def _transfer_groups(plan: ParallelPlan, device_type: str) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Make a group for each direction between two ranks of a pipeline; return those of this rank, as in ``Mesh``."""
-    layout, ranks = plan.layout, torch.arange(plan.world_size).view(plan.pp, -1)
-    borders = {
-        (layout.rank_of(stage, microbatch), layout.rank_of(stage + 1, microbatch))
-        for stage in range(layout.num_stages - 1)
-        for microbatch in range(layout.num_microbatches)
-    }
-    groups = {}
-    for route in sorted({route for a, b in borders if a != b for route in ((a, b), (b, a))}):
+    ranks, groups = torch.arange(plan.world_size).view(plan.pp, -1), {}
+    for route in plan.layout.routes:
         group = split_ranks(ranks[sorted(route)].T.tolist())
         if group is None:
             continue

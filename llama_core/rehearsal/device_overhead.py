@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llama_core.config.hardware import CONTEXT_BYTES
+from llama_core.config.hardware import CONTEXT_BYTES, DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.planning.memory.peaks import MemoryProfile
 from llama_core.planning.plan import ParallelPlan, document_attention
@@ -15,6 +15,8 @@ RESERVED_OVER_HELD = 1.04
 """Ratio of the bytes a caching allocator reserves to those of tensors, fitted to published figures: docs/memory.md."""
 NCCL_CHANNELS, NCCL_BUFFER_BYTES = 32, 4 * MIB
 """Most channels of a communicator, and a channel's buffer for each neighbour (NCCL's guide, ``NCCL_BUFFSIZE``)."""
+MULTIPLYING_THREADS = 2
+"""Threads with a cuBLAS handle: the forward's, and autograd's for the backward; both use one stream."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,15 @@ def device_overhead(
     parts = (
         OverheadPart("context", CONTEXT_BYTES, "CUDA's context, cuBLAS and cuDNN: config.hardware.CONTEXT_BYTES"),
         OverheadPart(
+            "cublas",
+            MULTIPLYING_THREADS * gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE).workspace_bytes,
+            "workspaces of the handles that forward and backward multiply with: config.hardware.DeviceSpec",
+        ),
+        OverheadPart(
             "nccl",
-            _num_communicators(plan) * NCCL_CHANNELS * NCCL_BUFFER_BYTES * 2,
-            f"at most {NCCL_CHANNELS} channels with {format_bytes(NCCL_BUFFER_BYTES)} for each of two neighbours, per "
-            "group of ranks: NCCL's guide, NCCL_BUFFSIZE",
+            num_connections(plan, pp_rank) * NCCL_CHANNELS * NCCL_BUFFER_BYTES,
+            f"at most {NCCL_CHANNELS} channels with {format_bytes(NCCL_BUFFER_BYTES)} for each of two neighbours per "
+            "group of ranks, or one per direction of a pipeline: NCCL's guide, NCCL_BUFFSIZE",
         ),
         OverheadPart(
             "streams", streams, "each stream has its own memory pool: the sum of the pools' peaks minus the joint peak"
@@ -85,12 +92,24 @@ def device_overhead(
     return DeviceOverhead(tuple(part for part in parts if part.num_bytes))
 
 
-def _num_communicators(plan: ParallelPlan) -> int:
-    """Return the number of groups with several ranks that a rank belongs to, including the group of all ranks."""
+def num_connections(plan: ParallelPlan, pp_rank: int) -> int:
+    """Return the neighbours that a rank is connected to, summed over the communicators that it uses.
+
+    These are two for the group of all ranks and for each smaller group that sums, gathers or passes blocks around, and
+    one for each direction in which it sends or receives along the pipeline: see ``parallel.mesh``. NCCL connects groups
+    of a mesh that are never used to nobody.
+    """
     shard, replicate = (plan.dp_shard * plan.cp, plan.dp_replicate) if plan.zero_stage else (1, plan.dp * plan.cp)
-    holders = plan.layout.num_replicas
-    sizes = (plan.world_size, plan.tp, plan.pp, plan.cp, shard, replicate, holders)
-    return sum(size > 1 for size in sizes)
+    sizes = [plan.tp, shard, replicate]
+    if plan.ep > 1:
+        experts_shard = plan.dp_shard // plan.fewer_expert_shards
+        experts_replicate = plan.dp // plan.ep // experts_shard
+        of_experts = (experts_shard * plan.cp, experts_replicate)
+        sizes += [plan.ep, *(of_experts if plan.zero_stage else (1, experts_replicate * plan.cp))]
+    world = plan.world_size
+    own = [plan.cp, plan.layout.num_replicas]  # never the group of all ranks, even if as large
+    groups = (world > 1) + sum(1 < size < world for size in sizes) + sum(size > 1 for size in own)
+    return 2 * groups + sum(pp_rank in route for route in plan.layout.routes)
 
 
 def _streams_bytes(profile: MemoryProfile) -> int:

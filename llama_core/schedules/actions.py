@@ -118,6 +118,15 @@ class Schedule:
         """Return the rank that runs ``microbatch`` on ``stage``."""
         return self._ranks[stage, microbatch]
 
+    @property
+    def routes(self) -> tuple[tuple[int, int], ...]:
+        """The directions in which ranks send to each other, as pairs of source and target, sorted."""
+        pairs = product(range(self.num_stages - 1), range(self.num_microbatches))
+        borders = {
+            (self.rank_of(stage, microbatch), self.rank_of(stage + 1, microbatch)) for stage, microbatch in pairs
+        }
+        return tuple(sorted({route for a, b in borders if a != b for route in ((a, b), (b, a))}))
+
     @cached_property
     def _ranks(self) -> Mapping[tuple[int, int], int]:
         return {

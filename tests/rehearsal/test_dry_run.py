@@ -23,6 +23,7 @@ from llama_core.planning.time.step_time import flops_per_token, hardware_flops_p
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.rehearsal.trace import trace_steps
 from llama_core.training.engine import COMPUTE_DTYPES
+from llama_core.units import MIB
 
 TIED = ModelSpec("tied", "llama3", 64, 4, 4, 2, 16, 192, 512, 1e4, 1e-5, 4096, 256, tied_embeddings=True)
 UNTIED = ModelSpec("untied", "llama3", 128, 6, 8, 8, 16, 344, 2048, 1e4, 1e-5, 4096, 512)
@@ -356,7 +357,8 @@ def test_the_overhead_of_cuda_is_listed_apart_and_not_counted():
     assert on_cpu.device_overhead is None
     assert on_cuda.profile == on_cpu.profile
     parts = {part.name: part.num_bytes for part in on_cuda.device_overhead.parts}
-    assert set(parts) == {"context", "nccl", "streams", "fragmentation", "repeated key/value heads"}
+    assert set(parts) == {"context", "cublas", "nccl", "streams", "fragmentation", "repeated key/value heads"}
+    assert parts["cublas"] == 2 * 32 * MIB  # of an H100
     # fp32 keys and values of 4 more heads of 64 elements, in all layers
     assert parts["repeated key/value heads"] == 2 * 4 * 4 * 64 * MEDIUM.default_seq_len * MEDIUM.num_layers
 
