@@ -35,6 +35,7 @@ FLAGS = (
     Flag("--lora-alpha", "lora.lora_alpha", "128"),
     Flag("--data", "data.source", "texts.jsonl", is_common=True),
     Flag("--validation-data", "data.validation", "held-out.jsonl"),
+    Flag("--num-workers", "data.num_workers", "4"),
     Flag("--tokenizer", "data.tokenizer", "~/my-tokenizer", is_common=True),
     Flag("--init-from", "training.init_from", "~/Llama-3.2-1B", is_common=True),
     Flag("--steps", "training.steps", "1000", is_common=True),

@@ -37,6 +37,8 @@ from llama_core.records.measurements import StepRecord, TrainingSummary
 if TYPE_CHECKING:
     from llama_core.launch.rank.loader import Loaders
 
+logger = logging.getLogger(__name__)
+
 
 def run_loader_chain(
     config: RunConfig, train: Any, validation: Any, steps: Steps, run_dir: Path | None = None, *, resume: bool = False
@@ -124,10 +126,16 @@ def prepare_loader_run(
     num_steps = config.training.steps
     if num_steps is None:
         num_steps = max(1, round(config.training.epochs * _length(train)))
+    if config.data.num_workers:
+        logger.warning(
+            "data.num_workers=%d has no effect on your own dataloader; give it workers of its own",
+            config.data.num_workers,
+        )
     sizes = {"batch_size": num_sequences, "seq_len": seq_len, "steps": num_steps}
-    return prepare_run(
-        with_keys(config, training=sizes, data={"source": DATALOADER, "document_mask": False}), run_dir, resume=resume
-    )
+    # Read in the training thread: the loader may draw from the process's random state or belong to one thread, and
+    # rank 0 sends batches to the others with collectives, which must not cross those of a step.
+    data = {"source": DATALOADER, "document_mask": False, "num_workers": 0}
+    return prepare_run(with_keys(config, training=sizes, data=data), run_dir, resume=resume)
 
 
 def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:

@@ -12,6 +12,7 @@ ALSO_CALLED = {
     "data.source": ("data", "dataset", "dataset_path", "data_path", "train_data", "train_file"),
     "data.validation": ("validation_data", "val_data", "eval_data", "eval_dataset", "validation_file"),
     "data.tokenizer": ("tokenizer_path", "tokenizer_name"),
+    "data.num_workers": ("workers", "dataloader_num_workers", "dataloader_workers", "num_data_workers"),
     "training.seq_len": ("sequence_length", "seq_length", "max_seq_len", "max_seq_length", "max_length",
                          "context_length", "block_size"),
     "training.batch_size": ("bs", "global_batch_size", "train_batch_size"),

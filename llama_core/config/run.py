@@ -59,6 +59,8 @@ MOST_LAYERS = 2**8
 """Most layers of a model: twice those of LLaMA 3 405B."""
 MOST_TOKENS = 2**24
 """Most tokens of a sequence."""
+MOST_WORKERS = 2**6
+"""Most threads of a rank that read data."""
 
 AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -129,6 +131,9 @@ class DataConfig(Section):
     """Unusable lines (not JSON or UTF-8, no text, no assistant turn, wrong type) tolerated before stopping."""
     cache_dir: str | None = None
     """Folder for token caches; default: $XDG_CACHE_HOME/llama-training-infra."""
+    num_workers: int | None = Field(None, ge=0, le=MOST_WORKERS)
+    """Threads of each rank that read up to two steps ahead; 0: read when a step needs it. Default: half of the rank's
+    cores, at most 4. Your own dataloader has its own workers."""
 
 
 class TrainingConfig(Section):
@@ -523,7 +528,7 @@ class RunConfig(Section):
             "strategy": self.strategy,
             **{name: getattr(self, name).model_dump() for name in ("lora", "moe") if name in PARTS[self.strategy]},
             **({"trainable": self.trainable} if self.trainable else {}),
-            "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines"}),
+            "data": self.data.model_dump(exclude={"cache_dir", "max_bad_lines", "num_workers"}),
             "training": self.training.model_dump(exclude=set(_CADENCE))
             | {"batch_size": self.batch_size, "seq_len": self.seq_len},
         }

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,18 +44,28 @@ class BatchStream:
         seed: draws the order.
         rank: this rank among those that divide the batch.
         world_size: number of these ranks.
+        num_workers: threads that gather the rows of a batch; with 0 or 1 the calling thread does.
 
     Raises:
         ConfigError: if the batch cannot be divided evenly.
     """
 
-    def __init__(self, dataset: PackedDataset, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        num_workers: int = 0,
+    ) -> None:
         if batch_size % world_size:
             raise ConfigError(
                 f"training.batch_size={batch_size} cannot be divided over {world_size} data-parallel ranks; "
                 f"use {-(-batch_size // world_size) * world_size}"
             )
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.dataset, self.batch_size, self.seed, self.num_workers = dataset, batch_size, seed, num_workers
         self.rows_consumed = 0
         """Rows of the global batches so far."""
         share = batch_size // world_size
@@ -66,7 +77,7 @@ class BatchStream:
         """Return this rank's part of the next global batch, on the CPU."""
         rows = [self._row_at(self.rows_consumed + place) for place in self._share]
         self.rows_consumed += self.batch_size
-        return _batch(self.dataset, rows)
+        return _batch(self.dataset, rows, self.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream, the same on every rank."""
@@ -113,10 +124,15 @@ def validation_batches(
         yield batch
 
 
-def _batch(dataset: PackedDataset, rows: list[int]) -> Batch:
+def _batch(dataset: PackedDataset, rows: list[int], num_workers: int = 0) -> Batch:
     import torch
 
-    columns = zip(*(dataset.row(row) for row in rows), strict=True)
+    if num_workers > 1:  # a row may have to come from the disk; starting threads takes far less time
+        with ThreadPoolExecutor(num_workers, "rows") as pool:
+            gathered = list(pool.map(dataset.row, rows))
+    else:
+        gathered = [dataset.row(row) for row in rows]
+    columns = zip(*gathered, strict=True)
     tokens_BS, targets_BS, positions_BS = (torch.from_numpy(np.stack(column)) for column in columns)
     return Batch(tokens_BS, targets_BS, positions_BS if dataset.document_mask else None)
 

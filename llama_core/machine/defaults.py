@@ -7,6 +7,9 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.detect import Machine
 
+MOST_READING_THREADS = 4
+"""Most threads that read data in a rank by default: a few hide the latency of a disk, and the cores have other work."""
+
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -30,6 +33,8 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
         overrides["training.precision"] = ("bf16", f"native on {device}") if native else ("fp32", "no native bf16 here")
     if config.launch.gpu_type is None and device == "cuda":
         overrides["launch.gpu_type"] = _gpu_type(machine)
+    if config.data.num_workers is None:
+        overrides["data.num_workers"] = _num_workers(config, machine)
     changed = {key: value for key, value in overrides.items() if value[1]}
     return ResolvedConfig(
         config.with_overrides(*(f"{key}={value}" for key, (value, _) in changed.items())),
@@ -64,6 +69,17 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
             f"gpus={gpus}: this machine has {len(machine.gpus)}; use --gpus {len(machine.gpus)}, or --launcher slurm"
         )
     return "cuda", "" if device == "cuda" else f"this machine has {machine.gpus[0]}"
+
+
+def _num_workers(config: RunConfig, machine: Machine) -> tuple[str, str]:
+    here = machine.cores // config.parallel.gpus
+    cores = here if config.launch.is_here else config.launch.slurm.cpus_per_rank
+    return str(reading_threads(cores)), f"{cores} core{'' if cores == 1 else 's'} per rank"
+
+
+def reading_threads(cores: int) -> int:
+    """Return how many threads of a rank with ``cores`` cores read data ahead: with a core or less to itself, none."""
+    return min(MOST_READING_THREADS, cores // 2)
 
 
 def _gpu_type(machine: Machine) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Batches of tokens. Importing this module needs no torch, so that data can be inspected without it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,15 +59,30 @@ class Batch:
         starts = range(0, len(self.tokens_BS), microbatch_size)
         return [self._rows(slice(start, start + microbatch_size)) for start in starts]
 
-    def to(self, device: "torch.device | str") -> "Batch":
-        """Return the batch on ``device``."""
-        positions_BS = None if self.positions_BS is None else self.positions_BS.to(device)
-        documents = self.documents and self.documents._replace(starts=self.documents.starts.to(device))
-        return Batch(self.tokens_BS.to(device), self.targets_BS.to(device), positions_BS, documents)
+    def to(self, device: "torch.device | str", *, non_blocking: bool = False) -> "Batch":
+        """Return the batch on ``device``.
+
+        Args:
+            device: where the tensors go.
+            non_blocking: from pinned memory, only start the copies, on the current stream.
+        """
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pinned(self) -> "Batch":
+        """Return the batch in pinned host memory, from which a GPU copies while the process goes on.
+
+        Tensors that are not in host memory stay where they are.
+        """
+        return self._each(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
 
     def with_documents(self) -> "Batch":
         """Return the batch with documents found from its positions; cheapest while the batch is in host memory."""
         return self if self.positions_BS is None else replace(self, documents=Documents.of_positions(self.positions_BS))
+
+    def _each(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
+        positions_BS = None if self.positions_BS is None else function(self.positions_BS)
+        documents = self.documents and self.documents._replace(starts=function(self.documents.starts))
+        return Batch(function(self.tokens_BS), function(self.targets_BS), positions_BS, documents)
 
     def _rows(self, rows: slice) -> "Batch":
         positions_BS = None if self.positions_BS is None else self.positions_BS[rows]

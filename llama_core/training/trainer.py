@@ -6,10 +6,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch import Tensor
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
+from llama_core.data.supply import BatchSource, Supply
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics, routing_totals
@@ -48,19 +48,6 @@ logger = logging.getLogger(__name__)
 
 RUN_AHEAD_SECONDS = 2.0
 """Steps that take longer gain nothing from a device that runs ahead, but a request to stop would wait for them."""
-
-
-class BatchSource(Protocol):
-    """An endless stream of batches whose position can be saved and restored."""
-
-    def next_batch(self) -> Batch:
-        """Return the next batch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position, as JSON."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position that ``state_dict`` returned."""
 
 
 class Trainer:
@@ -96,7 +83,7 @@ class Trainer:
         on_step: Callable[[StepRecord], None] = print_record,
     ) -> None:
         self.run, self.config, self.plan = run, config, plan
-        self.batches, self.validation = batches, validation
+        self.validation = validation
         self.total_steps, self.entropies = total_steps, entropies
         self.should_stop, self.on_step = should_stop, on_step
         self.device = this_device(config.launch.device)
@@ -105,6 +92,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self._drops_out = config.spec.lora is not None and config.spec.lora.lora_dropout > 0
         self._takes_documents = document_attention(config, plan) == "varlen"
+        self.batches = Supply(batches, self._microbatches, self.device, reads_ahead=bool(config.data.num_workers))
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self._tell("building the model")
@@ -173,6 +161,7 @@ class Trainer:
                 stop = self._finish_steps(under_way, sinks)
                 self._checkpoint_if_due(sinks, stop=stop)
         finally:  # however the run ends, complete the checkpoint that is being written
+            self.batches.stop()
             self._tell("writing a checkpoint")
             try:
                 self.checkpointer.finish()
@@ -205,16 +194,19 @@ class Trainer:
         """
         timing = self.config.benchmark
         self._tell("timing steps")
-        record = time_steps(
-            self._time_step,
-            between=self._stop_if_asked,
-            warmup_steps=timing.warmup_steps,
-            num_steps=timing.steps,
-            tokens_per_step=self.config.batch_size * self.config.seq_len,
-            device=self.device,
-            device_label=device_label,
-            mfu=self._mfu,
-        )
+        try:
+            record = time_steps(
+                self._time_step,
+                between=self._stop_if_asked,
+                warmup_steps=timing.warmup_steps,
+                num_steps=timing.steps,
+                tokens_per_step=self.config.batch_size * self.config.seq_len,
+                device=self.device,
+                device_label=device_label,
+                mfu=self._mfu,
+            )
+        finally:
+            self.batches.stop()
         peak, reserved = most_over_ranks(record.memory_peak_bytes, record.memory_reserved_bytes)
         return replace(record, memory_peak_bytes=peak, memory_reserved_bytes=reserved)
 
@@ -224,18 +216,18 @@ class Trainer:
             raise StoppedError(f"stopped after step {self.step}, before the timed steps were done")
 
     def _time_step(self) -> None:
-        self._optimize(self.batches.next_batch(), on_phase=lambda phase: None)
+        self._optimize(self.batches.next_step(), on_phase=lambda phase: None)
         if is_first_rank() and self.run.heartbeat.exists():
             self.run.heartbeat.touch()  # no step is recorded, but the run is alive
 
     def _begin_step(self) -> "_StepUnderWay":
         """Give the device all work of the next step, without waiting for it."""
         clock = StepClock(self.device)
-        batch = self.batches.next_batch()
+        microbatches = self.batches.next_step()
         scale = self.loss_scale.value
-        result = self._optimize(batch, on_phase=clock.enter)
+        result = self._optimize(microbatches, on_phase=clock.enter)
         self.step += 1
-        num_tokens = batch.tokens_BS.numel() * self.plan.dp
+        num_tokens = sum(microbatch.tokens_BS.numel() for microbatch in microbatches) * self.plan.dp
         self.tokens += num_tokens
         own = (self.meter.allocated(), self.meter.peak(), self.should_stop(), self._step_seconds)
         most = most_over_devices(self.device, *own)
@@ -301,13 +293,13 @@ class Trainer:
         )
         return record, bool(stop)
 
-    def _optimize(self, batch: Batch, on_phase: Callable[[Phase], None]) -> StepResult:
+    def _optimize(self, microbatches: list[Batch], on_phase: Callable[[Phase], None]) -> StepResult:
         training = self.config.training
         if self._drops_out:
             self._seed_dropout()
         return train_step(
             self.engine,
-            self._microbatches(batch),
+            microbatches,
             learning_rate=learning_rate(self.step + 1, training, self.total_steps),
             max_grad_norm=training.max_grad_norm,
             loss_scale=self.loss_scale.value,
@@ -321,18 +313,16 @@ class Trainer:
         torch.manual_seed(int.from_bytes(digest[:8]))
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        """Split a batch into the rows of each forward, on the device."""
+        """Split a batch into the rows of each forward, in host memory."""
         pieces = batch.split(self.plan.rows_per_forward)
-        if self._takes_documents:
-            pieces = [piece.with_documents() for piece in pieces]
-        return [piece.to(self.device) for piece in pieces]
+        return [piece.with_documents() for piece in pieces] if self._takes_documents else pieces
 
     def _evaluate(self) -> tuple[float, int]:
         """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
         self._tell("evaluating")
-        microbatches = [micro for batch in self.validation() for micro in self._microbatches(batch)]
+        microbatches = [micro.to(self.device) for batch in self.validation() for micro in self._microbatches(batch)]
         # only with dropout: switching the mode recompiles compiled code
         self.engine.model.train(not self._drops_out)
         total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)

@@ -10,7 +10,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine import detect
-from llama_core.machine.defaults import ResolvedConfig, resolve_machine_defaults
+from llama_core.machine.defaults import ResolvedConfig, reading_threads, resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
     available_cores,
@@ -93,7 +93,7 @@ def test_a_slurm_job_uses_gpus_that_its_login_node_lacks():
 
 @pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
 def test_explicit_settings_are_kept_and_not_announced(machine):
-    request = config(launch={"device": "cpu"}, training={"precision": "fp32"})
+    request = config(launch={"device": "cpu"}, training={"precision": "fp32"}, data={"num_workers": 3})
     assert resolve_machine_defaults(request, machine) == ResolvedConfig(request, ())
 
 
@@ -108,7 +108,21 @@ def test_every_choice_is_announced_with_its_reason():
         "launch.device=cuda (this machine has NVIDIA H200)",
         "training.precision=bf16 (native on cuda)",
         "launch.gpu_type=h200 (the device here)",
+        "data.num_workers=4 (8 cores per rank)",
     )
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)])
+def test_half_of_a_ranks_cores_read_data_ahead_and_four_at_most(cores, threads):
+    assert reading_threads(cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("launch", "num_workers"), [({}, 2), ({"launcher": "slurm", "slurm": {"cpus_per_rank": 2}}, 1)]
+)
+def test_the_cores_of_a_rank_are_its_share_of_the_machine_or_those_that_slurm_gives_it(launch, num_workers):
+    request = config(launch=launch, parallel={"gpus": 2})
+    assert resolved(request, GPU_MACHINE).data.num_workers == num_workers
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import math
 import shutil
+from threading import enumerate as threads
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def batch(seed, rows=BATCH_SIZE, packed=True):
     return Batch(tokens_BS[:, :-1], targets_BS, positions_BS)
 
 
-def config(strategy="standard", lora=None, moe=None, **training):
+def config(strategy="standard", lora=None, moe=None, num_workers=None, **training):
     settings = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "precision": "fp32", "checkpoint_every": 5} | training
     return RunConfig.from_mapping(
         {
@@ -61,6 +62,7 @@ def config(strategy="standard", lora=None, moe=None, **training):
             "strategy": strategy,
             "lora": lora or {},
             "moe": moe or {},
+            "data": {"num_workers": num_workers},
             "training": settings,
             "launch": {"device": "cpu"},
             "tracking": {"tensorboard": False},
@@ -127,11 +129,14 @@ def test_training_lowers_the_loss_of_a_repeated_batch(run):
     assert losses(run)[-1] < 0.5 * losses(run)[0]
 
 
-@pytest.mark.parametrize("trained", [{}, {"strategy": "lora", "lora": {"lora_dropout": 0.2}}])
+@pytest.mark.parametrize(
+    "trained", [{}, {"num_workers": 2}, {"strategy": "lora", "lora": {"lora_dropout": 0.2}, "num_workers": 1}]
+)
 def test_a_stopped_run_continues_bit_for_bit(run, tmp_path, trained):
+    """Whether or not batches are read ahead; the run that is not stopped never does."""
     whole = RunDirectory(tmp_path / "whole")
     whole.create()
-    undisturbed = trainer(whole, **trained)
+    undisturbed = trainer(whole, **trained | {"num_workers": 0})
     undisturbed.fit()
 
     first = trainer(run, **trained)
@@ -203,7 +208,7 @@ MOE = {"num_experts": 4, "experts_per_token": 2}
 )
 def test_a_step_neither_reads_from_the_device_nor_sends_to_it(run, trained):
     one, next_batch = trainer(run, precision="bf16", **trained), batch(1)
-    one.batches.next_batch = lambda: next_batch
+    one.batches.source.next_batch = lambda: next_batch
     one._begin_step()  # the optimizer makes its state
     with HostTraffic() as traffic:
         one._begin_step()
@@ -384,20 +389,30 @@ def test_timed_steps_are_counted_after_warmup_and_leave_no_trace(run):
     assert trainer(run, steps=2).step == 2
 
 
-def test_a_crashing_run_completes_the_checkpoint_being_written(run):
-    one = trainer(run, checkpoint_every=3)
-
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_crashing_run_completes_the_checkpoint_being_written(run, num_workers):
     class Broken(Counting):
         def next_batch(self):
             if self.taken == 3:
                 raise MemoryError
             return super().next_batch()
 
-    one.batches = Broken()
+    one = trainer(run, batches=Broken(), checkpoint_every=3, num_workers=num_workers)
     one.checkpointer.poll = lambda: None  # as if the disk were slow
     with pytest.raises(MemoryError):
         one.fit()
     assert trainer(run).step == 3
+    assert not [thread for thread in threads() if thread.name.startswith("supply")]
+
+
+def test_timed_steps_continue_the_data_after_training_and_end_its_thread(run):
+    batches = Counting()
+    one = trainer(run, steps=2, batches=batches, num_workers=1)
+    one.fit()
+    one.benchmark("a device")
+    timing = one.config.benchmark
+    assert one.batches.state_dict() == {"taken": 2 + timing.warmup_steps + timing.steps}
+    assert not [thread for thread in threads() if thread.name.startswith("supply")]
 
 
 def test_the_held_out_loss_of_no_tokens_is_not_a_number(run):

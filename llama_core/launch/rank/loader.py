@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llama_core.config.run import RunConfig
 from llama_core.data.loaders import LoaderBatches, as_batch, made
+from llama_core.data.supply import BatchSource
 from llama_core.errors import DataError, TrainingInfraError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.ranks import from_first_rank, is_first_rank
@@ -25,7 +26,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.measurements import StepRecord
 from llama_core.training.metrics import print_record
-from llama_core.training.trainer import BatchSource, Trainer
+from llama_core.training.trainer import Trainer
 
 T = TypeVar("T")
 

@@ -176,7 +176,9 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
         run,
         config,
         plan,
-        batches=BatchStream(datasets.train, batch_size=config.batch_size, seed=training.seed, **share),
+        batches=BatchStream(
+            datasets.train, config.batch_size, training.seed, num_workers=config.data.num_workers or 0, **share
+        ),
         validation=validation,
         total_steps=training.steps or max(1, round(training.epochs * len(datasets.train) / config.batch_size)),
         entropies=datasets.statistics.entropies,
