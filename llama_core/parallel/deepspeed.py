@@ -251,6 +251,9 @@ class DeepSpeedModel:
         written.set_result(None)
         return written
 
+    def end_saving(self) -> None:
+        """Do nothing: ``save`` keeps nothing."""
+
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote to ``folder``, even if the folder has moved; all ranks call it together.
 

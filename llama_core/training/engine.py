@@ -26,6 +26,7 @@ from llama_core.parallel.ranks import PATIENCE
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.optimizer import build_optimizer
+from llama_core.training.saving import BackgroundSaver
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CLIP_EPSILON = 1e-6  # the value in torch's clip_grad_norm_, so that norms near the limit are clipped the same
@@ -68,6 +69,9 @@ class Engine(Protocol):
 
     def save(self, folder: Path) -> "Future[Any]":
         """Start writing the current weights and moments of all ranks to ``folder``."""
+
+    def end_saving(self) -> None:
+        """Give up the memory that saving keeps from one time to the next."""
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote.
@@ -129,6 +133,7 @@ class NativeEngine:
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
         self.parallel, self.optimizer = parallel, optimizer
         self.model = parallel.model
+        self._saver = BackgroundSaver(parallel.device)
         self.initialize_weights = parallel.initialize_weights
         self.forward_backward = parallel.forward_backward
         self.evaluate = parallel.evaluate
@@ -167,12 +172,11 @@ class NativeEngine:
         Raises:
             OSError: if the folder cannot be written to; the future raises later errors.
         """
-        written = dcp.async_save(
-            self._state(), checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None
-        )
-        if not isinstance(written, Future):
-            raise TypeError(f"async_save returned {type(written).__name__}")
-        return written
+        return self._saver.save(self._state(), folder, self._writers)
+
+    def end_saving(self) -> None:
+        """Give up the memory that saving keeps from one time to the next."""
+        self._saver.close()
 
     def load(self, folder: Path) -> None:
         """Restore weights and moments written by any number of ranks under any plan.

@@ -166,6 +166,7 @@ class Trainer:
             try:
                 self.checkpointer.finish()
             finally:
+                self.engine.end_saving()
                 if sinks is not None:
                     sinks.close()
         if self._last_eval is None and self.validation is not None:  # resumed after the last step

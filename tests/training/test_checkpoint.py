@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from parity import native_engine
 
 from llama_core.config.models import ModelSpec
@@ -17,8 +18,9 @@ from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
-from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.checkpoint import Checkpointer, lacks_room
 from llama_core.training.engine import train_step
+from llama_core.training.saving import BackgroundSaver
 
 SPEC = ModelSpec("test", "llama3", 16, 2, 2, 1, 8, 32, 32, 1e4, 1e-5, 128, 32)
 TEST_PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -147,6 +149,60 @@ def test_a_half_written_checkpoint_is_removed(run):
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / ".step-00000002.writing")
     assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
     assert names(run) == ["latest", "step-00000001"]
+
+
+def saver(num_files):
+    return BackgroundSaver(torch.device("cpu"), num_files)
+
+
+def test_several_files_of_a_rank_are_one_checkpoint(tmp_path):
+    state = {f"weight {n}": torch.full((4,), n) for n in range(8)}
+    saver(4).save(state, tmp_path, None).result()
+    assert len(list(tmp_path.glob("*.distcp"))) == 4
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert_equal(loaded, state)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__0_3.distcp"])
+def test_a_file_that_cannot_be_written_fails_the_checkpoint_whichever_thread_writes_it(tmp_path, file):
+    (tmp_path / file).mkdir()
+    written = saver(4).save({f"weight {n}": torch.zeros(4) for n in range(8)}, tmp_path, None)
+    with pytest.raises(dcp.CheckpointException, match="Is a directory"):
+        written.result()
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("num_files", [1, 4])
+def test_a_full_disk_is_known_whichever_thread_meets_it(disk_of, num_files):
+    written = saver(num_files).save({f"weight {n}": torch.zeros(2**16) for n in range(8)}, disk_of("1m"), None)
+    assert lacks_room(written.exception())
+
+
+def test_ranks_agree_on_who_writes_what_only_once(tmp_path, caplog):
+    one, state = saver(1), {"weight": torch.zeros(4), "step": 7}
+    with caplog.at_level(logging.INFO, "torch.distributed.checkpoint"):
+        for step, times in ((1, 0), (2, 1), (3, 2)):
+            one.save({"weight": torch.full((4,), float(step)), "step": step}, tmp_path / str(step), None).result()
+            assert caplog.text.count("No change in the local plan") == times
+    saver(1).save({"other": torch.zeros(8)}, tmp_path / "other", None).result()
+    one.save({"weight": torch.full((4,), 4.0), "step": 4}, tmp_path / "4", None).result()
+    dcp.load(state, checkpoint_id=tmp_path / "4", no_dist=True)
+    assert_equal(state, {"weight": torch.full((4,), 4.0), "step": 4})
+
+
+def test_a_second_save_waits_for_the_first_because_both_use_the_same_memory(tmp_path):
+    weights, one = torch.zeros(2**20), saver(1)
+    for step in (1, 2):
+        (tmp_path / str(step)).mkdir()
+        one.save({"weights": weights.fill_(step)}, tmp_path / str(step), None)
+    one.close()
+    one.save({"weights": weights}, tmp_path, None).result()
+    for step in (1, 2):
+        loaded = {"weights": torch.zeros_like(weights)}
+        dcp.load(loaded, checkpoint_id=tmp_path / str(step), no_dist=True)
+        assert_equal(loaded["weights"], torch.full_like(weights, step))
 
 
 @pytest.mark.root

@@ -5,6 +5,7 @@ from threading import enumerate as threads
 import pytest
 import torch
 from parity import native_engine
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.config.run import RunConfig
@@ -13,6 +14,7 @@ from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
+from llama_core.training import saving
 from llama_core.training.engine import train_step
 from llama_core.training.trainer import Trainer
 
@@ -413,6 +415,33 @@ def test_timed_steps_continue_the_data_after_training_and_end_its_thread(run):
     timing = one.config.benchmark
     assert one.batches.state_dict() == {"taken": 2 + timing.warmup_steps + timing.steps}
     assert not [thread for thread in threads() if thread.name.startswith("supply")]
+
+
+def test_the_memory_of_checkpoints_is_kept_between_them_and_given_up_at_the_end(run, monkeypatch):
+    stagers = []
+
+    class Stager(DefaultStager):
+        def __init__(self, options):
+            super().__init__(options)
+            stagers.append(self)
+            self.places, self.is_closed = [], False
+
+        def stage(self, state):
+            staged = super().stage(state)
+            self.places.append({name: value.data_ptr() for name, value in staged["model"].items()})
+            return staged
+
+        def close(self):
+            super().close()
+            self.is_closed = True
+
+    monkeypatch.setattr(saving, "DefaultStager", Stager)
+    one = trainer(run, steps=3, checkpoint_every=1)
+    one.fit()
+    (stager,) = stagers
+    assert len(stager.places) == 3
+    assert stager.places[0] == stager.places[1] == stager.places[2]
+    assert stager.is_closed
 
 
 def test_the_held_out_loss_of_no_tokens_is_not_a_number(run):

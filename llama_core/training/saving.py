@@ -1,0 +1,127 @@
+"""Saving in the background: a state is copied into memory that stays for the next one, and threads write the copy."""
+
+import os
+from collections.abc import Generator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+
+FILES_PER_RANK = 4
+"""Files that a rank on a GPU writes at once: one stream does not reach the bandwidth of a shared file system. The ranks
+on a CPU write one, because their cores train meanwhile."""
+
+_savers = count()
+
+
+class BackgroundSaver:
+    """Saves one state after another while training goes on. All states have tensors of the same names and sizes.
+
+    The copy is as large as this rank's part of a checkpoint. Its memory is made in the first save and kept until
+    ``close``. For a GPU it is pinned: that takes longer than a copy, but makes every copy faster.
+
+    Ranks agree only once on who writes what. With many ranks that takes seconds of Python on rank 0, which its training
+    would wait for.
+
+    Args:
+        device: where the tensors are.
+        num_files: files that this rank writes at once; by default one, or ``FILES_PER_RANK`` from a GPU.
+    """
+
+    def __init__(self, device: torch.device, num_files: int | None = None) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._num_files = num_files or (FILES_PER_RANK if self._on_gpu else 1)
+        # torch keeps the plans of a class by its name; another saver's tensors may be others
+        self._planner = type(f"Planner{next(_savers)}", (DefaultSavePlanner,), {})
+        self._stager: DefaultStager | None = None
+        self._written: Future[Any] | None = None
+
+    def save(self, state: dict[str, Any], folder: Path, writers: dist.ProcessGroup | None) -> "Future[Any]":
+        """Copy ``state`` and start writing the copy to ``folder``; wait first until an earlier one is written.
+
+        Args:
+            state: what to save.
+            folder: where to; it exists.
+            writers: the group of the writing threads of all ranks; None for a single process.
+
+        Raises:
+            OSError: if the folder cannot be written to; the future raises later errors.
+        """
+        if self._written is not None:
+            wait([self._written])
+        if self._stager is None:
+            options = {"use_pinned_memory": self._on_gpu, "use_non_blocking_copy": self._on_gpu}
+            self._stager = DefaultStager(StagingOptions(**options, use_shared_memory=False, use_async_staging=False))
+        written = dcp.async_save(
+            state,
+            checkpoint_id=folder,
+            storage_writer=_Writer(folder, self._num_files),
+            planner=self._planner(enable_plan_caching=True),
+            async_stager=self._stager,
+            process_group=writers,
+            no_dist=writers is None,
+        )
+        if not isinstance(written, Future):
+            raise TypeError(f"async_save returned {type(written).__name__}")
+        self._written = written
+        return written
+
+    def close(self) -> None:
+        """Give up the memory of the copy, which a thread that still writes it keeps; a later save makes it again."""
+        if self._stager is not None:
+            self._stager.close()
+        self._stager = None
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes a rank's tensors to several files at once.
+
+    torch's own would call a checkpoint complete if one of its threads could not write its file: it only prints what a
+    thread raises.
+    """
+
+    def __init__(self, folder: Path, num_files: int) -> None:
+        super().__init__(folder, thread_count=num_files, per_thread_copy_ahead=0)  # the copy is in host memory already
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's files; raise the first error of any thread."""
+        self.fs = disk = _Disk()
+        written = super().write_data(plan, planner)
+        if disk.errors:
+            raise disk.errors[0]
+        self.fs = FileSystem()
+        return written
+
+
+class _Disk(FileSystem):
+    """Files whose errors are kept instead of raised, because a thread raises them to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[Exception] = []
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """Yield an open file."""
+        try:
+            with self._opened(Path(path), mode) as stream:
+                yield stream
+        except Exception as error:
+            self.errors.append(error)
+
+    def _opened(self, path: Path, mode: str) -> IO[Any]:
+        try:
+            return path.open(mode)
+        except OSError as error:
+            self.errors.append(error)
+            return Path(os.devnull).open(mode)
