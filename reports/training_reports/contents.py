@@ -28,6 +28,7 @@ class RunContents:
     """One row for each ``StepRecord``; empty if there are none."""
     config: Record | None
     plan: Record | None
+    choice: Record | None
     environment: Record | None
     estimate: Record | None
     dry_run: Record | None
@@ -68,6 +69,7 @@ class RunContents:
             steps=steps,
             config=config,
             plan=load("plan", "plan", run.plan, read_json),
+            choice=load("choice", "search for a plan", run.choice, read_json),
             environment=load("environment", "check of the environment", run.environment, read_json),
             estimate=load("estimate", "memory estimate", run.estimate, _read_profile),
             dry_run=load("dry_run", "dry run", run.dry_run, _read_profile),

@@ -247,7 +247,12 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             f"{span}: median {steps['tokens_per_second'].median():,.0f} tokens/s.",
             ["All devices together." if benchmark else contents.missing["benchmark"]],
         ),
-        Panel("Where the time of a step goes", figures.step_time(steps), f"{span}. {shares}", [shares]),
+        Panel(
+            "Where the time of a step goes",
+            figures.step_time(steps),
+            f"{span}. {shares}",
+            [shares, *_planned_communication(contents)],
+        ),
         Panel(
             "Learning rate and gradient norm",
             figures.learning_rate_and_gradient_norm(steps),
@@ -300,6 +305,18 @@ def _time_shares(steps: pd.DataFrame) -> str:
     whole = steps["step_seconds"].sum()
     shares = (f"{name} {steps[f'{column}_seconds'].sum() / whole:.1%}" for name, column in parts.items())
     return f"Share of the time of all steps: {', '.join(shares)}."
+
+
+def _planned_communication(contents: RunContents) -> Iterator[str]:
+    """Yield a sentence on the communication of the planned step, if the plan was searched for and there is any."""
+    step = (contents.choice or {}).get("step", {})
+    added = {axis: step.get(f"{axis}_seconds", 0.0) for axis in ("tp", "cp", "ep", "dp", "pp")}
+    if sum(added.values()) > 0:
+        share = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in added.items() if seconds > 0)
+        yield (
+            f"Planned, not measured: communication that computing does not hide takes {sum(added.values()):.3g} s of a "
+            f"step of {step['step_seconds']:.3g} s ({share})."
+        )
 
 
 def _comparison_panel(contents: RunContents) -> Panel:

@@ -46,6 +46,16 @@ def report(run):
     return Page(write_report(run))
 
 
+def test_communication_is_shown_as_planned_where_a_plan_was_searched_for(run):
+    assert "Planned, not measured" not in report(run).text
+    parts = {"tp_seconds": 0.25, "dp_seconds": 0.5, "pp_seconds": 0.0}
+    write_json(run.choice, {"step": {"step_seconds": 3.0, "compute_seconds": 2.25, **parts}})
+    assert (
+        "Planned, not measured: communication that computing does not hide takes 0.75 s of a step of 3 s "
+        "(tp 0.25 s, dp 0.5 s)." in report(run).text
+    )
+
+
 def test_the_report_is_the_only_file_that_is_written(run):
     before = set(run.path.rglob("*"))
     assert write_report(run) == run.report
