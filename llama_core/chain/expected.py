@@ -5,7 +5,6 @@ from functools import cache
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import Precision, RunConfig
-from llama_core.config.slurm import CORES_OF_A_CPU_RANK
 from llama_core.errors import TrainingInfraError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import hardware_flops_per_token, step_time
@@ -73,7 +72,7 @@ def expected_step(run: RunDirectory) -> str:
 def _step(run: RunDirectory) -> str:
     config, plan = load_config(run), load_plan(run)
     if config.launch.device == "cpu":
-        cores = plan.world_size * (config.launch.slurm.cpus_per_rank or CORES_OF_A_CPU_RANK)
+        cores = plan.world_size * config.launch.slurm.cores_of_a_rank("cpu")
         rate = _rate_here(config.training.precision) if config.launch.is_here else cores * CORE_RATE
         flops = _step_flops(config, plan)
         return f"a step of {flops / TFLOP:.3g} TFLOP takes roughly {format_duration(flops / (CPU_SHARE * rate))}"

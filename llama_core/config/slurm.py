@@ -97,3 +97,7 @@ class SlurmConfig(Section):
     """Give up on a job after this many starts."""
     max_parallel_jobs: int = Field(256, ge=1)
     """Maximum number of array elements that run at once."""
+
+    def cores_of_a_rank(self, device: str) -> int:
+        """Return the cores of a rank on ``device``; on CUDA, if none were asked for, a job may get others."""
+        return self.cpus_per_rank or (CORES_OF_A_CUDA_RANK if device == "cuda" else CORES_OF_A_CPU_RANK)

@@ -34,7 +34,7 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
     if config.launch.gpu_type is None and device == "cuda":
         overrides["launch.gpu_type"] = _gpu_type(machine)
     if config.data.num_workers is None:
-        overrides["data.num_workers"] = _num_workers(config, machine)
+        overrides["data.num_workers"] = _num_workers(config, machine, device)
     changed = {key: value for key, value in overrides.items() if value[1]}
     return ResolvedConfig(
         config.with_overrides(*(f"{key}={value}" for key, (value, _) in changed.items())),
@@ -71,9 +71,9 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
     return "cuda", "" if device == "cuda" else f"this machine has {machine.gpus[0]}"
 
 
-def _num_workers(config: RunConfig, machine: Machine) -> tuple[str, str]:
+def _num_workers(config: RunConfig, machine: Machine, device: str) -> tuple[str, str]:
     here = machine.cores // config.parallel.gpus
-    cores = here if config.launch.is_here else config.launch.slurm.cpus_per_rank
+    cores = here if config.launch.is_here else config.launch.slurm.cores_of_a_rank(device)
     return str(reading_threads(cores)), f"{cores} core{'' if cores == 1 else 's'} per rank"
 
 

@@ -1,8 +1,12 @@
 """Activation checkpointing: keep less for the backward pass and recompute it instead."""
 
 import logging
+import os
+import shutil
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from llama_core.config.run import RecomputeMode
+from llama_core.errors import EnvironmentMismatchError
 from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
 from llama_core.parallel.ring import RING_ATTENTION
@@ -58,7 +63,13 @@ def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]
 
 
 def recompute_and_compile(model: Llama, plan: ParallelPlan, device: torch.device) -> None:
-    """Make the blocks of ``model`` recompute and compile as ``plan`` says, each block as one graph."""
+    """Make the blocks of ``model`` recompute and compile as ``plan`` says, each block as one graph.
+
+    Raises:
+        EnvironmentMismatchError: if this machine lacks what it takes to compile for its GPU.
+    """
+    if plan.compile and device.type == "cuda":
+        _check_compilers()
     blocks = model.layers.values()
     # It is best to compile the recomputation into the same graph. But if a tensor-parallel block recomputes attention
     # on the CPU, torch 2.13 saves its random state after the device mesh, and then refuses the mesh.
@@ -70,6 +81,17 @@ def recompute_and_compile(model: Llama, plan: ParallelPlan, device: torch.device
     if plan.compile and not inside:
         for block in blocks:
             block.compile()
+
+
+def _check_compilers() -> None:
+    lacking = [] if find_spec("triton") else ["Triton (pip install triton)"]
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):  # Triton builds its launchers with it
+        lacking.append("a C compiler (gcc)")
+    if lacking:
+        raise EnvironmentMismatchError(
+            f"parallel.compile needs {' and '.join(lacking)} on {socket.gethostname()}; install it, or set "
+            "parallel.compile=false"
+        )
 
 
 def _recomputed(forward: Callable[..., Tensor], mode: RecomputeMode) -> Callable[..., Tensor]:

@@ -14,6 +14,7 @@ from width import cases, wide
 
 from llama_core.config.models import model_spec
 from llama_core.config.strategy import MoE
+from llama_core.errors import EnvironmentMismatchError
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.llama import Llama
 from llama_core.parallel import expert
@@ -123,3 +124,20 @@ def test_compiled_blocks_match_one_uncompiled_process(spec, choices):
     plan = ParallelPlan(**choices, compile=True, num_microbatches=2)
     differences = parity.largest_differences(plan, spec=spec, fault=skip_code_generation)
     assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize(
+    ("packages", "programs", "lacking"),
+    [
+        ((), ("gcc",), "Triton .pip install triton. on "),
+        (("triton",), (), "a C compiler .gcc. on "),
+        ((), (), "Triton .pip install triton. and a C compiler .gcc. on "),
+    ],
+)
+def test_a_gpu_machine_that_cannot_compile_says_what_it_lacks(packages, programs, lacking, monkeypatch):
+    monkeypatch.setattr("llama_core.parallel.recompute.find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in programs else None)
+    monkeypatch.delenv("CC", raising=False)
+    plan = ParallelPlan(compile=True)
+    with torch.device("meta"), pytest.raises(EnvironmentMismatchError, match=f"^parallel.compile needs {lacking}"):
+        recompute_and_compile(Llama(SPEC), plan, torch.device("cuda"))

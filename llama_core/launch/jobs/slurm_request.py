@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
-from llama_core.config.slurm import CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK, SlurmConfig
 from llama_core.launch.scheduler import cores_per_gpu
 
 _CHECKED = (
@@ -35,7 +34,8 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
     """
     slurm, nodes, on_cuda = config.launch.slurm, config.launch.nodes, config.launch.device == "cuda"
-    cores = slurm.cpus_per_rank or (_cores_of_a_gpu(slurm) if on_cuda else CORES_OF_A_CPU_RANK)
+    share = cores_per_gpu(slurm.partition) if on_cuda and not slurm.cpus_per_rank else None
+    cores = share or slurm.cores_of_a_rank(config.launch.device)
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
@@ -66,10 +66,6 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
     } | {name: value for name, value in asked.items() if value is not None}
-
-
-def _cores_of_a_gpu(slurm: SlurmConfig) -> int:
-    return cores_per_gpu(slurm.partition) or CORES_OF_A_CUDA_RANK
 
 
 def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int) -> str:
