@@ -15,7 +15,7 @@ from typing import get_args
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.errors import ConfigError, PlanError
 from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.schedules.registry import schedule_names
 from llama_core.units import format_bytes
@@ -93,6 +93,7 @@ def estimate(case: Case) -> int:
         seq_len=case.config.seq_len,
         precision=training.precision,
         documents=document_attention(case.config, case.plan),
+        fused_loss=fuses_loss(case.config),
         pp_rank=case.pp_rank,
     ).peak_bytes
 

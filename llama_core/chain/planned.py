@@ -12,7 +12,7 @@ from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.peaks import MemoryEstimate
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice
 from llama_core.planning.search.leanest import NothingFitsError
@@ -143,6 +143,7 @@ def planned_as(
         seq_len=config.seq_len,
         precision=config.training.precision,
         documents=document_attention(config, plan),
+        fused_loss=fuses_loss(config),
     )
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
     estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, holds_process=gpu is None)

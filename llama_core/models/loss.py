@@ -1,10 +1,16 @@
-"""Cross-entropy of a linear head, computed without ever holding the logits of all tokens."""
+"""Cross-entropy of a linear head, computed without ever holding the logits of all tokens.
+
+On CUDA, a Triton kernel makes each row's loss and gradients, and cuBLAS adds the products of half precision to the
+head's fp32 gradient. Elsewhere, both are computed in blocks that fit a CPU's cache.
+"""
 
 # Shape suffixes: T tokens, D model dim, V vocabulary (the rows of the head held here), C tokens of one chunk,
 # R rows of one block, A rank of an adapter, G ranks that the vocabulary is divided over
 
 import math
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -67,7 +73,7 @@ def linear_cross_entropy(
         hidden_TD: the final hidden states.
         weight_VD: the head, or this rank's rows of it, of any floating dtype.
         targets_T: the index of each token's target in the whole vocabulary, or ``ignore_index``. An index outside the
-            vocabulary raises an indexing error, or with ``vocab_group`` gives an infinite loss.
+            vocabulary raises an indexing error, or with ``vocab_group`` or on CUDA gives an infinite loss.
         ignore_index: the target that adds neither loss nor gradient.
         chunk_tokens: most tokens whose logits are held at once; default: ``default_chunk_tokens``.
         vocab_group: the ranks that divide the vocabulary; None if this rank holds all of it.
@@ -108,34 +114,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate: bool,
     ) -> Tensor:
         num_tokens, vocab_size = hidden_TD.shape[0], weight_VD.shape[0]
-        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        ignored_T1 = (targets_T == ignore_index)[:, None]
-        answers_T1 = targets_T[:, None].masked_fill(ignored_T1, 0)
+        softmax: _SoftmaxInKernels | _SoftmaxInBlocks
+        if uses_kernels(hidden_TD):
+            softmax = _SoftmaxInKernels(targets_T, ignore_index, vocab_group)
+        else:
+            wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+            block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
+            softmax = _SoftmaxInBlocks(targets_T, ignore_index, vocab_group, block_RV)
         needed = [differentiate and needs for needs in ctx.needs_input_grad]
-        product, added = _Product(hidden_TD, weight_VD, ignored_T1, *needed[:2]), []
+        product, added = _Product(hidden_TD, weight_VD, softmax.ignored_T1, *needed[:2]), []
         if narrow_TA is not None and rows_VA is not None:
-            added.append(_Product(narrow_TA, rows_VA, ignored_T1, *needed[2:4]))
-        losses_T1 = hidden_TD.new_empty((num_tokens, 1), dtype=wide)
+            added.append(_Product(narrow_TA, rows_VA, softmax.ignored_T1, *needed[2:4]))
 
         # allocate the loop's buffers once: on a CPU, fresh memory costs more than the arithmetic on it
         logits_CV = hidden_TD.new_empty((chunk_tokens, vocab_size))
-        block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
 
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, num_tokens))
             logits = torch.mm(hidden_TD[chunk], product.right_VD.t(), out=logits_CV[: chunk.stop - start])
             for one in added:
                 logits.addmm_(one.left_TD[chunk], one.right_VD.t())
-            if vocab_group is None:
-                _losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV)
-            else:
-                _divided_losses_and_logit_gradients_(logits, answers_T1[chunk], losses_T1[chunk], block_RV, vocab_group)
+            softmax.differentiate_(logits, chunk)
             for one in (product, *added):
                 one.differentiate(logits, chunk)
-        ctx.save_for_backward(*(gradient for one in (product, *added) for gradient in one.gradients(ignored_T1)))
+        ctx.save_for_backward(*(gradient for one in (product, *added) for gradient in one.gradients()))
         ctx.dtypes = [tensor.dtype for tensor in (hidden_TD, weight_VD, narrow_TA, rows_VA) if tensor is not None]
         ctx.scale = _gradient_scale(hidden_TD.dtype)
-        return losses_T1.masked_fill_(ignored_T1, 0).sum()
+        return softmax.losses_T.sum()
 
     @staticmethod
     @once_differentiable
@@ -155,18 +160,18 @@ class _Product:
     Args:
         left_TD: one row per token.
         right_VD: one row per logit; cast to the dtype of ``left_TD`` once.
-        ignored_T1: tokens that do not count.
+        ignored_T1: tokens that do not count; None if their logits have no gradients.
         need_left, need_right: which gradients to compute.
     """
 
     def __init__(
-        self, left_TD: Tensor, right_VD: Tensor, ignored_T1: Tensor, need_left: bool, need_right: bool
+        self, left_TD: Tensor, right_VD: Tensor, ignored_T1: Tensor | None, need_left: bool, need_right: bool
     ) -> None:
-        self.left_TD, self.right_VD = left_TD, right_VD.to(left_TD.dtype)
+        self.left_TD, self.right_VD, self._ignored_T1 = left_TD, right_VD.to(left_TD.dtype), ignored_T1
         wide = torch.promote_types(left_TD.dtype, torch.float32)
         self._grad_left_TD = torch.empty_like(left_TD) if need_left else None
         self._grad_right_VD = torch.zeros_like(right_VD, dtype=wide) if need_right else None
-        if need_right:
+        if need_right and ignored_T1 is not None:
             self._counted_TD = left_TD.masked_fill(ignored_T1, 0)
             # a sum over tokens may overflow fp16, and the loss scale comes too late to prevent that
             dtype = wide if left_TD.dtype == torch.float16 else left_TD.dtype
@@ -177,24 +182,128 @@ class _Product:
         """Set the gradients of a chunk of ``left_TD``, and add to those of ``right_VD``."""
         if self._grad_left_TD is not None:
             torch.mm(logit_gradients_CV, self.right_VD, out=self._grad_left_TD[chunk])
-        if self._grad_right_VD is not None:
+        if self._grad_right_VD is None:
+            return
+        if self._ignored_T1 is None:
+            _add_wide_product_(self._grad_right_VD, logit_gradients_CV, self.left_TD[chunk])
+        else:
             _add_product_(self._grad_right_VD, logit_gradients_CV, self._counted_TD[chunk], self._block_RD)
 
-    def gradients(self, ignored_T1: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return both gradients, that of ``right_VD`` in the wide dtype; None for one that is not needed."""
-        if self._grad_left_TD is not None:
-            self._grad_left_TD.masked_fill_(ignored_T1, 0)
+        if self._grad_left_TD is not None and self._ignored_T1 is not None:
+            self._grad_left_TD.masked_fill_(self._ignored_T1, 0)
         return self._grad_left_TD, self._grad_right_VD
+
+
+def _gradient_scale(dtype: torch.dtype) -> float:
+    return FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
+
+
+# --- in kernels, on CUDA
+
+
+def uses_kernels(hidden_TD: Tensor) -> bool:
+    """Return whether the loss of these hidden states runs in kernels. The dry run of a CUDA run replaces this."""
+    return hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+class _SoftmaxInKernels:
+    """The losses of all tokens, made chunk by chunk; no kernel gives an ignored token's logits a gradient."""
+
+    ignored_T1 = None
+
+    def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None) -> None:
+        self._targets_T, self._ignore_index, self._group = targets_T, ignore_index, group
+        self.losses_T = torch.empty_like(targets_T, dtype=torch.float32)
+
+    def differentiate_(self, logits_CV: Tensor, chunk: slice) -> None:
+        """Set the losses of a chunk, and replace its logits by their scaled gradients."""
+        targets_C, losses_C = self._targets_T[chunk], self.losses_T[chunk]
+        scale = _gradient_scale(logits_CV.dtype)
+        if self._group is None:
+            softmax_of_rows(logits_CV, targets_C, losses_C, self._ignore_index, scale)
+            return
+        first = dist.get_rank(self._group) * logits_CV.shape[1]
+        part_3C = logits_CV.new_empty((3, len(logits_CV)), dtype=torch.float32)
+        parts_of_rows(logits_CV, targets_C, part_3C, self._ignore_index, first)
+        combined_3C = torch.stack(_over_the_vocabulary(part_3C, self._group))
+        softmax_of_parts(logits_CV, targets_C, combined_3C, losses_C, self._ignore_index, first, scale)
+
+
+# Operators, because a dry run traces them on fake tensors and without Triton. Each does what the function of its kernel
+# in models.loss_kernels says.
+
+
+@torch.library.custom_op("llama_core::softmax_of_rows", mutates_args=("logits", "losses"))
+def softmax_of_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, scale: float) -> None:
+    """Fill ``losses`` and turn the logits into their gradients, times ``scale``, in place."""
+    from llama_core.models import loss_kernels
+
+    loss_kernels.whole(logits, targets, losses, ignore_index, scale)
+
+
+@torch.library.custom_op("llama_core::parts_of_rows", mutates_args=("part",))
+def parts_of_rows(logits: Tensor, targets: Tensor, part: Tensor, ignore_index: int, first: int) -> None:
+    """Fill ``part``, [3, C], with what the loss needs of a part of the vocabulary that begins with token ``first``."""
+    from llama_core.models import loss_kernels
+
+    loss_kernels.parts(logits, targets, ignore_index, first, part)
+
+
+@torch.library.custom_op("llama_core::softmax_of_parts", mutates_args=("logits", "losses"))
+def softmax_of_parts(  # noqa: PLR0917 - an operator's arguments
+    logits: Tensor, targets: Tensor, combined: Tensor, losses: Tensor, ignore_index: int, first: int, scale: float
+) -> None:
+    """Do the same as ``softmax_of_rows`` to a part of the vocabulary, given what was combined over all parts."""
+    from llama_core.models import loss_kernels
+
+    loss_kernels.divided(logits, targets, ignore_index, first, combined, losses, scale)
+
+
+for _operator in (softmax_of_rows, parts_of_rows, softmax_of_parts):
+    _operator.register_fake(lambda *_: None)
+
+
+def _add_wide_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> None:
+    """Add ``left_CV.T @ right_CD`` to ``sum_VD``, which may be fp32 where the others are in half precision."""
+    if sum_VD.dtype == right_CD.dtype:
+        sum_VD.addmm_(left_CV.t(), right_CD)
+    else:  # only CUDA has this product
+        torch.addmm(sum_VD, left_CV.t(), right_CD, out_dtype=sum_VD.dtype, out=sum_VD)
+
+
+# --- in blocks
+
+
+class _SoftmaxInBlocks:
+    """The losses of all tokens, made chunk by chunk; an ignored token's logits get gradients of no meaning."""
+
+    def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None, block_RV: Tensor) -> None:
+        self._group, self._block_RV = group, block_RV
+        self.ignored_T1 = (targets_T == ignore_index)[:, None]
+        self._answers_T1 = targets_T[:, None].masked_fill(self.ignored_T1, 0)
+        self.losses_T = torch.empty_like(targets_T, dtype=block_RV.dtype)
+
+    def differentiate_(self, logits_CV: Tensor, chunk: slice) -> None:
+        """Set the losses of a chunk, and replace its logits by their scaled gradients."""
+        answers_C1, losses_C1 = self._answers_T1[chunk], self.losses_T[chunk, None]
+        if self._group is None:
+            _losses_and_logit_gradients_(logits_CV, answers_C1, losses_C1, self._block_RV)
+        else:
+            _divided_losses_and_logit_gradients_(logits_CV, answers_C1, losses_C1, self._block_RV, self._group)
+        losses_C1.masked_fill_(self.ignored_T1[chunk], 0)
 
 
 def _blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:
     """Yield slices that cut ``rows`` into pieces no longer than ``block``."""
     for start in range(0, rows.shape[0], block.shape[0]):
         yield slice(start, min(start + block.shape[0], rows.shape[0]))
-
-
-def _gradient_scale(dtype: torch.dtype) -> float:
-    return FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
 
 
 def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor) -> None:
@@ -243,6 +352,11 @@ def _over_the_vocabulary(part_3C1: Tensor, group: dist.ProcessGroup) -> tuple[Te
     """
     parts_G3C1 = part_3C1.new_empty((dist.get_world_size(group), *part_3C1.shape))
     dist.all_gather(list(parts_G3C1.unbind()), part_3C1, group=group)
+    return combined(parts_G3C1)
+
+
+def combined(parts_G3C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the peaks, totals and answers' logits of all parts of the vocabulary together."""
     peaks_GC1, totals_GC1, answer_logits_GC1 = parts_G3C1.unbind(1)
     peaks_C1 = peaks_GC1.amax(0)
     totals_C1 = (totals_GC1 * (peaks_GC1 - peaks_C1).exp()).sum(0)

@@ -452,3 +452,8 @@ def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttenti
     may_choose = plan.cp == 1 and plan.attention == "auto"
     has_kernel = config.launch.device == "cuda" and config.training.precision != "fp32" and may_choose
     return "varlen" if has_kernel else "mask"
+def fuses_loss(config: RunConfig) -> bool:
+    """Return whether the loss of a resolved ``config`` runs in kernels, which hold no logits in fp32: on CUDA."""
+    return config.launch.device == "cuda"
+
+

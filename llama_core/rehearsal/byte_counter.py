@@ -49,8 +49,13 @@ def _documents_backward_flops(_: Tensor, query: Tensor, *others: Any, **__: Any)
     return 10 * query.numel() * longest
 
 
+def _added_product_flops(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * left.numel() * right.shape[1]
+
+
 _MISSING_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten.addmm: _added_product_flops,  # torch's own fails with an out_dtype
+    torch.ops.aten.addmm_: _added_product_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
     torch.ops.torch_attn._varlen_attn: _documents_forward_flops,

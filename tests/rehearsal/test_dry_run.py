@@ -16,7 +16,7 @@ from llama_core.models.loss import default_chunk_tokens
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.tensors import loss_chunk_tokens
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
 from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.time.communication import communication
 from llama_core.planning.time.step_time import flops_per_token, hardware_flops_per_token
@@ -59,6 +59,7 @@ def rehearsed_and_estimated(config):
         seq_len=config.seq_len,
         precision=config.training.precision,
         documents=document_attention(config, plan),
+        fused_loss=fuses_loss(config),
     )
     return rehearse(config, plan).profile, estimate
 
@@ -122,6 +123,26 @@ def test_recomputation_adds_the_layers_forward_except_their_last_product():
     not_recomputed = 2 * UNTIED.num_layers * UNTIED.hidden_size * UNTIED.ffn_size  # w2, whose output nobody needs
     expected = tokens * (hardware_flops_per_token(UNTIED, tokens, "full") + scores_again - not_recomputed)
     assert rehearse(config, choose_plan(config, None)).flops == pytest.approx(expected, rel=1e-6)
+
+
+def on(device, precision="bf16"):
+    return f"launch.device={device}", "data.document_mask=false", f"training.precision={precision}", *shape(4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", ["medium", "wide_vocabulary"])
+def test_the_estimate_of_a_run_on_cuda_is_as_close(model, precision):
+    rehearsed, estimated = rehearsed_and_estimated(request(model, *on("cuda", precision)))
+    assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.01)
+
+
+def test_on_cuda_the_same_flops_need_no_logits_in_fp32():
+    usual, fused = (rehearse(request("wide_vocabulary", *on(device)), ParallelPlan()) for device in ("cpu", "cuda"))
+    tokens, (vocab_size, hidden_size) = 128, (32000, 256)
+    rows_of_logits, rows_of_gradient = tokens // 16 * vocab_size * 4, vocab_size // 16 * hidden_size * 2
+    saved = usual.profile.phases["forward"]["loss"] - fused.profile.phases["forward"]["loss"]
+    assert saved == pytest.approx(rows_of_logits + rows_of_gradient + tokens * hidden_size * 2, rel=0.01)
+    assert fused.flops == usual.flops
 
 
 def test_accumulating_over_microbatches_multiplies_the_flops_and_not_the_activations():
@@ -199,6 +220,7 @@ def medium(model="medium", overrides=HALF):
 def estimated(config, plan, pp_rank=None):
     training, documents = config.training, document_attention(config, plan)
     sizes = {"seq_len": config.seq_len, "precision": training.precision, "documents": documents}
+    sizes["fused_loss"] = fuses_loss(config)
     return estimate_memory(config.spec, plan, pp_rank=pp_rank, **sizes)
 
 
@@ -355,7 +377,7 @@ def test_the_overhead_of_cuda_is_listed_apart_and_not_counted():
         rehearse(medium(overrides=(*PRECISE, f"launch.device={name}")), plan) for name in ("cuda", "cpu")
     )
     assert on_cpu.device_overhead is None
-    assert on_cuda.profile == on_cpu.profile
+    assert on_cuda.profile.phases["optimizer"] == on_cpu.profile.phases["optimizer"]
     parts = {part.name: part.num_bytes for part in on_cuda.device_overhead.parts}
     assert set(parts) == {"context", "cublas", "nccl", "streams", "fragmentation", "repeated key/value heads"}
     assert parts["cublas"] == 2 * 32 * MIB  # of an H100

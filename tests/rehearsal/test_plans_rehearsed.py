@@ -11,7 +11,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.peaks import FILL_LIMIT
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
 from llama_core.planning.search.auto import search
 from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.rehearsal.dry_run import rehearse
@@ -123,6 +123,7 @@ def test_the_estimate_of_any_plan_is_within_three_percent_of_its_rehearsal(case,
         seq_len=config.seq_len,
         precision=config.training.precision,
         documents=document_attention(config, plan),
+        fused_loss=fuses_loss(config),
         pp_rank=pp_rank,
     )
     assert estimated.peak_bytes == pytest.approx(rehearse(config, plan, rank).profile.peak_bytes, rel=0.03, abs=4 * MIB)

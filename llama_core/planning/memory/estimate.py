@@ -48,6 +48,7 @@ def estimate_memory(
     seq_len: int,
     precision: Precision,
     documents: DocumentAttention,
+    fused_loss: bool = False,
     pp_rank: int | None = None,
 ) -> MemoryProfile:
     """Return the peak of each phase on one rank, from the second step on, when the moments exist.
@@ -59,19 +60,27 @@ def estimate_memory(
         precision: the dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the
             hardware table supports.
         documents: how attention is kept inside packed documents; a mask has ``seq_len`` squared elements.
+        fused_loss: whether kernels make the loss; see ``plan.fuses_loss``.
         pp_rank: the rank's position in its pipeline; by default the fullest one.
     """
     ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
-    profiles = _profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, documents=documents)
+    sizes: dict[str, Any] = {"seq_len": seq_len, "precision": precision, "documents": documents}
+    profiles = _profiles(spec, plan, ranks, **sizes, fused_loss=fused_loss)
     return max(profiles, key=lambda profile: profile.peak_bytes)
 
 
 def estimate_ranks(
-    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, documents: DocumentAttention
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    seq_len: int,
+    precision: Precision,
+    documents: DocumentAttention,
+    fused_loss: bool = False,
 ) -> tuple[MemoryProfile, ...]:
     """Return ``estimate_memory`` of every rank of a pipeline, in order."""
-    ranks = range(plan.pp)
-    return tuple(_profiles(spec, plan, ranks, seq_len=seq_len, precision=precision, documents=documents))
+    sizes: dict[str, Any] = {"seq_len": seq_len, "precision": precision, "documents": documents}
+    return tuple(_profiles(spec, plan, range(plan.pp), **sizes, fused_loss=fused_loss))
 
 
 def _profiles(
@@ -82,21 +91,28 @@ def _profiles(
     seq_len: int,
     precision: Precision,
     documents: DocumentAttention,
+    fused_loss: bool,
 ) -> Iterator[MemoryProfile]:
     itemsize = 4 if precision == "fp32" else 2
-    sizes = tensors_by_layer(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
+    sizes = tensors_by_layer(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents, fused_loss=fused_loss)
     tensors = sizes[0]
     stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, sizes)]
     return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
 
 
 def tensors_by_layer(
-    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    seq_len: int,
+    itemsize: int,
+    documents: DocumentAttention,
+    fused_loss: bool = False,
 ) -> list[Tensors]:
     """Return the sizes of every layer's tensors, from the arguments of ``Tensors``; equal layers share one object."""
 
     def sizes(kind: Callable[..., Tensors]) -> Tensors:
-        return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents)
+        return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents, fused_loss=fused_loss)
 
     # the input of a frozen first layer may need no gradient
     kinds = [(traits, layer == 0 and not spec.trains_embedding) for layer, traits in enumerate(spec.layers)]

@@ -62,13 +62,21 @@ class Tensors:
         seq_len: tokens per sequence.
         itemsize: bytes per element of activations.
         documents: how attention is kept inside packed documents.
+        fused_loss: whether kernels make the loss, as on CUDA.
     """
 
     recomputing = 0
     """Bytes a layer holds on top of those it keeps as its recomputation ends, if more than its backward holds."""
 
     def __init__(
-        self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, itemsize: int, documents: DocumentAttention
+        self,
+        spec: ModelSpec,
+        plan: ParallelPlan,
+        *,
+        seq_len: int,
+        itemsize: int,
+        documents: DocumentAttention,
+        fused_loss: bool = False,
     ) -> None:
         self.spec, self.itemsize = spec, itemsize
         self.narrow = itemsize < FP32_BYTES
@@ -123,7 +131,7 @@ class Tensors:
             self.shared += tokens * own_seq * itemsize * (plan.cp + 1) // 2
         # the rows of its part of the table that a rank looked up, and the tokens that are not in its part
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
-        self._set_loss(plan, tokens)
+        self._set_loss(plan, tokens, fused_loss=fused_loss)
 
     def _set_tables(self, tp: int) -> None:
         spec = self.spec
@@ -138,7 +146,7 @@ class Tensors:
         self.head_trained = self.head_parameters if spec.trains_head else beside_head
         self.head_norm_trained = spec.hidden_size if spec.trains_final_norm else 0
 
-    def _set_loss(self, plan: ParallelPlan, tokens: int) -> None:
+    def _set_loss(self, plan: ParallelPlan, tokens: int, *, fused_loss: bool) -> None:
         spec = self.spec
         vocab_size = spec.vocab_size // plan.tp
         limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
@@ -151,20 +159,22 @@ class Tensors:
             + self.whole * self.is_divided  # the hidden states of the whole sequence
             + (self.table_parameters * self.itemsize if self.casts_head else 0)  # the head
             + chunk * vocab_size * self.itemsize  # logits of one chunk, then their gradients
-            + -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES  # fp32 rows for the softmax
-            + tokens * (INT64_BYTES + 1 + FP32_BYTES)  # targets, which of them are ignored, losses
+            + tokens * FP32_BYTES  # losses
         )
-        if spec.trains_head:  # hidden states with ignored targets zeroed, and rows of the head's gradient
-            self.loss_working += self.whole + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize
+        if not fused_loss:  # fp32 rows for the softmax; targets, and which of them are ignored
+            self.loss_working += -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES + tokens * (INT64_BYTES + 1)
+        if spec.trains_head:
+            if not fused_loss:  # hidden states with ignored targets zeroed, and rows of the head's gradient
+                self.loss_working += self.whole + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize
         elif spec.lora and sum(self.head_adapter):
             rank, dropped = spec.lora.lora_rank, spec.lora.lora_dropout > 0
             # A's input and its dropout mask; gradients of A's output and of B; copies of A and B
             kept = self.whole + dropped * self.whole // self.itemsize + width * rank
             kept += FP32_BYTES * self.head_adapter.divided + (self.itemsize * self.head_trained if self.narrow else 0)
             self.loss_saved += kept
-            # A's output, scaled, and again with ignored targets zeroed; without dropout A's input is the hidden
-            # states, which are there already
-            self.loss_working += kept + 2 * width * rank - (0 if dropped else self.whole)
+            # A's output, scaled, and, unless fused, again with ignored targets zeroed; without dropout A's input is the
+            # hidden states, which are there already
+            self.loss_working += kept + (2 - fused_loss) * width * rank - (0 if dropped else self.whole)
 
     def layer(self, mode: RecomputeMode = "none") -> int:
         """Return the bytes one layer keeps for its backward."""

@@ -8,7 +8,7 @@ from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
 from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
+from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, fuses_loss
 
 
 class Fitting:
@@ -71,6 +71,7 @@ class Fitting:
             seq_len=self.config.seq_len,
             itemsize=itemsize,
             documents=document_attention(self.config, plan),
+            fused_loss=fuses_loss(self.config),
         )
 
     def _sizes(self, plan: ParallelPlan) -> "_Sizes":
@@ -79,6 +80,7 @@ class Fitting:
             "seq_len": config.seq_len,
             "precision": config.training.precision,
             "documents": document_attention(config, plan),
+            "fused_loss": fuses_loss(config),
         }
 
     def with_least_recomputation(self, plan: ParallelPlan) -> ParallelPlan:
@@ -155,6 +157,7 @@ class _Sizes(TypedDict):
     seq_len: int
     precision: Precision
     documents: DocumentAttention
+    fused_loss: bool
 
 
 def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
