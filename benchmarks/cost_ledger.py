@@ -17,7 +17,7 @@ from statistics import fmean, geometric_mean, median
 
 from llama_core.config.hardware import DeviceSpec, gpu_spec
 from llama_core.config.models import ModelSpec, model_spec
-from llama_core.config.run import RecomputeMode
+from llama_core.config.run import Precision, RecomputeMode
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import flops_per_token, step_time
 
@@ -64,10 +64,16 @@ class Case:
         """The framework that was measured, without its version."""
         return self.row["framework"].split()[0]
 
+    @property
+    def precision(self) -> Precision:
+        """The precision of the products; frameworks' other recipes of fp8 count as ours."""
+        return "bf16" if self.row["float8"] in {"none", ""} else "fp8"
+
     @cached_property
     def estimated(self) -> float:
         """Tokens per second and device, estimated by this project."""
-        return step_time(self.spec, self.plan, self.device, seq_len=self.seq_len).tokens_per_second_per_device
+        step = step_time(self.spec, self.plan, self.device, seq_len=self.seq_len, precision=self.precision)
+        return step.tokens_per_second_per_device
 
     @property
     def error(self) -> float:
@@ -95,8 +101,8 @@ def read_case(row: Row) -> Case:
     """
     if row["method"] in {"LoRA", "QLoRA"}:
         raise UnmappedError("LoRA: its cost is not modelled")
-    if row["float8"] not in {"none", ""}:
-        raise UnmappedError("float8 products, which this engine does not make")
+    if int(row["pp"] or 1) > 1 and not row["grad_accum"]:
+        raise UnmappedError("the number of microbatches is not printed")
     spec, seq_len = _model(row), int(row["seq_len"])
     plan, device = _plan(row, spec), _device(row)
     published = float(row["tokens_s_gpu"] or 0)
@@ -179,6 +185,7 @@ def _summary(mapped: Sequence[Case]) -> Iterator[str]:
     groups = {"tokens per second printed": [case for case in mapped if case.row["tokens_s_gpu"]], "all": mapped}
     for framework in dict.fromkeys(case.framework for case in mapped):
         groups[framework] = [case for case in mapped if case.framework == framework]
+    groups["fp8"] = [case for case in mapped if case.precision == "fp8"]
     for name, group in groups.items():
         errors = [case.error for case in group]
         sizes = [abs(error) for error in errors]
@@ -202,7 +209,7 @@ def _rows(mapped: Sequence[Case]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     for case in sorted(mapped, key=lambda case: abs(case.error), reverse=True):
         plan = case.plan.summary().replace(" sequences per step and rank", "")
-        kernels = "fused" if case.plan.compile else "eager"
+        kernels = ("fused" if case.plan.compile else "eager") + (", fp8" if case.precision == "fp8" else "")
         yield (
             f"| {case.row['id']} | {case.framework} | {case.row['model']} | {case.device.name} | {plan}, {kernels} "
             f"| {case.seq_len} | {case.published:.0f} | {case.estimated:.0f} | {case.error:+.0%} |"

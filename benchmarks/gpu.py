@@ -25,6 +25,8 @@ STAGES = {
     "machine": 40,
     "parity": 60,
     "attention": 80,
+    "loss": 30,
+    "fp8": 60,
     "training": 240,
     "peer": 120,
     "profile": 60,

@@ -19,21 +19,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.config.hardware import recognise_gpu
 from llama_core.config.run import RunConfig
+from llama_core.models import loss as losses
 from llama_core.models.batch import Batch, Documents
+from llama_core.models.fp8 import product_of_rounded, rounded, scaled_product
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.parallel.block_attention import block_backward
 from llama_core.parallel.context import ring_masks, sequence_index
 from llama_core.parallel.ring import attention_over_blocks
 from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.plan import ParallelPlan, fuses_loss
 from llama_core.planning.time.step_time import flops_per_token
+from llama_core.rehearsal.byte_counter import replaced
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.training.engine import build_engine, train_step
 from llama_core.units import GB, GIB, TFLOP
@@ -297,6 +301,79 @@ def _time_attention(
     }
 
 
+# --- loss
+
+
+def loss(bench: Bench) -> Iterator[Row]:
+    """Yield the time and memory of the head and its loss, forward and backward, by who computes the softmax."""
+    for tokens, hidden, vocab in bench.size(((8192, 2048, 128256), (8192, 4096, 128256)), ((64, 32, 512),)):
+        operands = [bench.random(tokens, hidden), 0.02 * bench.random(vocab, hidden, dtype=torch.float32)]
+        ways = {
+            "blocks": partial(_with_kernels, False),
+            "kernel": partial(_with_kernels, True),
+            "torch's linear_cross_entropy": _torchs_loss,
+        }
+        for name, way in ways.items():
+            if bench.is_late:
+                return
+            yield attempted({"what": name, "hidden size": hidden}, _time_loss, bench, way, operands)
+
+
+def _time_loss(bench: Bench, way: Callable[[Tensor, Tensor, Tensor], Tensor], operands: list[Tensor]) -> Row:
+    hidden_TD, weight_VD = leaves = [x.detach().requires_grad_() for x in operands]
+    targets_T = torch.arange(len(hidden_TD), device=hidden_TD.device) * 31 % len(weight_VD)
+    bench.memory()
+    ms = bench.milliseconds(lambda: torch.autograd.grad(way(hidden_TD, weight_VD, targets_T), leaves))
+    return {
+        "ms": ms,
+        "TFLOP/s": 6 * len(hidden_TD) * weight_VD.numel() / ms / 1e9,
+        "peak GiB": bench.memory()[0],
+    }
+
+
+def _with_kernels(fused: bool, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    with replaced(losses, "uses_kernels", lambda _: fused):
+        return linear_cross_entropy(hidden_TD, weight_VD, targets_T)
+
+
+def _torchs_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    from torch.nn.functional import linear_cross_entropy as theirs  # from torch 2.13 on
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    weight_VD = weight_VD.to(hidden_TD.dtype)
+    return theirs(hidden_TD, weight_VD, targets_T, reduction="sum", options=LinearCrossEntropyOptions())
+
+
+# --- fp8
+
+
+def fp8(bench: Bench) -> Iterator[Row]:
+    """Yield the rates of products in bf16 and fp8 at the shapes of 8B, and of a 3B step in both."""
+    tokens = bench.size(8192, 64)
+    for columns, rows in bench.size(((4096, 4096), (4096, 14336), (14336, 4096)), ((32, 64),)):
+        x, weight = bench.random(tokens, columns), bench.random(rows, columns)
+        both = rounded(x), rounded(weight)
+        ways = {
+            "bf16": partial(F.linear, x, weight),
+            "fp8, without the rounding": partial(product_of_rounded, *both, x.dtype),
+            "fp8": partial(scaled_product, x, weight),
+            "fp8, compiled": partial(torch.compile(scaled_product), x, weight),
+        }
+        shape = f"{tokens} x {columns} x {rows}"
+        for name, way in ways.items():
+            if bench.is_late:
+                return
+            yield attempted({"what": name, "product": shape}, _time_product, bench, way, tokens * columns * rows)
+    for precision in ("bf16", "fp8"):
+        settings = {"documents": bench.size("varlen", "mask"), "compile": True, "recompute": "selective"}
+        yield attempted({"what": f"3B step, {precision}"}, _measured, bench, "3B", precision=precision, **settings)
+
+
+def _time_product(bench: Bench, way: Callable[[], Tensor], multiplications: int) -> Row:
+    ms = bench.milliseconds(way)
+    return {"ms": ms, "TFLOP/s": 2 * multiplications / ms / 1e9}
+
+
 # --- whole steps
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -427,6 +504,7 @@ class Steps:
             seq_len=config.seq_len,
             precision=config.training.precision,
             documents=self.documents,  # type: ignore[arg-type]
+            fused_loss=fuses_loss(config),
         )
         return profile.peak_bytes / GIB
 
@@ -586,7 +664,7 @@ def precision(bench: Bench) -> Iterator[Row]:
         yield attempted({"what": name}, _measured, bench, "1B", repeats=3, **every | settings)
 
 
-STAGES = (machine, parity, attention, training, peer, profile, memory, large, precision)
+STAGES = (machine, parity, attention, loss, fp8, training, peer, profile, memory, large, precision)
 
 
 def main() -> None:

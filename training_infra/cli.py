@@ -44,7 +44,7 @@ from training_infra.tables import (
 FOLLOW_SECONDS = 0.5
 """Time between two looks of ``logs --follow``."""
 
-_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 """Long names of dtypes, also accepted by ``--mixed-precision`` and ``--dtype``."""
 
 

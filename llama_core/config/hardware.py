@@ -1,11 +1,12 @@
 """The devices a run can be planned for: peak rates, memory, links, and the share of the peak that programs reach.
 
-Peaks come from the makers' data sheets. The share of the bf16 peak that matrix products reach is measured: it is the
-"maximum achievable matmul FLOPS" of Bekman, *Machine Learning Engineering*, chapter Accelerators. For PCIe cards it
-comes from github.com/mag-/gpu_benchmark, which runs the same search. The share that attention reaches is that of a
-flash kernel, forward and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao 2023, arXiv:2307.08691,
-figures 4 to 6) and 31 % on Hopper, where torch uses the same kernel (Shah et al. 2024, arXiv:2407.08608, figures 5
-and 6). Devices without a published figure take their generation's; AMD devices take Hopper's.
+Peaks come from the makers' data sheets, without sparsity. The share of the bf16 peak that matrix products reach is
+measured: it is the "maximum achievable matmul FLOPS" of Bekman, *Machine Learning Engineering*, chapter Accelerators.
+For PCIe cards it comes from github.com/mag-/gpu_benchmark, which runs the same search. The share that attention
+reaches is that of a flash kernel, forward and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao
+2023, arXiv:2307.08691, figures 4 to 6) and 31 % on Hopper, where torch uses the same kernel (Shah et al. 2024,
+arXiv:2407.08608, figures 5 and 6). Devices without a published figure take their generation's; AMD devices take
+Hopper's.
 """
 
 import re
@@ -41,6 +42,8 @@ class DeviceSpec:
     """Bytes per second to another device of the node, each way; 0 if only PCIe connects them."""
     reported_names: tuple[str, ...] = ()
     """Fragments of the name that the driver reports, to recognise an installed device."""
+    fp8_flops: float = 0.0
+    """Peak dense fp8 rate in FLOP/s with sums in fp32; 0 if the engine has no fp8 products for it."""
     fp32_flops: float = 0.0
     """Peak fp32 rate in FLOP/s without tensor cores, as torch multiplies fp32 matrices."""
     matmul_share: float = 0.8
@@ -68,7 +71,7 @@ class DeviceSpec:
 def _device(
     name: str,
     label: str,
-    tflops: tuple[float, float],
+    tflops: tuple[float, float, float],
     memory: tuple[int, float],
     link: float,
     shares: tuple[float, float],
@@ -84,7 +87,8 @@ def _device(
         memory_bandwidth=memory[1] * 1000 * GB,
         link_bandwidth=link * GB,
         reported_names=reported,
-        fp32_flops=tflops[1] * TFLOP,
+        fp8_flops=tflops[1] * TFLOP,
+        fp32_flops=tflops[2] * TFLOP,
         matmul_share=shares[0],
         attention_share=shares[1],
         gpus_per_node=in_node,
@@ -94,24 +98,24 @@ def _device(
 
 # fmt: off
 _DEVICES = (
-    #       name          label                bf16, fp32     GB, TB/s     link products, attention  driver's names
-    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB",
+    #       name          label                bf16,  fp8,  fp32    GB, TB/s     link products, attention  driver's names
+    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB",
             "A100-PCIE-40GB", workspace_mib=8.125),
-    _device("a100",       "A100 SXM 80 GB",   ( 312,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB",
+    _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB",
             "A100 80GB PCIe", "A100", workspace_mib=8.125),
-    _device("h100",       "H100 SXM 80 GB",   ( 989,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
+    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
     # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
-    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
-    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
-    _device("h200",       "H200 141 GB",      ( 989,  67.0), (141, 4.8),  450,  (0.80, 0.31), "H200"),
-    _device("b200",       "B200 180 GB",      (2250,  75.0), (180, 8.0),  900,  (0.78, 0.31), "B200"),
-    _device("gb200",      "GB200 186 GB",     (2500,  80.0), (186, 8.0),  900,  (0.73, 0.31), "GB200", in_node=72),
-    _device("mi300x",     "MI300X 192 GB",    (1307, 163.4), (192, 5.3),  448,  (0.51, 0.31), "MI300X"),
-    _device("mi325x",     "MI325X 256 GB",    (1307, 163.4), (256, 6.0),  448,  (0.60, 0.31), "MI325X"),
-    _device("mi355x",     "MI355X 288 GB",    (2500, 157.3), (288, 8.0),  535,  (0.63, 0.31), "MI355X"),
-    _device("l40s",       "L40S 48 GB",       ( 362,  91.6), ( 48, 0.86),   0,  (0.70, 0.58), "L40S",
+    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
+    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756, 1513,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
+    _device("h200",       "H200 141 GB",      ( 989, 1979,  67.0), (141, 4.8),  450,  (0.80, 0.31), "H200"),
+    _device("b200",       "B200 180 GB",      (2250, 4500,  75.0), (180, 8.0),  900,  (0.78, 0.31), "B200"),
+    _device("gb200",      "GB200 186 GB",     (2500, 5000,  80.0), (186, 8.0),  900,  (0.73, 0.31), "GB200", in_node=72),
+    _device("mi300x",     "MI300X 192 GB",    (1307,    0, 163.4), (192, 5.3),  448,  (0.51, 0.31), "MI300X"),
+    _device("mi325x",     "MI325X 256 GB",    (1307,    0, 163.4), (256, 6.0),  448,  (0.60, 0.31), "MI325X"),
+    _device("mi355x",     "MI355X 288 GB",    (2500,    0, 157.3), (288, 8.0),  535,  (0.63, 0.31), "MI355X"),
+    _device("l40s",       "L40S 48 GB",       ( 362,  733,  91.6), ( 48, 0.86),   0,  (0.70, 0.58), "L40S",
             workspace_mib=8.125),
-    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  82.6), ( 24, 1.0),    0,  (1.00, 0.58), "RTX 4090",
+    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  330,  82.6), ( 24, 1.0),    0,  (1.00, 0.58), "RTX 4090",
             workspace_mib=8.125),
 )
 # fmt: on

@@ -69,7 +69,7 @@ LrSchedule = Literal["cosine", "wsd", "constant"]
 GradientCompression = Literal["none", "bf16", "powersgd"]
 LossOn = Literal["assistant", "all"]
 Offload = Literal["none", "optimizer", "parameters"]
-Precision = Literal["auto", "bf16", "fp16", "fp32"]
+Precision = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
 RecomputeMode = Literal["none", "selective", "full"]
 ZeroBackend = Literal["native", "deepspeed"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -148,7 +148,8 @@ class TrainingConfig(Section):
     epochs: float = Field(1.0, gt=0)
     """Passes over the training documents if steps is not given; default: 1, or 2 in fine-tuning."""
     precision: Precision = "auto"
-    """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling) or fp32; auto: bf16 if the device supports it."""
+    """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling), fp32, or fp8 (for the products of the blocks, on an
+    L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
     learning_rate: float = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     lr_schedule: LrSchedule = "cosine"
@@ -386,9 +387,19 @@ class RunConfig(Section):
         gpus = self.parallel.gpus
         if gpus % self.launch.nodes:
             yield f"parallel.gpus={gpus} cannot be spread evenly over launch.nodes={self.launch.nodes}"
+        if self.training.precision == "fp8":
+            yield from self._without_fp8()
         warmup, steps = self.training.warmup_steps, self.training.steps
         if warmup is not None and steps is not None and warmup > steps:
             yield f"training.warmup_steps={warmup} is above training.steps={steps}"
+
+    def _without_fp8(self) -> Iterator[str]:
+        gpu = None if self.launch.gpu_type is None else gpu_spec(self.launch.gpu_type)
+        needs = "training.precision=fp8 needs an NVIDIA GPU of the Ada, Hopper or Blackwell generation"
+        if self.launch.device == "cpu":
+            yield f"{needs}, and launch.device=cpu has none; use bf16 or fp32"
+        elif gpu is not None and not gpu.fp8_flops:
+            yield f"{needs}, and launch.gpu_type={gpu.name} is none; use bf16"
 
     def _misdivisions(self) -> Iterator[str]:
         parallel, asked = self.parallel, self.parallel.inner

@@ -63,6 +63,11 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
                 f"gpus={gpus}: this machine has no CUDA device; add --device cpu for {gpus} CPU processes, "
                 "or --launcher slurm"
             )
+        if config.training.precision == "fp8":
+            raise EnvironmentMismatchError(
+                "training.precision=fp8 needs a GPU, and this machine has no CUDA device that torch can use; "
+                "use bf16 or fp32, or --launcher slurm"
+            )
         return "cpu", "this machine has no CUDA device that torch can use"
     if gpus > len(machine.gpus):
         raise EnvironmentMismatchError(

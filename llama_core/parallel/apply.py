@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
+from llama_core.models.fp8 import use_fp8
 from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
@@ -39,6 +40,7 @@ class ParallelModel:
         device: where this rank computes.
         compute_dtype: dtype of activations and matrix products.
         weight_dtype: dtype of the parameters, their gradients and moments.
+        fp8: whether the matrices of the blocks multiply in fp8; ``compute_dtype`` is then bf16.
 
     Raises:
         PlanError: if the plan's number of ranks is not the number started.
@@ -52,11 +54,14 @@ class ParallelModel:
         device: torch.device,
         compute_dtype: torch.dtype,
         weight_dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
     ) -> None:
         check_started(plan)
         self.plan, self.device = plan, device
         self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
         self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
+        if fp8:
+            use_fp8(self.model.layers)
         mesh = self.mesh
         if mesh is not None:
             divide_experts(self.model, mesh.experts)

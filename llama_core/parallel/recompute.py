@@ -37,7 +37,11 @@ _ATTENTION = frozenset(
     }
 )
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.llama_core.grouped_product.default)
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.llama_core.grouped_product.default,
+)
 
 
 def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]) -> None:

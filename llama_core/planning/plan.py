@@ -27,6 +27,9 @@ from llama_core.units import divisors
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the ranks, slowest varying first: ranks on the last ones share a machine and communicate most."""
 
+FP8_MULTIPLE = 16
+"""Every side of a product in fp8 is a multiple of this."""
+
 KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
 """Matrices whose products selective recomputation keeps, along with attention's output.
 
@@ -230,8 +233,26 @@ class ParallelPlan:
             yield f"zero_backend=deepspeed does not train {', '.join(spec.trainable)} beside adapters; use native"
         if precision == "fp16" and self.zero_backend == "deepspeed":
             yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
+        if precision == "fp8":
+            yield from self._misfits_of_fp8(spec, seq_len)
         if precision == "fp16" and self.gradient_compression == "powersgd":
             yield "precision fp16 with gradient_compression=powersgd feeds back errors of another loss scale; use bf16"
+
+    def _misfits_of_fp8(self, spec: ModelSpec, seq_len: int) -> Iterator[str]:
+        sizes = {
+            "the hidden size": spec.hidden_size,
+            f"the query columns over tp={self.tp}": spec.q_size // self.tp,
+            f"the key/value columns over tp={self.tp}": spec.kv_size // self.tp,
+            f"the feed-forward columns over tp={self.tp}": spec.ffn_size // self.tp,
+            "the tokens of a forward": self.rows_per_forward * seq_len // self.cp,
+        }
+        for what, size in sizes.items():
+            if size % FP8_MULTIPLE:
+                yield f"precision fp8 needs multiples of {FP8_MULTIPLE}, but {what} are {size}; use bf16"
+        if self.zero_backend == "deepspeed":
+            yield "precision fp8 does not work with zero_backend=deepspeed; use native or bf16"
+        if self.splits_backward:
+            yield f"precision fp8 does not work with schedule={self.schedule}; use schedule={DEFAULT_SCHEDULE} or bf16"
 
     def _misfits_of_experts(self, spec: ModelSpec) -> Iterator[str]:
         if spec.moe is None:
@@ -442,6 +463,11 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
     return tuple(map(range, starts, starts[1:]))
 
 
+def fuses_loss(config: RunConfig) -> bool:
+    """Return whether the loss of a resolved ``config`` runs in kernels, which hold no logits in fp32: on CUDA."""
+    return config.launch.device == "cuda"
+
+
 def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:
     """Return how attention is kept inside packed documents when a resolved ``config`` runs under ``plan``.
 
@@ -452,8 +478,3 @@ def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttenti
     may_choose = plan.cp == 1 and plan.attention == "auto"
     has_kernel = config.launch.device == "cuda" and config.training.precision != "fp32" and may_choose
     return "varlen" if has_kernel else "mask"
-def fuses_loss(config: RunConfig) -> bool:
-    """Return whether the loss of a resolved ``config`` runs in kernels, which hold no logits in fp32: on CUDA."""
-    return config.launch.device == "cuda"
-
-

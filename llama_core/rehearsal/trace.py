@@ -63,8 +63,9 @@ def trace_rank(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: boo
         PlanError: if the plan has no such rank, or a process group exists already.
     """
     with _alone_among(plan.world_size, rank), _loss_of(config):
-        dtype = COMPUTE_DTYPES[config.training.precision]
-        model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
+        precision = config.training.precision
+        dtype, fp8 = COMPUTE_DTYPES[precision], precision == "fp8"
+        model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, fp8=fp8)
         with FakeTensorMode(allow_non_fake_inputs=True):
             return trace_steps(model, config, in_full=in_full)
 

@@ -28,7 +28,8 @@ from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.optimizer import build_optimizer
 from llama_core.training.saving import BackgroundSaver
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
+"""The dtype of activations for each precision."""
 CLIP_EPSILON = 1e-6  # the value in torch's clip_grad_norm_, so that norms near the limit are clipped the same
 
 # Moments are keyed by parameter name, because each pipeline rank holds different parameters. Frozen parameters are not
@@ -220,5 +221,6 @@ def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) ->
     dtype, new_optimizer = COMPUTE_DTYPES[config.training.precision], partial(build_optimizer, training=config.training)
     if plan.zero_backend == "deepspeed":
         return DeepSpeedModel(config.spec, plan, device=device, compute_dtype=dtype, build_optimizer=new_optimizer)
-    parallel = ParallelModel(config.spec, plan, device=device, compute_dtype=dtype).materialize()
+    fp8 = config.training.precision == "fp8"
+    parallel = ParallelModel(config.spec, plan, device=device, compute_dtype=dtype, fp8=fp8).materialize()
     return NativeEngine(parallel, new_optimizer(parallel.model))

@@ -70,5 +70,12 @@ def test_programs_reach_a_fraction_of_peak_speed(name):
 
 
 @pytest.mark.parametrize("name", gpu_names())
+def test_fp8_products_have_twice_the_peak_where_there_are_any(name):
+    device = gpu_spec(name)
+    assert device.fp8_flops == (pytest.approx(2 * device.bf16_flops, rel=0.02) if device.fp8_flops else 0)
+    assert bool(device.fp8_flops) == (name.startswith(("h", "b", "gb", "l40", "rtx")))
+
+
+@pytest.mark.parametrize("name", gpu_names())
 def test_neighbours_in_a_node_have_at_least_pcie_bandwidth(name):
     assert gpu_spec(name).neighbour_bandwidth >= PCIE_BANDWIDTH

@@ -83,6 +83,16 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
             {"architecture": {"num_kv_heads": 3}},
             "architecture.num_kv_heads=3 does not divide the 4 query heads; use one of 1, 2, 4",
         ),
+        (
+            {"training": {"precision": "fp8"}, "launch": {"device": "cpu"}},
+            "training.precision=fp8 needs an NVIDIA GPU of the Ada, Hopper or Blackwell generation, and "
+            "launch.device=cpu has none; use bf16 or fp32",
+        ),
+        (
+            {"training": {"precision": "fp8"}, "launch": {"gpu_type": "a100"}},
+            "training.precision=fp8 needs an NVIDIA GPU of the Ada, Hopper or Blackwell generation, and "
+            "launch.gpu_type=a100 is none; use bf16",
+        ),
         ({"training": 3}, "training=3: this is a section of keys, not a value"),
         ({"launch": {"slurm": {"setup": ["a", 1]}}}, "launch.slurm.setup.1=1: input should be a valid string"),
         ({"training": {"batch_size": "8"}}, "training.batch_size='8': input should be a valid integer"),

@@ -1,6 +1,7 @@
 """The checks that ranks make on their nodes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,18 @@ def test_a_driver_too_old_for_torch_is_named_with_the_build_that_it_runs(monkeyp
     config = RunConfig.from_mapping({"launch": {"device": "cuda", "launcher": "slurm"}})
     with pytest.raises(EnvironmentMismatchError, match=r"is built for CUDA 13\.0, but the node's driver runs " + says):
         check_own_device(config)
+
+
+def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
+    config = RunConfig.from_mapping({"launch": {"device": "cuda"}, "training": {"precision": "fp8"}})
+    gpu = SimpleNamespace(name="NVIDIA A40", major=8, minor=6, total_memory=10**11)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    with pytest.raises(EnvironmentMismatchError, match=r"fp8 needs .* 8\.9 or newer, and this is NVIDIA A40; use"):
+        check_own_device(config)
+    gpu.minor = 9
+    check_own_device(config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a node without CUDA")

@@ -86,6 +86,12 @@ def test_an_unknown_gpu_is_planned_as_an_h100_with_a_notice():
     assert any("'Tesla V100' is not in the table of devices" in choice for choice in chosen.choices)
 
 
+def test_fp8_is_not_left_to_a_cpu():
+    with pytest.raises(EnvironmentMismatchError, match=r"^training\.precision=fp8 needs a GPU, .* use bf16 or fp32"):
+        resolved(config(training={"precision": "fp8"}), CPU_MACHINE)
+    assert resolved(config(training={"precision": "fp8"}), GPU_MACHINE).training.precision == "fp8"
+
+
 def test_a_slurm_job_uses_gpus_that_its_login_node_lacks():
     chosen = resolved(config(launch={"launcher": "slurm"}, parallel={"gpus": 8}), CPU_MACHINE)
     assert (chosen.launch.device, chosen.launch.gpu_type) == ("cuda", "h100")

@@ -48,20 +48,20 @@ def graphs():
     torch._dynamo.reset()
 
 
-def take_step(plan, spec=SPEC):
-    model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16).materialize()
+def take_step(plan, spec=SPEC, *, fp8=False):
+    model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16, fp8=fp8).materialize()
     model.initialize_weights(0)
     tokens = torch.randint(0, SPEC.vocab_size, (1, 64))
     batch = Batch(tokens, tokens, torch.arange(64)[None] % 20)
     model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
 
 
-def take_step_of_a_rank(plan, spec=SPEC):
+def take_step_of_a_rank(plan, spec=SPEC, **choices):
     """Take a step as one of the ranks of a plan, of which the others do not exist."""
     if plan.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
     try:
-        take_step(plan, spec)
+        take_step(plan, spec, **choices)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -72,6 +72,14 @@ def test_all_blocks_share_one_graph_in_every_recompute_mode(graphs, case):
     division, recompute = case
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
     take_step_of_a_rank(plan)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("case", cases(CASES, narrow={"TP-selective"}))
+def test_all_blocks_with_products_in_fp8_are_one_graph_too(graphs, case):
+    division, recompute = case
+    plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)
+    take_step_of_a_rank(plan, fp8=True)
     assert graphs() == 1
 
 

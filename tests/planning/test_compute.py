@@ -5,7 +5,13 @@ import pytest
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.compute import HALF_RATE_DIM, MEMORY_SHARE, MODEL_SHAPES, StageCompute
+from llama_core.planning.time.compute import (
+    FP8_ROUNDING_BYTES,
+    HALF_RATE_DIM,
+    MEMORY_SHARE,
+    MODEL_SHAPES,
+    StageCompute,
+)
 
 SPEC = model_spec("llama2_7b")  # all sides of its matrices are at least 4096, and so are its tokens here
 SEQ_LEN = 4096
@@ -15,8 +21,8 @@ ENDLESS_FLOPS = replace(H100, bf16_flops=1e30)
 PRODUCT_RATE = H100.bf16_flops * H100.matmul_share * MODEL_SHAPES * 4096 / (4096 + HALF_RATE_DIM)
 
 
-def compute(device, plan=ParallelPlan(), spec=SPEC, documents="none"):  # noqa: B008 - plans are frozen
-    return StageCompute(spec, plan, device, seq_len=SEQ_LEN, precision="bf16", documents=documents)
+def compute(device, plan=ParallelPlan(), spec=SPEC, documents="none", precision="bf16"):  # noqa: B008 - frozen
+    return StageCompute(spec, plan, device, seq_len=SEQ_LEN, precision=precision, documents=documents)
 
 
 def products(*names):
@@ -73,11 +79,30 @@ def shards(*compiled):
     return [ParallelPlan(dp_shard=2, zero_stage=3, compile=flag) for flag in compiled]
 
 
-def test_the_loss_reads_and_writes_every_logit_a_dozen_times():
-    head = compute(ENDLESS_FLOPS, spec=model_spec("llama3_8b")).head()
-    logits = SEQ_LEN * 128_256 * 4
-    assert head.forward > 11 * logits / (H100.memory_bandwidth * MEMORY_SHARE)
-    assert head.backward < head.forward / 4  # the forward has computed the gradients
+def test_the_loss_reads_every_logit_twice_and_writes_it_once():
+    spec = model_spec("llama3_8b")
+    head = compute(ENDLESS_FLOPS, spec=spec).head()
+    speed = H100.memory_bandwidth * MEMORY_SHARE
+    table = spec.embedding_parameters * 2 * 4  # the head's gradient, added to in fp32
+    assert head.forward == pytest.approx((SEQ_LEN * 128_256 * 3 * 2 + table) / speed, rel=1e-3)
+    assert head.backward < head.forward  # the forward has computed the gradients
+
+
+def test_fp8_halves_the_time_of_a_layers_products_and_of_nothing_else():
+    usual, fast = (compute(ENDLESS_MEMORY, precision=precision) for precision in ("bf16", "fp8"))
+    saved = [ours - theirs for ours, theirs in zip(usual.layer("none"), fast.layer("none"), strict=True)]
+    assert saved == pytest.approx([products() / 2, products()], rel=1e-2)
+    assert fast.head() == usual.head()
+
+
+def test_rounding_to_fp8_reads_every_operand_of_every_product():
+    usual, fast = (compute(replace(H100, bf16_flops=1e30, fp8_flops=1e30), precision=p) for p in ("bf16", "fp8"))
+    added = [ours - theirs for ours, theirs in zip(fast.layer("none"), usual.layer("none"), strict=True)]
+    hidden, ffn, weights = SPEC.hidden_size, SPEC.ffn_size, SPEC.layer_matmul_parameters
+    given, returned = SEQ_LEN * (6 * hidden + ffn), SEQ_LEN * (5 * hidden + 2 * ffn)
+    speed = H100.memory_bandwidth * MEMORY_SHARE
+    assert added[0] == pytest.approx(FP8_ROUNDING_BYTES[False] * (given + weights) / speed)
+    assert added[1] == pytest.approx(FP8_ROUNDING_BYTES[False] * (given + 2 * returned + weights) / speed)
 
 
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_head_besides_their_layers():

@@ -75,3 +75,30 @@ def test_all_problems_of_a_plan_are_reported_at_once():
         ParallelPlan(dp_shard=0, microbatch_size=-1, zero_stage=4, recompute="some")
     for problem in ("dp_shard=0", "microbatch_size=-1", "zero_stage=4", "recompute='some'"):
         assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "message"),
+    [
+        ({}, {"ffn_size": 100}, "fp8 needs multiples of 16, but the feed-forward columns over tp=1 are 100; use bf16"),
+        ({"tp": 4}, {}, "fp8 needs multiples of 16, but the key/value columns over tp=4 are 8; use bf16"),
+        ({"cp": 4}, {}, "fp8 needs multiples of 16, but the tokens of a forward are 8; use bf16"),
+        (
+            {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+            {},
+            "fp8 does not work with schedule=zb_h1; use schedule=1f1b or bf16",
+        ),
+        (
+            {"dp_shard": 2, "zero_stage": 1, "zero_backend": "deepspeed"},
+            {},
+            "fp8 does not work with zero_backend=deepspeed; use native or bf16",
+        ),
+    ],
+)
+def test_what_has_no_products_in_fp8_is_refused_and_trains_in_bf16(plan, changes, message):
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ffn_size": 128, "vocab_size": 64}
+    spec = replace(model_spec("tiny_llama3_50m"), **sizes | changes)
+    with pytest.raises(PlanError) as refused:
+        ParallelPlan(**plan).check(spec, seq_len=32, precision="fp8")
+    assert message in str(refused.value)
+    ParallelPlan(**plan).check(spec, seq_len=32, precision="bf16")

@@ -129,8 +129,10 @@ def on(device, precision="bf16"):
     return f"launch.device={device}", "data.document_mask=false", f"training.precision={precision}", *shape(4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("model", ["medium", "wide_vocabulary"])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [("medium", "fp8"), ("wide_vocabulary", "bf16"), wide("medium", "bf16"), wide("wide_vocabulary", "fp8")],
+)
 def test_the_estimate_of_a_run_on_cuda_is_as_close(model, precision):
     rehearsed, estimated = rehearsed_and_estimated(request(model, *on("cuda", precision)))
     assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.01)
@@ -143,6 +145,14 @@ def test_on_cuda_the_same_flops_need_no_logits_in_fp32():
     saved = usual.profile.phases["forward"]["loss"] - fused.profile.phases["forward"]["loss"]
     assert saved == pytest.approx(rows_of_logits + rows_of_gradient + tokens * hidden_size * 2, rel=0.01)
     assert fused.flops == usual.flops
+
+
+def test_products_in_fp8_are_counted_as_those_in_bf16_are():
+    usual, fast = (
+        rehearse(request("wide_vocabulary", *on("cuda", precision)), ParallelPlan()) for precision in ("bf16", "fp8")
+    )
+    assert fast.flops == usual.flops
+    assert fast.profile.peak_bytes == pytest.approx(usual.profile.peak_bytes, rel=0.01)
 
 
 def test_accumulating_over_microbatches_multiplies_the_flops_and_not_the_activations():

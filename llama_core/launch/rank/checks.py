@@ -33,6 +33,9 @@ from llama_core.units import format_bytes
 PLAN_TOLERANCE = 0.95
 """Share of the planned device's memory that a device must have: drivers reserve a few percent."""
 
+FP8_CAPABILITY = (8, 9)
+"""The oldest compute capability whose tensor cores multiply fp8: Ada's."""
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -75,6 +78,12 @@ def check_own_device(config: RunConfig) -> None:
             f"{where}: local rank {local_rank} needs its own device, but there are only {count}"
         )
     device = torch.cuda.get_device_properties(local_rank % count)
+    capability = device.major, device.minor
+    if config.training.precision == "fp8" and (torch.version.hip or capability < FP8_CAPABILITY):
+        raise EnvironmentMismatchError(
+            f"{where}: training.precision=fp8 needs an NVIDIA GPU of compute capability 8.9 or newer, and this is "
+            f"{device.name}; use bf16"
+        )
     planned = gpu_spec(config.launch.gpu_type) if config.launch.gpu_type else None
     if planned and device.total_memory < PLAN_TOLERANCE * planned.memory_bytes and not config.launch.force:
         raise EnvironmentMismatchError(

@@ -207,9 +207,10 @@ class Candidates:
         """
         pp, usual = shape.pp, schedule_type(DEFAULT_SCHEDULE)
         is_alone = self.asked.gpus == pp and self.asked.compile is not True and self.recompute == "none"
+        is_alone = is_alone and self.config.training.precision != "fp8"
         backward = 3 if recompute == "full" else 2
         reasons = {
-            "only without tp, cp, data parallelism, recompute and compile": kind.splits_backward and not is_alone,
+            "only without tp, cp, data parallelism, recompute, compile and fp8": kind.splits_backward and not is_alone,
             f"needs a multiple of {kind.replicas} pipeline ranks, not pp {pp}": bool(pp % kind.replicas),
             f"no better than data parallelism at pp {pp}": kind.replicas > 1 and pp <= kind.replicas,
             f"needs more than {kind.min_units * pp} microbatches at pp {pp}": count <= kind.min_units * pp,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import LayerTraits, ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
-from llama_core.config.strategy import HEAD, MATRICES, MoE
+from llama_core.config.strategy import FEED_FORWARD_MATRICES, HEAD, MATRICES, MoE
 from llama_core.planning.memory.tensors import FP32_BYTES, loss_chunk_tokens
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
@@ -74,10 +74,13 @@ _ACCESSES = {
     (True, False): _Accesses(stream=(8, 0), whole=(0, 0), rotated=(2, 0), queries=(2, 0), ffn=(3, 0)),
     (True, True): _Accesses(stream=(10, 0), whole=(3, 0), rotated=(2, 0), queries=(2, 0), ffn=(6, 0)),
 }
-_LOSS_ACCESSES = (2, 10)
-"""Of a logit: widen, find the row's maximum, subtract it, exponentiate, sum, divide, narrow."""
-_TABLE_ACCESSES = (2, 2)
-"""Of an element of the head's gradient, per chunk of tokens: its product, and its sum in fp32."""
+FP8_ROUNDING_BYTES = {False: 9, True: 5}
+"""Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,
+and written in one byte; in eager mode the scaled number is also written and read."""
+_LOSS_ACCESSES = (3, 0)
+"""Of a logit, in the kernel: read for the row's maximum and sum, read again, and overwritten by the gradient."""
+_TABLE_ACCESSES = (0, 2)
+"""Of an element of the head's gradient, per chunk of tokens: the product adds to it in fp32."""
 
 
 class StageCompute:
@@ -106,6 +109,9 @@ class StageCompute:
         self.spec, self.plan, self.device = spec, plan, device
         self.itemsize = FP32_BYTES if precision == "fp32" else 2
         self.peak = device.fp32_flops if precision == "fp32" else device.bf16_flops
+        self.in_fp8 = precision == "fp8"
+        self.layer_peak = device.fp8_flops if self.in_fp8 else self.peak
+        """The peak rate of the products of a layer's matrices; those of experts are never in fp8."""
         self.tokens = plan.rows_per_forward * seq_len // plan.cp
         self.visible_scores = seq_len if documents == "mask" else seq_len / 2
         self.casts = self.itemsize < FP32_BYTES and not plan.uses_fully_shard
@@ -133,11 +139,13 @@ class StageCompute:
     def layer(self, mode: RecomputeMode, traits: LayerTraits | None = None) -> Pass:
         """Return the time of a layer with these traits, by default the first, with recomputation in its backward."""
         traits = self.spec.layers[0] if traits is None else traits
-        products = {name: self._product(*shape) for name, shape in self._shapes().items()}
+        products = {name: self._product(*shape, peak=self.layer_peak) for name, shape in self._shapes().items()}
         attention, elementwise, adapters = self.attention(), self._elementwise(traits), self._beside_frozen(traits)
         if traits.sparse and self.spec.moe is not None:
             products |= self._products_of_experts(self.spec.moe)
             elementwise = elementwise.plus(self._routing(self.spec.moe))
+        if self.in_fp8:
+            elementwise = elementwise.plus(self._rounding(traits))
         launches = KERNEL_SECONDS * KERNELS_PER_LAYER[self.plan.compile]
         once = sum(products.values())
         # a frozen matrix has no gradient of its own, but passes gradients on
@@ -173,6 +181,18 @@ class StageCompute:
             more = (moe.num_experts // self.plan.ep - 1) * self.spec.expert_parameters / self.plan.tp
             weights = Pass(self._memory(more, 1, 1), self._memory(more, 1, 4))
         return Pass(self._memory(ffn, *forward) + moved, self._memory(ffn, *backward) + moved).plus(weights)
+
+    def _rounding(self, traits: LayerTraits) -> Pass:
+        """Return the time to round the operands of a layer's products to fp8."""
+        forward = backward = 0.0
+        for matrix, (columns, rows) in zip(MATRICES, self._shapes().values(), strict=True):
+            if traits.sparse and matrix in FEED_FORWARD_MATRICES:
+                continue
+            given, weight, returned = self.tokens * columns, columns * rows, self.tokens * rows
+            forward += given + weight
+            backward += returned + weight + (returned + given) * (matrix in traits.trained)
+        bytes_of_one = FP8_ROUNDING_BYTES[self.plan.compile]
+        return Pass(self.copying(bytes_of_one * forward), self.copying(bytes_of_one * backward))
 
     def _beside_frozen(self, traits: LayerTraits) -> Pass:
         """Return the time of a layer's adapters: two narrow products each, and adding their output."""
@@ -243,11 +263,11 @@ class StageCompute:
             "w2": (ffn, hidden),
         }  # in the order of MATRICES
 
-    def _product(self, columns: int, rows: int, tokens: float | None = None) -> float:
+    def _product(self, columns: int, rows: int, tokens: float | None = None, peak: float | None = None) -> float:
         """Return the time to multiply the tokens by one matrix; its gradients take twice as long."""
         tokens = self.tokens if tokens is None else tokens
         shortest = min(tokens, columns, rows)
-        rate = self.peak * self.device.matmul_share * MODEL_SHAPES * shortest / (shortest + HALF_RATE_DIM)
+        rate = (peak or self.peak) * self.device.matmul_share * MODEL_SHAPES * shortest / (shortest + HALF_RATE_DIM)
         return 2 * tokens * columns * rows / rate
 
     def _elementwise(self, traits: LayerTraits) -> Pass:
