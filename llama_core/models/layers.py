@@ -22,6 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.config.models import LinearScaling, ModelSpec
 from llama_core.models.batch import Documents
+from llama_core.models.cpu_attention import cpu_attention, is_faster
 
 KEPT = "kept"
 """The annotation of operators whose results selective recomputation keeps, in eager and in compiled code."""
@@ -167,6 +168,14 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
     """Return softmax attention, [B, N, S, H]: causal, inside documents, or under an additive mask."""
     if isinstance(mask, Documents):
         return _attend_documents(q_BNSH, k_BKSH, v_BKSH, mask)
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSH, k_BKSH, v_BKSH))
+    if is_trained and is_faster(q_BNSH, mask):
+        out_BNSH: Tensor = cpu_attention(q_BNSH, k_BKSH, v_BKSH, mask, mask is None)[0]
+        return out_BNSH
+    return _attend_with_torch(q_BNSH, k_BKSH, v_BKSH, mask)
+
+
+def _attend_with_torch(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
     is_narrow = q_BNSH.dtype in {torch.bfloat16, torch.float16}
     if q_BNSH.is_cuda and not (is_narrow and mask is None) and k_BKSH.shape[1] < q_BNSH.shape[1]:
         # with a mask, and in fp32, CUDA's fused kernels need a key head for each query head; the math kernel would
@@ -186,7 +195,7 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
 def attend_with_all_scores(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
     """Return the same as ``attend`` from torch's math kernel: matrix products and a softmax, with all scores held."""
     with sdpa_kernel(SDPBackend.MATH):
-        return attend(q_BNSH, k_BKSH, v_BKSH, mask)
+        return _attend_with_torch(q_BNSH, k_BKSH, v_BKSH, mask)
 
 
 # torch 2.11 accepts fewer key heads than query heads without this argument

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama_core.models.cpu_attention import cpu_attention_backward
+
 aten = torch.ops.aten
 
 BIAS_ALIGNMENT = 16
@@ -106,8 +108,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tens
 
 def _cpu_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
     *tensors, mask = tensors_and_mask
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads: tuple[Tensor, ...] = backward(*tensors, 0.0, mask.causal, attn_mask=mask.bias_B1QJ)
+    grads: tuple[Tensor, ...] = cpu_attention_backward(*tensors, mask.bias_B1QJ, mask.causal)
     return grads
 
 

@@ -33,6 +33,7 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.torch_attn._varlen_attn.default,
+        torch.ops.llama_core.cpu_attention.default,
         RING_ATTENTION,
     }
 )

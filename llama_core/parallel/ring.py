@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from llama_core.models.cpu_attention import empty_tokens_first
 from llama_core.parallel.block_attention import BlockMask, block_backward, block_forward
 
 RingMasks = tuple[BlockMask, ...]
@@ -196,12 +197,12 @@ def _ring_attention_backward(  # noqa: PLR0917 - operators have positions
 @_ring_attention.register_fake
 def _(q_BNSH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q_BNSH.dtype, torch.float32)
-    return _empty_tokens_first(q_BNSH), q_BNSH.new_empty(q_BNSH.shape[:-1], dtype=wide)
+    return empty_tokens_first(q_BNSH), q_BNSH.new_empty(q_BNSH.shape[:-1], dtype=wide)
 
 
 @_ring_attention_backward.register_fake
 def _(_: Tensor, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_tokens_first(q_BNSH), _empty_tokens_first(k_BKSH), _empty_tokens_first(v_BKSH)
+    return empty_tokens_first(q_BNSH), empty_tokens_first(k_BKSH), empty_tokens_first(v_BKSH)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -237,7 +238,3 @@ def _as_ring_masks(
 
 def _tokens_first(x_BNSH: Tensor) -> Tensor:
     return x_BNSH.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _empty_tokens_first(x_BNSH: Tensor) -> Tensor:
-    return torch.empty_permuted(x_BNSH.shape, (0, 2, 1, 3), dtype=x_BNSH.dtype, device=x_BNSH.device)

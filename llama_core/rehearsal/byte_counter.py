@@ -58,6 +58,8 @@ _MISSING_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: _added_product_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
+    torch.ops.llama_core.cpu_attention: _flash_forward_flops,
+    torch.ops.llama_core.cpu_attention_backward: _flash_backward_flops,
     torch.ops.torch_attn._varlen_attn: _documents_forward_flops,
     torch.ops.torch_attn._varlen_attn_backward: _documents_backward_flops,
 }
