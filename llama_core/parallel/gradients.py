@@ -2,12 +2,13 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from llama_core.config.models import ModelSpec
 from llama_core.models.layers import local_part
@@ -64,11 +65,7 @@ class Gradients:
         Ranks share the gradients of norms, which each tensor-parallel rank computes over a part of the sequence, of an
         embedding tied to the head on another pipeline rank and, with Chimera, of every stage.
         """
-        for parameters in self._by_copies.values():
-            for parameter in parameters:
-                grad = parameter.grad
-                if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
-                    parameter.grad = grad.redistribute(placements=parameter.placements)
+        _sum_partial([parameter for parameters in self._by_copies.values() for parameter in parameters])
         for parameter in self._averaged_too_little:
             # the tokens of all data-parallel ranks reach an expert, but fewer of these ranks hold it and average
             if parameter.grad is not None:
@@ -77,7 +74,7 @@ class Gradients:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_part(parameter.grad), group=group)
+            _all_reduce_together([local_part(p.grad) for p in parameters if p.grad is not None], group)
 
     def norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, the same on every rank."""
@@ -90,6 +87,40 @@ class Gradients:
             square = square + norm**2 / copies
         dist.all_reduce(square)
         return square.sqrt()
+
+
+def _sum_partial(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients that are partial on some ranks over these, where ``fully_shard`` has not done so."""
+    partial: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        grad = parameter.grad
+        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        sums = [axis for axis, place in enumerate(grad.placements) if place.is_partial()]
+        for axis in sums:
+            partial[grad.device_mesh.get_group(axis)].append(grad.to_local())
+        if sums:
+            parameter.grad = DTensor.from_local(
+                grad.to_local(),
+                grad.device_mesh,
+                [Replicate() if place.is_partial() else place for place in grad.placements],
+                run_check=False,
+                shape=grad.shape,
+                stride=grad.stride(),
+            )
+    for group, gradients in partial.items():
+        _all_reduce_together(gradients, group)
+
+
+def _all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over ``group`` in place, with one collective for all tensors of a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for alike in by_dtype.values():
+        torch.ops._c10d_functional.all_reduce_coalesced_(alike, "sum", group.group_name)
+        for tensor in alike:
+            torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def pipeline_holders(plan: ParallelPlan, spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
+from llama_core.models.lora import AdaptedEmbedding
 from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
 
@@ -135,17 +137,17 @@ class Sharded:
         )
         axes = _data_axes(mesh.weights)
         shard = partial(fully_shard, mesh=axes, mp_policy=policy, shard_placement_fn=_placement(mesh))
+        drops = self.stage == 3
         for module in _groups(model):
-            shard(module, reshard_after_forward=self.stage == 3)
-        embedding = model.tok_embeddings
-        if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
-            # the first layer's backward would prefetch the frozen embedding, which no backward needs; let it prefetch
-            # itself instead
-            first: Any = model.layers["0"]
-            first.set_modules_to_backward_prefetch([first])
-        # the rest, that is the final norm and the head, stays gathered: without a pipeline, or on the last rank of a
-        # 1F1B pipeline, their backward follows their forward
+            shard(module, reshard_after_forward=drops)
+        if model.norm is not None and model.output is not None:
+            _call_head_as_module(model, model.output)
+            # these stay gathered: without a pipeline, or on the last rank of a 1F1B pipeline, their backward follows
+            # their forward
+            shard([model.norm, model.output], reshard_after_forward=False)
+        # the rest is an embedding tied to the head, which both ends of the model use
         self.root = shard(model, reshard_after_forward=False)
+        _set_prefetches(model, plan)
         self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.averages_every_backward = plan.averages_every_backward
         several_stages = len(plan.build_schedule().stages_of(0)) > 1
@@ -177,11 +179,57 @@ class Sharded:
 
 
 def _groups(model: Llama) -> list[nn.Module]:
-    """Return the modules that gather their weights at once; a tied embedding is left to the head, which uses it."""
+    """Return the modules that gather their weights at once, except the final norm and the head."""
     groups: list[nn.Module] = list(model.layers.values())
     if model.tok_embeddings is not None and not model.spec.tied_embeddings:
         groups.append(model.tok_embeddings)
     return groups
+
+
+def _call_head_as_module(model: Llama, output: nn.Module) -> None:
+    """Let the head compute inside a call of ``output``, where ``fully_shard`` gathers its weights."""
+    head = model.head
+
+    def forward(x_BSD: Tensor, targets_BS: Tensor | None) -> Tensor:
+        return head(x_BSD, model.head_table, targets_BS)
+
+    output.forward = forward
+    model.head = lambda x_BSD, table, targets_BS: table(x_BSD, targets_BS)
+
+
+def _set_prefetches(model: Llama, plan: ParallelPlan) -> None:
+    """Make every group of a stage gather the next one's weights before it computes, forward and backward.
+
+    torch by itself issues a gather when the group's own forward begins. It overlaps with the group before only if the
+    CPU is ahead of the device: not with small blocks, nor where a block waits for numbers from the device, as experts
+    on other ranks do. In the backward, torch looks for the group whose forward ran before. Under a pipeline that may
+    belong to another stage, which holds the weights until it runs.
+    """
+    root: Any = model
+    embedding: Any = model.tok_embeddings
+    stages: list[list[Any]] = [
+        [model.layers[str(layer)] for layer in layers]
+        for layers in plan.stage_layers(model.spec)
+        if str(layers.start) in model.layers
+    ]
+    for blocks in stages:
+        groups = [*blocks]
+        if model.output is not None and blocks[-1] is model.layers[str(model.spec.num_layers - 1)]:
+            groups.append(model.norm)
+        for before, after in pairwise(groups):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        blocks[0].set_modules_to_backward_prefetch([blocks[0]])  # nothing; an empty list would let torch search
+    if isinstance(embedding, FSDPModule):
+        first: Any = stages[0][0]
+        embedding.set_modules_to_forward_prefetch([first])
+        embedding.set_modules_to_backward_prefetch([embedding])
+        if isinstance(embedding, AdaptedEmbedding):
+            first.set_modules_to_backward_prefetch([embedding])
+        else:
+            embedding.set_unshard_in_backward(False)  # its gradient depends on the tokens alone
+    # a tied embedding is in the root, whose backward begins every stage's
+    root.set_modules_to_backward_prefetch([stages[0][-1] if len(stages) == 1 else root])
 
 
 def _data_axes(weights: DeviceMesh) -> DeviceMesh:

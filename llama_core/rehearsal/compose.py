@@ -15,7 +15,6 @@ from typing import Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
-from llama_core.planning.memory.prefetch import Prefetch, Prefetches
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import Snapshot, Span
 from llama_core.rehearsal.transfers import Transfer
@@ -33,21 +32,21 @@ class Hosting:
     """The stages; a stage's index here is its slot."""
     zero_stage: int
     """The effective ZeRO stage."""
-    has_rest: bool
-    """Whether it holds weights outside the layers and the untied embedding; every stage's forward gathers them."""
+    has_root: bool
+    """Whether it holds an embedding tied to the head; every stage's forward gathers it."""
+    head: int | None
+    """Slot of the stage with a head of its own."""
     averages_often: bool
     """Whether replicas average gradients after every backward, and keep each average until the next."""
-    closed: tuple[int, ...]
-    """Slots of the stages that begin with a frozen embedding, which no backward fetches."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return the hosting of a pipeline rank."""
         stages, last = plan.layout.stages_of(pp_rank), plan.num_stages - 1
-        has_rest = last in stages or (spec.tied_embeddings and 0 in stages)
-        leads_out = spec.trains_embedding or spec.tied_embeddings
-        closed = [slot for slot, stage in enumerate(stages) if stage == 0 and not leads_out]
-        return cls(stages, plan.effective_zero_stage, has_rest, plan.averages_every_backward, tuple(closed))
+        ends = {0, last}.intersection(stages)
+        has_root = spec.tied_embeddings and bool(ends)
+        head = stages.index(last) if last in stages and not spec.tied_embeddings else None
+        return cls(stages, plan.effective_zero_stage, has_root, head, plan.averages_every_backward)
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ class Situation:
     """Slots that ran two or more backwards and therefore keep an average; empty unless ``averages_often``."""
     buffer: int | None
     """Slot of the last backward, if the buffer in which it reduced gradients is still alive."""
-    prefetch: Prefetch | None
-    """Weights fetched before their stage runs; None unless ZeRO stage 3 gathers each layer when it runs."""
     after_forward: bool
-    """Whether the computation before was a forward, which gathered the weights outside the layers."""
+    """Whether the computation before was a forward, which gathered the tied embedding; False unless ZeRO 3 drops it."""
+    head: bool
+    """Whether the head stayed gathered after an earlier forward; False unless ZeRO 3 drops it."""
 
 
 def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
@@ -81,13 +80,10 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
     slots = {stage: slot for slot, stage in enumerate(hosting.stages)}
     last_places = {action.kind: place for place, action in enumerate(actions)}
     received = {(action.stage, action.microbatch, action.kind) for action in actions}
-    prefetches = None
-    if hosting.zero_stage == 3:
-        prefetches = Prefetches(has_root=hosting.has_rest, single_groups=(), closed=hosting.closed)
     before = None
     done: set[tuple[int, Kind]] = set()
     num_backwards: Counter[int] = Counter()
-    buffer, found = None, []
+    buffer, head, found = None, False, []
     for place, action in _computations(actions):
         slot, kind = slots[action.stage], action.kind
         source = Kind.RECV_F if kind is Kind.FORWARD else Kind.RECV_B
@@ -101,13 +97,14 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
                 done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
                 repeated=frozenset(s for s, n in num_backwards.items() if n > 1 and hosting.averages_often),
                 buffer=buffer if hosting.zero_stage >= 2 else None,
-                prefetch=prefetches.enter(slot, kind) if prefetches else None,
-                after_forward=prefetches is not None and hosting.has_rest and before is Kind.FORWARD,
+                after_forward=hosting.zero_stage == 3 and hosting.has_root and before is Kind.FORWARD,
+                head=hosting.zero_stage == 3 and head,
             )
         )
         done.add((slot, kind))
         num_backwards[slot] += kind in _BACKWARDS
         buffer, before = slot if kind in _BACKWARDS else buffer, kind
+        head = (head or slot == hosting.head) and kind not in _BACKWARDS
     return found
 
 

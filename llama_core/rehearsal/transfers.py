@@ -61,6 +61,7 @@ _OPERATORS: Mapping[str, tuple[str, int, Callable[[tuple[Any, ...], Any], Any]]]
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 2, lambda args, out: [out]),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 3, lambda args, out: [args[0]]),
     "_c10d_functional::all_reduce": ("all_reduce", 2, lambda args, out: [args[0]]),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 2, lambda args, out: args[0]),
     "_c10d_functional::all_to_all_single": ("all_to_all", 3, lambda args, out: [args[0]]),
 }
 

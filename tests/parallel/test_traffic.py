@@ -14,16 +14,17 @@ from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.communication import communication
 
-# each operator's collective, and how to get the whole tensor from its arguments and its result
+# each operator's collective, and how to get the whole tensors from its arguments and its result
 TRANSFERS = {
-    "c10d::_allgather_base_": ("all_gather", lambda args, _: args[0]),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda args, _: args[1]),
-    "c10d::allreduce_": ("all_reduce", lambda args, _: args[0][0]),
-    "c10d::send": ("send", lambda args, _: args[0][0]),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", lambda _, out: out),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", lambda args, _: args[0]),
-    "_c10d_functional::all_to_all_single": ("all_to_all", lambda args, _: args[0]),
-    "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: args[0]),
+    "c10d::_allgather_base_": ("all_gather", lambda args, _: [args[0]]),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda args, _: [args[1]]),
+    "c10d::allreduce_": ("all_reduce", lambda args, _: args[0]),
+    "c10d::send": ("send", lambda args, _: args[0]),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", lambda _, out: [out]),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", lambda args, _: [args[0]]),
+    "_c10d_functional::all_to_all_single": ("all_to_all", lambda args, _: [args[0]]),
+    "_c10d_functional::all_reduce": ("all_reduce", lambda args, _: [args[0]]),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", lambda args, _: args[0]),
 }
 PLANS = [
     ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=3),
@@ -48,22 +49,46 @@ class Transfers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        collective, whole = TRANSFERS.get(func._schema.name, (None, lambda args, out: torch.empty(())))
-        tensor = whole(args, out)
-        counts = tensor.dim() > 0 and tensor.is_floating_point()
+        collective, whole = TRANSFERS.get(func._schema.name, (None, lambda args, out: [torch.empty(())]))
+        tensors = whole(args, out)
+        counts = tensors[0].dim() > 0 and tensors[0].is_floating_point()
         self.counted[collective, "count"] += counts
-        self.counted[collective, "bytes"] += tensor.nbytes * counts
+        self.counted[collective, "bytes"] += sum(tensor.nbytes for tensor in tensors) * counts
         return out
 
 
-def transfers_of_a_step(plan, spec):
+class Order(TorchDispatchMode):
+    """Lists the elements of every gather of weights, and 0 for the matrix products between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.seen.append(args[0].numel())
+        elif func is torch.ops.aten.mm.default and self.seen and self.seen[-1]:
+            self.seen.append(0)
+        return func(*args, **(kwargs or {}))
+
+
+def take_a_step(plan, spec, watching):
     model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16).materialize()
     model.initialize_weights(0)
     tokens_BS = torch.zeros(plan.microbatch_size, SEQ_LEN, dtype=torch.int64)
-    with Transfers() as transfers:
+    with watching as seen:
         batch = Batch(tokens_BS, tokens_BS, None)
         model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
-    return {key: number for key, number in transfers.counted.items() if key[0] and number}
+    return seen
+
+
+def transfers_of_a_step(plan, spec):
+    counted = take_a_step(plan, spec, Transfers()).counted
+    return {key: number for key, number in counted.items() if key[0] and number}
+
+
+def order_of_a_step(plan, spec):
+    return take_a_step(plan, spec, Order()).seen
 
 
 def counted(plan, spec, pp_rank):
@@ -121,3 +146,11 @@ def test_the_ends_of_a_pipeline_with_a_tied_embedding_send_the_counted_transfers
     plan = ParallelPlan(pp=2, dp_shard=2, zero_stage=3, num_microbatches=2)
     ranks = run_ranks(plan.world_size, transfers_of_a_step, plan, TIED)
     assert ranks == [counted(plan, TIED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
+
+
+def test_weights_are_gathered_while_the_group_before_computes_and_the_head_last():
+    plan = ParallelPlan(dp_shard=2, zero_stage=3)
+    table, layer, inner = UNTIED.embedding_parameters, UNTIED.layer_parameters, UNTIED.num_layers - 2
+    forward = [table, layer, layer, 0, *[layer, 0] * inner, table + UNTIED.hidden_size, 0]
+    backward = [layer, layer, 0, *[layer, 0] * inner]
+    assert run_ranks(2, order_of_a_step, plan, UNTIED) == [forward + backward] * 2

@@ -29,7 +29,6 @@ from llama_core.planning.memory.experts import ExpertTensors
 from llama_core.planning.memory.lora import AdaptedExpertTensors, AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
-from llama_core.planning.memory.prefetch import Prefetch, Prefetches
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
 from llama_core.planning.plan import DocumentAttention, ParallelPlan
@@ -188,8 +187,7 @@ class _Rank:
         self._accumulated: Counter[int] = Counter()  # parameters with gradients, by stage
         self._num_backwards: Counter[int] = Counter()  # by stage
         self._gathered: set[int] = set()  # stages whose weights have been gathered
-        drops = plan.uses_fully_shard and plan.effective_zero_stage == 3
-        self._prefetches = self._watch_prefetches() if drops else None
+        self._head_gathered = False  # whether the last stage's head stayed gathered
         self._buffer = 0
 
     def profile(self) -> MemoryProfile:
@@ -240,7 +238,6 @@ class _Rank:
                 self._under_way[index] -= self.skipped
         if action.kind is Kind.WEIGHT_GRADIENT:
             self._put_off[index] -= 1
-        prefetch = self._prefetches.enter(index, action.kind) if self._prefetches else Prefetch()
         others = [s for s in self.hosted if s != index]
         return Around(
             when=self._when(index, after_forward=after_forward, final=final),
@@ -249,11 +246,8 @@ class _Rank:
             + sum(stages[s].put_off * n for s, n in self._put_off.items()),
             loss=sum(stages[s].kept_loss * n for s, n in self._under_way.items()),
             gradients=sum(stages[s].weights.gradients(self._when(s), 0) for s in others),
-            communication=sum(self._communication(s) for s in others)
-            + sum(self._last_layer(s) for s in prefetch.waiting - {index}),
-            root=sum(stages[s].weights.root_gathered for s in others) if final or self._prefetches else 0,
-            early=self._last_layer(index) if index in prefetch.waiting else 0,
-            ahead=0 if prefetch.ahead is None else self._last_layer(prefetch.ahead),
+            communication=sum(self._communication(s) for s in others),
+            head=self._head_gathered and stages[index].stage.is_last,
             buffer=self._buffer,
         )
 
@@ -263,6 +257,9 @@ class _Rank:
         if action.kind is Kind.FORWARD:
             self._under_way[index] += 1 if index in self._gathered else 1 + self.skipped
         self._gathered.add(index)
+        # a backward drops the head, also if it is another stage's
+        self._head_gathered |= self.stages[index].stage.is_last
+        self._head_gathered &= action.kind not in _BACKWARDS
         if action.kind is Kind.INPUT_GRADIENT:
             self._put_off[index] += 1
         weights = self.stages[index].weights
@@ -287,17 +284,5 @@ class _Rank:
     def _communication(self, stage: int) -> int:
         """Return the gathered and averaged bytes that a stage keeps while another one runs."""
         weights, when = self.stages[stage].weights, self._when(stage)
-        return weights.averaged(when, 0) + (weights.root_gathered if when.is_first else weights.stay_gathered)
-
-    def _last_layer(self, stage: int) -> int:
-        """Return the bytes that prefetching a stage's last layer takes."""
-        weights = self.stages[stage].weights
-        return weights.at_work(weights.num_layers - 1)
-
-    def _watch_prefetches(self) -> Prefetches:
-        weights = {stage: self.stages[stage].weights for stage in self.hosted}
-        return Prefetches(
-            has_root=any(own.held.root for own in weights.values()),
-            single_groups=[s for s, own in weights.items() if len(own.held.layers) == 1 and not own.held.embedding],
-            closed=[s for s, own in weights.items() if own.held.embedding and not own.trained.embedding],
-        )
+        gathered = weights.root_gathered if when.is_first else weights.stay_gathered
+        return weights.averaged(when, 0) + gathered + weights.head_gathered * self._head_gathered

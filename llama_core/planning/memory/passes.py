@@ -2,14 +2,14 @@
 
 A forward runs the layers from first to last, and each keeps what its backward needs. So memory can peak at its end,
 after the last layer or, on the last stage, in the last chunk of the loss; or while ``fully_shard`` gathers one of the
-last layers.
+last layers or the head.
 
 A backward runs the layers in reverse: it makes gradients, and each layer drops what it kept. Over equal layers memory
 rises or falls evenly, so a run of them peaks at one of its ends; among several kinds in turn, memory peaks at a corner
 of what is kept drawn over what is made. Within a layer, memory can peak after ``w2``, its
 widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three gradients of matrices; with few tokens
-after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The loss and the final norm come before the
-layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
+after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The loss, the final norm and their reduction
+come before the layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
 
 Moments that are hardly ever the peak over a wide range of plans, such as those inside attention, are left out.
 """
@@ -40,13 +40,9 @@ class Around:
     gradients: int
     """Gradients of other stages of this rank."""
     communication: int
-    """Of other stages of this rank: weights that stay gathered or are prefetched, and averages of gradients."""
-    root: int
-    """The part of ``communication`` for roots, if a backward drops it before it reaches the embedding."""
-    early: int
-    """The stage's own last layer, if it was fetched before its forward."""
-    ahead: int
-    """The last layer of another stage, fetched as a backward ends."""
+    """Of other stages of this rank: weights that stay gathered, and averages of gradients."""
+    head: bool
+    """Whether the stage's own head stayed gathered after an earlier forward."""
     buffer: int
     """The buffer of the last reduction, which ``fully_shard`` keeps until the next."""
 
@@ -83,28 +79,34 @@ class StageMoments:
     def forward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a forward."""
         t, weights, last = self.tensors, self.weights, self.weights.num_layers - 1
-        fetched = weights.fetched(around.when)
-        yield self._moment(
-            around,
-            activations=self._kept_below[weights.num_layers],
-            communication=fetched + weights.at_work(last) + around.buffer,
-            temporaries=self.layers[last].leaving(self.stage.modes[last]),
-        )
+        for layer in {max(0, last - 1), last} if weights.at_work(last) else {last}:
+            yield self._moment(
+                around,
+                activations=self._kept_below[layer + 1],
+                communication=self._fetched(around, layer) + weights.at_work(layer) + around.buffer,
+                temporaries=self.layers[layer].leaving(self.stage.modes[layer]),
+                head=around.head,
+            )
         if t.scores:  # in attention: the scores before the softmax, and masked
             yield self._moment(
                 around,
                 activations=self._kept_below[last],
-                communication=fetched + weights.at_work(last) + around.buffer,
+                communication=self._fetched(around, last) + weights.at_work(last) + around.buffer,
                 temporaries=self.layers[last].layer_attending + 2 * t.scores,
+                head=around.head,
             )
         if self.stage.is_last:  # the final norm's output is dropped with the last chunk
             yield self._moment(
                 around,
                 activations=self.kept,
                 loss=t.loss_working,
-                communication=fetched + around.buffer,
+                communication=self._fetched(around, last + 1) + around.buffer,
                 temporaries=t.stream,
+                head=True,
             )
+
+    def _fetched(self, around: Around, layer: int) -> int:
+        return self.weights.fetched(around.when, layer, head=around.head)
 
     def backward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a backward, in their order."""
@@ -165,14 +167,16 @@ class StageMoments:
             loss=t.loss_saved,
             temporaries=t.whole,
             communication=communication,
+            head=True,
         )
         # the final norm: gradients of its output and of its saved tensors, in fp32
         yield self._moment(
             around,
-            gradients=weights.gradients(when, weights.head_done) + weights.waiting_head(when),
+            gradients=weights.gradients_in_norm(when),
             activations=self.kept - t.wide,
             temporaries=max(5 * t.wide, 2 * t.whole + t.stream),
             communication=communication,
+            head=True,
         )
 
     def _in_layer(self, around: Around, layer: int) -> Iterator[Moment]:
@@ -182,7 +186,8 @@ class StageMoments:
         below = self._kept_below[layer] + self._put_off_above(layer)
         if recomputed and t.narrow:  # in fp32 the first norm keeps the same tensor as checkpointing
             below += t.stream
-        buffer = around.buffer if is_last else weights.reduction_buffer(when, weights.trained.layers[layer + 1])
+        above = [*weights.trained.layers, weights.trained.head][layer + 1]
+        buffer = weights.reduction_buffer(when, above) if weights.held.head or not is_last else around.buffer
         matrix, layer_trained = t.ffn_parameters * self._made, t.layer_trained * self._made
         # beside the layer's own: the gradient of its output, that of the stage's output, and one to be added
         others = t.stream + FP32_BYTES * matrix * weights.adds(when)
@@ -204,13 +209,9 @@ class StageMoments:
                 gradients=weights.gradients(when, done, made) + weights.waiting_head(when),
                 activations=below + (0 if recomputed else kept),
                 temporaries=temporaries + others + (kept if recomputed else 0),
-                communication=weights.at_work(layer) + self._ahead(around, layer) + buffer,
+                communication=weights.at_work(layer) + weights.fetched_ahead(layer) + buffer,
                 done=done,
             )
-
-    def _ahead(self, around: Around, layer: int) -> int:
-        """Return the bytes prefetched while the backward is in a layer, for this stage or another."""
-        return self.weights.fetched_ahead(layer) or (0 if layer else around.ahead)
 
     def _done_above(self, layer: int) -> int:
         """Return the number of parameters whose gradients are done when the backward reaches a layer."""
@@ -266,11 +267,12 @@ class StageMoments:
         temporaries: int = 0,
         done: int = 0,
         group: int = 0,
+        head: bool = False,
     ) -> Moment:
         """Return a moment with ``around``, as ``group`` parameters' gradients are reduced after ``done`` others."""
         weights, when = self.weights, around.when
         own = weights.gradients(when, 0) if gradients is None else gradients
-        communication += weights.gathered(when, done + group) + weights.averaged(when, done, group)
+        communication += weights.gathered(when, done + group, head=head) + weights.averaged(when, done, group)
         return Counter(
             {
                 "gradients": around.gradients + own,
@@ -312,23 +314,34 @@ class ShardedMoments(StageMoments):
             )
         yield from super().backward(around)
 
+    def _in_head(self, around: Around) -> Iterator[Moment]:
+        """Yield the moments of a backward before the layers: in the loss, in the norm, and the reduction of both."""
+        yield from super()._in_head(around)
+        weights, last = self.weights, self.weights.num_layers - 1
+        if weights.trained.head:
+            largest, waiting = self.tensors.head_trained, weights.at_work(last)
+            yield self._reduction(
+                around, weights.trained.head, largest=largest, done=0, layer=last + 1, waiting=waiting
+            )
+
     def _gathering(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a forward at which a layer is gathered, with the buffer of the previous gather."""
         weights, held, last = self.weights, self.weights.held, self.weights.num_layers - 1
-        if not weights.fetched(around.when):
+        if not weights.gathers(around.when):
             return
         root = 0 if around.when.after_forward else held.root
-        before = (held.embedding or root, *held.layers)
-        # if layers stay gathered, the last one finds the most
-        for layer in {0, max(0, last - 1), last} if weights.drops else {last}:
+        groups = [held.embedding or root, *held.layers, held.head]
+        if around.head or not held.head:
+            groups.pop()
+        telling = {1, last, last + 1, len(groups) - 1} if weights.drops else {len(groups) - 1}
+        for place in telling - {0}:  # if layers stay gathered, the last one finds the most
             yield self._moment(
                 around,
-                activations=self._kept_below[layer],
-                communication=weights.itemsize * (before[layer] + held.layers[layer])
-                + weights.at_work(layer)
-                + (around.early if layer < last else 0)
+                activations=self._kept_below[place - 1],
+                communication=weights.itemsize * (groups[place - 1] + groups[place] * (1 + weights.drops))
                 + around.buffer,
                 temporaries=self.tensors.stream,
+                head=around.head or not weights.drops,
             )
 
     def _after_layer(self, around: Around, layer: int) -> Iterator[Moment]:
@@ -350,14 +363,11 @@ class ShardedMoments(StageMoments):
             )
         root = table if self.stage.shares_table else trained.root
         if root:
-            waiting = (
-                self._ahead(around, 0) + weights.itemsize * trained.embedding
-            )  # the embedding's gradient waits too
             largest = table if self.stage.shares_table else self.tensors.head_trained
-            yield self._reduction(around, root, largest=largest, done=layers, waiting=waiting)
+            yield self._reduction(around, root, largest=largest, done=layers)
         if trained.embedding:
-            done = layers + trained.root
-            waiting = around.ahead - around.root
+            done = trained.head + layers + trained.root
+            waiting = weights.fetched_ahead(0)
             yield self._reduction(around, trained.embedding, largest=table, done=done, waiting=waiting)
 
     def _reduction(

@@ -1,9 +1,10 @@
 """The weights and gradients that a rank holds of one pipeline stage within an optimizer step.
 
 A single rank and a rank with a copy of the whole model always hold all weights, and make their gradients in fp32.
-``fully_shard`` has three kinds of groups: each layer, the embedding, and the root with the rest: the final norm and the
-head (including an embedding tied to it). It gathers a group's weights in the compute dtype and makes its gradients in
-that dtype. After the group's backward it reduces the gradients, in fp32, into the shards.
+``fully_shard`` has four kinds of groups: each layer, the embedding, the final norm with the head, and the root, which
+has the embedding and the final norm if the head is tied. It gathers a group's weights in the compute dtype, while the
+group before computes, and makes its gradients in that dtype. After the group's backward it reduces the gradients, in
+fp32, into the shards.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple, Self
 
 from llama_core.config.run import RecomputeMode
+from llama_core.config.strategy import EMBEDDING
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import ParallelPlan
 
@@ -36,13 +38,16 @@ class Counts(NamedTuple):
     """Numbers of parameters of a stage, by the groups of ``fully_shard``."""
 
     layers: tuple[int, ...]
+    head: int
+    """Of the final norm and a head of its own."""
     root: int
+    """Of an embedding that is also the head, and of the final norm beside it."""
     embedding: int
 
     @property
     def tables(self) -> int:
         """Parameters outside the layers."""
-        return self.root + self.embedding
+        return self.head + self.root + self.embedding
 
     @property
     def total(self) -> int:
@@ -60,12 +65,11 @@ class Counts(NamedTuple):
             head: parameters of the head, or of an embedding in its place.
             norm: parameters of the final norm.
         """
-        root = 0
-        if stage.is_last:
-            root = head + norm
-        elif stage.is_first and stage.tied and not stage.shares_table:
-            root = embedding
-        return cls(tuple(layers), root, embedding if stage.is_first and not stage.tied else 0)
+        end = head + norm if stage.is_last else 0
+        if not stage.tied:
+            return cls(tuple(layers), head=end, root=0, embedding=embedding if stage.is_first else 0)
+        root = end or (embedding if stage.is_first and not stage.shares_table else 0)
+        return cls(tuple(layers), head=0, root=root, embedding=0)
 
 
 @dataclass(frozen=True)
@@ -111,15 +115,17 @@ class StageWeights:
         self.root_gathered = 0
         """Bytes gathered in whichever stage of the rank runs."""
         self.stay_gathered = 0
-        """Bytes that stay gathered between the stage's forwards and backwards."""
+        """Bytes that stay gathered between the stage's forwards and backwards, apart from ``head_gathered``."""
+        self.head_gathered = 0
+        """Bytes that stay gathered from the last stage's forward to the end of the rank's next backward."""
         self.embedding_gradient = FP32_BYTES * tensors.embedding_trained
         """Bytes of the embedding's gradient when it is made."""
         self.head_gradient = FP32_BYTES * tensors.head_trained
         """Bytes of the head's gradient when it is made."""
-        self.head_done = 0
+        self.head_done = self.trained.head
         """Parameters whose gradients are done when the backward reaches the layers."""
-        if stage.is_last:
-            self.head_done = self.trained.root - tensors.head_trained * stage.tied
+        if stage.is_last and stage.tied:
+            self.head_done = self.trained.root - tensors.head_trained
         self.last_buffer = 0
         """Bytes of the buffer of a backward's last reduction, kept until the next one."""
 
@@ -127,12 +133,26 @@ class StageWeights:
         """Return the bytes of a layer's weights, if they are gathered only for its own forward and backward."""
         return 0
 
-    def gathered(self, when: When, done: int) -> int:
-        """Return the bytes still gathered after a backward has reduced the gradients of ``done`` parameters."""
+    def gathered(self, when: When, done: int, *, head: bool) -> int:
+        """Return the bytes gathered when a backward has reduced the gradients of ``done`` parameters.
+
+        Args:
+            when: which forward or backward; a forward has ``done`` none.
+            done: parameters whose gradients this backward has reduced.
+            head: whether the stage's head is gathered if it is not always.
+        """
         return 0
 
-    def fetched(self, when: When) -> int:
-        """Return the bytes of the buffer of a forward's last gather, kept until the next one."""
+    def fetched(self, when: When, layer: int, *, head: bool) -> int:
+        """Return the bytes of gathers' buffers while a forward is in a layer, or in the head, after the last.
+
+        The buffer of the layer's own gather is kept until the next group's gather, which has begun, is used.
+
+        Args:
+            when: which forward.
+            layer: the layer.
+            head: whether the head is gathered already.
+        """
         return 0
 
     def fetched_ahead(self, layer: int) -> int:
@@ -165,6 +185,10 @@ class StageWeights:
         """Return the bytes of the head's gradient while the backward is in the layers and it is not done yet."""
         return self.head_gradient if self.stage.is_last and self.stage.tied else 0
 
+    def gradients_in_norm(self, when: When) -> int:
+        """Return the bytes of gradients while the backward is in the final norm."""
+        return self.gradients(when, self.head_done) + self.waiting_head(when)
+
     def reduction_buffer(self, when: When, group: int) -> int:
         """Return the bytes of the buffer in which a backward reduces the gradients of ``group`` parameters."""
         return 0
@@ -190,9 +214,11 @@ class ShardedWeights(StageWeights):
         self.drops = self.zero_stage == 3  # drops a layer's weights after its forward and its backward
         self.root_gathered = self.itemsize * self.held.root
         self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
+        self.head_gathered = self.itemsize * self.held.head if self.drops else 0
         self.embedding_gradient = self.itemsize * tensors.embedding_trained
         self.head_gradient = self.itemsize * tensors.head_trained
-        self.head_done = 0
+        self.head_done = self.trained.head
+        self._gathers_embedding_again = EMBEDDING in tensors.spec.adapted_tables
         self._averages_often = plan.averages_every_backward
         last_group = self.trained.embedding or self.trained.root or self.trained.layers[0]
         self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
@@ -201,32 +227,43 @@ class ShardedWeights(StageWeights):
         """Return the bytes of a layer's weights, if they are gathered only for its own forward and backward."""
         return self.itemsize * self.held.layers[layer] if self.drops else 0
 
-    def gathered(self, when: When, done: int) -> int:
-        """Return the bytes still gathered after a backward has reduced the gradients of ``done`` parameters."""
-        layers = sum(self.trained.layers)
+    def gathered(self, when: When, done: int, *, head: bool) -> int:
+        """Return the bytes gathered when a backward has reduced the gradients of ``done`` parameters."""
+        above_root = self.trained.head + sum(self.trained.layers)
         if self.drops:
-            return self.stay_gathered if done <= layers else 0
+            return self.stay_gathered * (done <= above_root) + self.head_gathered * head
         if not when.final:
             return self.stay_gathered
         # a group is freed when its gradients come, with its frozen part
-        frozen = reached = 0
+        freed, reached = 0 if head else self.held.head, self.trained.head
         for held, trained in zip(reversed(self.held.layers), reversed(self.trained.layers), strict=True):
             reached += trained
-            frozen += held - trained if reached <= done else 0
-        if self.trained.root and done >= layers + self.trained.root:
-            frozen += self.held.root - self.trained.root
-        return self.stay_gathered - self.itemsize * (done + frozen)
+            freed += held if reached <= done and not head else 0
+        if self.trained.root and done >= above_root + self.trained.root:
+            freed += self.held.root
+        freed += max(0, done - above_root - self.trained.root)  # the embedding
+        return self.stay_gathered - self.itemsize * freed
 
-    def fetched(self, when: When) -> int:
-        """Return the bytes of the buffer of a forward's last gather, kept until the next one."""
-        gathers = (self.drops or when.is_first) and self.num_shards > 1
-        return self.itemsize * self.held.layers[-1] if gathers else 0
+    def fetched(self, when: When, layer: int, *, head: bool) -> int:
+        """Return the bytes of gathers' buffers while a forward is in a layer, or in the head, after the last."""
+        if not self.gathers(when):
+            return 0
+        *layers, last = self.held.layers
+        groups = [*layers, last, 0 if head else self.held.head]
+        if layer == self.num_layers:
+            return self.itemsize * (groups[-1] or last)
+        # without dropping, the next group counts as one of the weights that stay gathered
+        return self.itemsize * (groups[layer] + (groups[layer + 1] if self.drops else 0))
+
+    def gathers(self, when: When) -> bool:
+        """Return whether a forward gathers the layers."""
+        return (self.drops or when.is_first) and self.num_shards > 1
 
     def fetched_ahead(self, layer: int) -> int:
         """Return the bytes of the stage prefetched while its backward is in a layer, counted from the first."""
         if layer:
             return self.at_work(layer - 1)
-        return self.itemsize * self.held.embedding if self.drops and self.trained.embedding else 0
+        return self.itemsize * self.held.embedding if self.drops and self._gathers_embedding_again else 0
 
     def averaged(self, when: When, done: int, group: int = 0) -> int:
         """Return the bytes of averages over copies that were added to gradients and are kept until the next ones.
@@ -259,8 +296,12 @@ class ShardedWeights(StageWeights):
         return when.accumulated > 0 and self.itemsize == FP32_BYTES and self.zero_stage < 2
 
     def waiting_head(self, when: When) -> int:
-        """Return the bytes of the head's gradient while the backward is in the layers: it is reduced after them."""
-        return self.head_gradient if self.stage.is_last and not self.adds(when) else 0
+        """Return the bytes of a tied head's gradient while the backward is in the layers: it is reduced after them."""
+        return 0 if self.adds(when) else super().waiting_head(when)
+
+    def gradients_in_norm(self, when: When) -> int:
+        """Return the bytes of gradients while the backward is in the final norm, before the head's are reduced."""
+        return self.gradients(when, 0) + (0 if self.adds(when) else self.head_gradient)
 
     def reduction_buffer(self, when: When, group: int) -> int:
         """Return the bytes of the buffer in which a backward reduces the gradients of ``group`` parameters."""

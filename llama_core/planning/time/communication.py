@@ -66,7 +66,10 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
         yield from (traffic.times(passes[stage]) for traffic in messages.activations(stage))
         yield from (traffic.times(passes[stage]) for traffic in messages.weights_per_pass(stage))
         yield from messages.weights_per_step(stage)
-        yield messages.partial_gradients(stage).times(passes[stage] if messages.sums_partial_every_pass else 1)
+        if messages.sums_partial_every_pass:
+            yield messages.partial_gradients(stage).times(passes[stage])
+    yield from messages.heads_gathered_again(schedule.actions[pp_rank])
+    yield from messages.partial_gradients_per_step(pp_rank)
     yield from messages.shared_gradients(pp_rank)
     num_sends = sum(_is_sent(schedule, pp_rank, action) for action in schedule.actions[pp_rank])
     yield messages.hop.times(num_sends)
@@ -289,17 +292,34 @@ class Messages:
         """Return the data-parallel transfers of every microbatch."""
         forward, backward = [], []
         if self.plan.effective_zero_stage == 3:
-            # the rest is gathered in whichever stage of the rank runs first, and kept up to a backward
-            hosted = next(hosted for hosted in self.placement if stage in hosted)
-            rest = [group for other in hosted for group in self._rest(other)]
+            rest = self._rest(stage)
+            if self.spec.tied_embeddings:  # gathered in whichever stage of the rank runs first, and kept to a backward
+                hosted = next(hosted for hosted in self.placement if stage in hosted)
+                rest = tuple(group for other in hosted for group in self._rest(other))
             experts = [self._gather(group, self.num_expert_shards) for group in self.expert_groups(stage)]
             forward = [self._gather(group) for group in (*self._blocks(stage), *rest)] + experts
-            # no backward needs a frozen embedding
-            in_backward = None if self.spec.trains_embedding else len(self.layers[stage])
+            # the backward of an embedding needs it only for its adapter
+            in_backward = None if EMBEDDING in self.spec.adapted_tables else len(self.layers[stage])
             backward = [self._gather(group) for group in self._blocks(stage)[:in_backward]] + experts
         if self.plan.effective_zero_stage >= 2:
             backward += self._scatters(stage)
         return PassTraffic(_merged(forward), _merged(backward))
+
+    def heads_gathered_again(self, actions: Iterable[Action]) -> Iterator[Traffic]:
+        """Yield the gathers of the head in a rank's ``actions`` that ``weights_per_pass`` does not count.
+
+        The head stays gathered after its forward; the end of any backward of the rank drops it. So it is gathered once
+        per pass, and again if the backward of another stage comes between its forward and its backward.
+        """
+        if self.plan.effective_zero_stage < 3 or self.spec.tied_embeddings:
+            return
+        last, again, is_gathered = len(self.layers) - 1, 0, False
+        for action in actions:
+            if action.stage == last:
+                again += (not is_gathered) - (action.kind is Kind.FORWARD)
+                is_gathered = True
+            is_gathered &= action.kind not in _BACKWARDS
+        yield from (self._gather(group).times(again) for group in self._rest(last))
 
     def weights_per_step(self, stage: int) -> PassTraffic:
         """Return the data-parallel transfers made once per step: in the first forward and in the last backward."""
@@ -358,7 +378,7 @@ class Messages:
         """Return the sums of gradients that are partial on each tensor-parallel rank.
 
         These are the gradients of norms, where a rank sees its part of the sequence, of routers, where it sees its part
-        of the experts, or of the whole side of adapters.
+        of the experts, or of the whole side of adapters. ``fully_shard`` sums each of them.
         """
         layers, norms = self.traits(stage), 0
         if self.plan.sharded_sequence:
@@ -371,23 +391,24 @@ class Messages:
         itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
         return Traffic("all_reduce", "tp", self.plan.tp, count, elements * itemsize)
 
-    def _num_trained_tensors(self, stage: int) -> int:
-        """Return the number of a stage's tensors with gradients."""
-        spec, layers = self.spec, self.traits(stage)
-        tensors = sum(2 * len(traits.adapted) + len(traits.trained) + traits.sparse for traits in layers)  # a router
-        tensors += 2 * len(list(self._table_adapters(stage)))
-        tensors += self.is_last(stage) * (spec.trains_final_norm + spec.trains_head)
-        return tensors + (self.is_first(stage) and spec.trains_table and not spec.tied_embeddings)
+    def partial_gradients_per_step(self, pp_rank: int) -> Iterator[Traffic]:
+        """Yield the sums of ``partial_gradients`` made once per step: without ``fully_shard``, all in one."""
+        if self.sums_partial_every_pass:
+            return
+        sums = list(map(self.partial_gradients, self.placement[pp_rank]))
+        if self.plan.uses_fully_shard:
+            yield from sums
+        elif any(part.count for part in sums):
+            yield Traffic("all_reduce", "tp", self.plan.tp, 1, sum(part.num_bytes for part in sums))
 
     def shared_gradients(self, pp_rank: int) -> Iterator[Traffic]:
         """Yield the sums, after the last backward, of gradients that are partial on several pipeline ranks."""
         hosted = self.placement[pp_rank]
         groups = [group for stage in hosted for group in self.trained_groups(stage)]
         if self.num_replicas > 1:
-            tensors = sum(map(self._num_trained_tensors, hosted))
             experts = sum(sum(self.expert_groups(stage)) for stage in hosted)
             num_bytes = FP32_BYTES * (sum(groups) / self.num_shards + experts / self.num_expert_shards)
-            yield Traffic("all_reduce", "pp", self.num_replicas, tensors, num_bytes)
+            yield Traffic("all_reduce", "pp", self.num_replicas, 1, num_bytes)
         ends = [stage for stage in hosted if self.is_first(stage) or self.is_last(stage)]
         if self.num_replicas == 1 and self._is_tied_apart(0) and ends and self.spec.trains_table:
             yield Traffic("all_reduce", "pp", 2, 1, self._table / self.num_shards * FP32_BYTES)

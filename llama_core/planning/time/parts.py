@@ -101,17 +101,13 @@ class StepParts:
         for mode in self.messages.modes[stage]:
             added = added.plus(self._exchanged(self.messages.tensor_parallel(mode)))
         if self.messages.sums_partial_every_pass:
-            added = added.plus(Pass(0.0, self._partial(stage)))
+            added = added.plus(Pass(0.0, self.links.seconds([self.messages.partial_gradients(stage)])))
         return added
 
     def _partial_per_step(self) -> float:
         """Return the time summing partial gradients adds once per step, on the rank where it takes longest."""
-        if self.messages.sums_partial_every_pass:
-            return 0.0
-        return max(sum(map(self._partial, hosted)) for hosted in self.messages.placement)
-
-    def _partial(self, stage: int) -> float:
-        return self.links.seconds([self.messages.partial_gradients(stage)])
+        ranks = range(self.plan.pp)
+        return max(self.links.seconds(self.messages.partial_gradients_per_step(rank)) for rank in ranks)
 
     def _exchanged(self, traffic: PassTraffic) -> Pass:
         return Pass(*(self.links.seconds(way) + self._put_in_order(way) for way in (traffic.forward, traffic.backward)))
