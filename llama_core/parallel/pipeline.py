@@ -23,10 +23,11 @@ from llama_core.parallel.zero import DataParallel
 from llama_core.parallel.zero_bubble import DeferredGradients
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan
-from llama_core.schedules.actions import Action, Kind
+from llama_core.schedules.actions import Action, Kind, posting_early
 
 OnPhase = Callable[[Phase], None]
 _THERE_AND_BACK = (Kind.FORWARD, Kind.BACKWARD)
+_MESSAGES = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B})
 
 
 class Pipeline:
@@ -76,7 +77,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> list[Tensor]:
         """Return the summed loss of every microbatch whose last stage is here, without gradients."""
-        actions = list(self._forwards(len(microbatches)))
+        actions = list(posting_early(self._forwards(len(microbatches)), self.rank_of))
         losses = _Execution(self, microbatches, torch.ones(()), lambda phase: None).run(actions)
         self.data.release()
         return losses
@@ -129,11 +130,11 @@ class _Execution:
             Kind.RECV_B: self._receive,
         }
         for place, action in enumerate(actions):
-            self._forget_sent()
             self.is_last_of_its_kind = place == last_places[action.kind]
             run_one[action.kind](action)
-        for work, _ in self.leaving:
-            work.wait()
+            if action.kind not in _MESSAGES:
+                self._forget_sent()
+        self._forget_sent()
         return self.losses
 
     def _forward(self, action: Action) -> None:
@@ -203,10 +204,13 @@ class _Execution:
         self.leaving.append((work, tensor))
 
     def _forget_sent(self) -> None:
-        """Drop tensors that have left. Gloo reports that only on a wait, so wait for the oldest if there are many."""
-        self.leaving = [sent for sent in self.leaving if not sent[0].is_completed()]
-        while len(self.leaving) > self.pipeline.num_ranks:
-            self.leaving.pop(0)[0].wait()
+        """Drop the tensors sent before the last computation, which had its time to send them.
+
+        On CUDA this makes only the computations that follow wait for the transfers, as they may use the memory.
+        """
+        for work, _ in self.leaving:
+            work.wait()
+        self.leaving.clear()
 
     def _receive(self, action: Action) -> None:
         model, tokens_BS = self.pipeline.model, self.microbatches[action.microbatch].tokens_BS

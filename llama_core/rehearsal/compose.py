@@ -18,7 +18,7 @@ from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import Snapshot, Span
 from llama_core.rehearsal.transfers import Transfer
-from llama_core.schedules.actions import Action, Kind
+from llama_core.schedules.actions import SENDS, Action, Kind
 
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 _COMPUTATIONS = _BACKWARDS | {Kind.FORWARD, Kind.WEIGHT_GRADIENT}
@@ -51,13 +51,18 @@ class Hosting:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything that decides the bytes, FLOPs and transfers of a computation and the sends and receives after it."""
+    """Everything that decides the bytes, FLOPs and transfers of a computation and the sends and receives after it.
+
+    A sent tensor is dropped after the next computation.
+    """
 
     slot: int
     """The stage's index among the rank's stages."""
     kind: Kind
     transfers: tuple[tuple[Kind, int], ...]
     """The sends and receives before the next computation, each with the slot of its stage."""
+    leaving: tuple[tuple[Kind, int], ...]
+    """The sends before it, likewise."""
     is_received: bool
     """Whether its input comes from another rank."""
     is_last: bool
@@ -83,15 +88,18 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
     before = None
     done: set[tuple[int, Kind]] = set()
     num_backwards: Counter[int] = Counter()
+    leaving: tuple[tuple[Kind, int], ...] = ()
     buffer, head, found = None, False, []
     for place, action in _computations(actions):
         slot, kind = slots[action.stage], action.kind
         source = Kind.RECV_F if kind is Kind.FORWARD else Kind.RECV_B
+        transfers = tuple((other.kind, slots[other.stage]) for other in _transfers_after(actions, place))
         found.append(
             Situation(
                 slot=slot,
                 kind=kind,
-                transfers=tuple((other.kind, slots[other.stage]) for other in _transfers_after(actions, place)),
+                transfers=transfers,
+                leaving=leaving,
                 is_received=(action.stage, action.microbatch, source) in received,
                 is_last=place == last_places[kind],
                 done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
@@ -101,6 +109,7 @@ def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
                 head=hosting.zero_stage == 3 and head,
             )
         )
+        leaving = tuple(transfer for transfer in transfers if transfer[0] in SENDS)
         done.add((slot, kind))
         num_backwards[slot] += kind in _BACKWARDS
         buffer, before = slot if kind in _BACKWARDS else buffer, kind

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -153,8 +152,6 @@ def _alone_among(world_size: int, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_without_torchs_advice())
         stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group installs its own
-        # otherwise sent tensors would be kept to the end: fake work never reports that it is complete
-        stack.enter_context(replaced(FakeWork, "is_completed", lambda work: True))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_clear_sharding_prop_cache)  # it caches meshes, but a later equal mesh has its own groups
         stack.callback(dist.destroy_process_group)

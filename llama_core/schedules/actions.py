@@ -7,7 +7,7 @@ the forward of microbatch 3 on stage 0.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -190,10 +190,14 @@ class Schedule:
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
         """Return every rank's actions with the sends and receives between them.
 
-        The lists run with blocking, unbuffered sends and receives: they are projections of one global order in which
-        each send and its receive are a single event. So any two ranks also see their messages in the same order. No
-        computation comes between a send and the computation of its tensor. A receive comes as late as the global order
-        and its use allow. Adjacent stages on one rank need no communication.
+        No computation comes between a send and the computation of its tensor. A receive is posted before the
+        computation that precedes its use, so that the tensor can arrive during that computation. The messages from one
+        rank to another are received in the order in which they are sent. Adjacent stages on one rank need no
+        communication.
+
+        The lists cannot deadlock if receives do not block and each direction between two ranks has a queue of its own,
+        even if a send blocks until its receive is posted: they come from one global order in which each send and its
+        receive are a single event, by posting receives earlier.
 
         Raises:
             PlanError: as ``replay``.
@@ -208,7 +212,19 @@ class Schedule:
                 if peer != rank:
                     lists[rank].append(send)
                     lists[peer].append(receive)
-        return tuple(tuple(_receiving_late(actions)) for actions in lists)
+        return tuple(tuple(posting_early(_receiving_late(actions), self.rank_of)) for actions in lists)
+
+    def is_sent(self, action: Action) -> bool:
+        """Return whether the result of a computation goes to another rank."""
+        handed_on = self._hand_over(action)
+        return handed_on is not None and self._is_elsewhere(action, handed_on[1].stage)
+
+    def is_received(self, action: Action) -> bool:
+        """Return whether a computation needs the result of another rank."""
+        return any(self._is_elsewhere(action, before.stage) for before in inputs(action, self.num_stages))
+
+    def _is_elsewhere(self, action: Action, stage: int) -> bool:
+        return self.rank_of(stage, action.microbatch) != self.rank_of(action.stage, action.microbatch)
 
     def _events(self) -> Iterator[tuple[int, Action, bool]]:
         """Yield rank, action and whether it has ended, at each start and each end, in clock order.
@@ -256,15 +272,51 @@ def _receiving_late(actions: Sequence[Action]) -> Iterator[Action]:
         due = [
             number
             for number, receive in enumerate(pending, start=1)
-            if action.kind in SENDS or (action.kind in _FEEDS[receive.kind] and _same_microbatch(action, receive))
+            if action.kind in SENDS or _is_fed(action, receive)
         ]
         yield from pending[: max(due, default=0)]
         del pending[: max(due, default=0)]
         yield action
 
 
-def _same_microbatch(one: Action, other: Action) -> bool:
-    return (one.stage, one.microbatch) == (other.stage, other.microbatch)
+def posting_early(actions: Iterable[Action], rank_of: Callable[[int, int], int]) -> Iterator[Action]:
+    """Yield a rank's ``actions`` with every receive posted before the computation that precedes its use, or earlier.
+
+    Args:
+        actions: computations, sends and receives, each receive before its use.
+        rank_of: returns the rank that runs a stage for a microbatch; receives from one rank stay in order.
+    """
+    actions = list(actions)
+    due: dict[Action, int] = {}
+    before = last = 0  # places of the last two computations
+    waiting: list[Action] = []
+    for place, action in enumerate(actions):
+        if action.kind in _FEEDS:
+            due[action] = place
+            waiting.append(action)
+        elif action.kind not in SENDS:
+            before, last = last, place
+            used = [receive for receive in waiting if _is_fed(action, receive)]
+            for receive in used:
+                due[receive] = min(due[receive], before)
+                waiting.remove(receive)
+    soonest: dict[int, int] = {}
+    for receive in reversed(due):
+        source = rank_of(receive.stage + (-1 if receive.kind is Kind.RECV_F else 1), receive.microbatch)
+        due[receive] = soonest[source] = min(due[receive], soonest.get(source, len(actions)))
+    posted: dict[int, list[Action]] = defaultdict(list)
+    for receive, place in due.items():
+        posted[place].append(receive)
+    for place, action in enumerate(actions):
+        yield from posted[place]
+        if action.kind not in _FEEDS:
+            yield action
+
+
+def _is_fed(action: Action, receive: Action) -> bool:
+    """Return whether a computation needs what ``receive`` brings."""
+    of_same_pass = (action.stage, action.microbatch) == (receive.stage, receive.microbatch)
+    return of_same_pass and action.kind in _FEEDS[receive.kind]
 
 
 def one_stage_each(num_ranks: int) -> Placement:

@@ -95,7 +95,7 @@ def test_the_traced_actions_of_1f1b_do_not_grow_with_the_number_of_microbatches(
         for count in (16, 64)
     ]
     assert kept[0] == kept[1]
-    assert max(kept[1]) < 40  # of 256 computations and transfers
+    assert max(kept[1]) < 60  # of 256 computations and transfers
 
 
 @pytest.mark.parametrize("schedule", schedule_names())

@@ -179,7 +179,8 @@ class _Rank:
         self.skipped = plan.num_microbatches - shorter.num_microbatches if holds_all else 0
         """Microbatches between a stage's first and last one that are not stepped through but held."""
         self.plan, self.stages = plan, stages
-        self.inputs, self.itemsize = tensors.inputs, tensors.itemsize
+        self.inputs, self.stream, self.itemsize = tensors.inputs, tensors.stream, tensors.itemsize
+        self.schedule = schedule
         self.actions, self.hosted = schedule.actions[pp_rank], schedule.stages_of(pp_rank)
         self._last_backward = max(i for i, action in enumerate(self.actions) if action.kind is not Kind.FORWARD)
         self._under_way: Counter[int] = Counter()  # microbatches between their forward and their backward, by stage
@@ -216,8 +217,7 @@ class _Rank:
         """Yield the moments of every action with their phase, skipping repetitions."""
         seen = set()
         for place, action in enumerate(self.actions):
-            after_forward = place > 0 and self.actions[place - 1].kind is Kind.FORWARD
-            around = self._begin(action, after_forward=after_forward, final=place == self._last_backward)
+            around = self._begin(place)
             if (action.stage, action.kind, around) not in seen:
                 seen.add((action.stage, action.kind, around))
                 stage = self.stages[action.stage]
@@ -229,9 +229,17 @@ class _Rank:
                     yield from (("backward", moment) for moment in stage.backward(around))
             self._end(action)
 
-    def _begin(self, action: Action, *, after_forward: bool, final: bool) -> Around:
-        """Return what the rank holds outside the microbatch of an action."""
+    def _begin(self, place: int) -> Around:
+        """Return what the rank holds outside the microbatch of the action at ``place``."""
+        action, before, after = (
+            self.actions[place],
+            self.actions[place - 1 : place],
+            self.actions[place + 1 : place + 2],
+        )
         index, stages = action.stage, self.stages
+        after_forward, final = [last.kind for last in before] == [Kind.FORWARD], place == self._last_backward
+        # what the action before sends, and what the next one receives
+        messages = sum(map(self.schedule.is_sent, before)) + sum(map(self.schedule.is_received, after))
         if action.kind in _BACKWARDS:
             self._under_way[index] -= 1
             if self._num_backwards[index] == self.num_microbatches - 1:
@@ -246,7 +254,7 @@ class _Rank:
             + sum(stages[s].put_off * n for s, n in self._put_off.items()),
             loss=sum(stages[s].kept_loss * n for s, n in self._under_way.items()),
             gradients=sum(stages[s].weights.gradients(self._when(s), 0) for s in others),
-            communication=sum(self._communication(s) for s in others),
+            communication=sum(self._communication(s) for s in others) + messages * self.stream,
             head=self._head_gathered and stages[index].stage.is_last,
             buffer=self._buffer,
         )

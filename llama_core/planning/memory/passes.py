@@ -40,7 +40,7 @@ class Around:
     gradients: int
     """Gradients of other stages of this rank."""
     communication: int
-    """Of other stages of this rank: weights that stay gathered, and averages of gradients."""
+    """Weights of other stages of this rank that stay gathered, averages of gradients, and messages between stages."""
     head: bool
     """Whether the stage's own head stayed gathered after an earlier forward."""
     buffer: int

@@ -19,7 +19,7 @@ from llama_core.config.strategy import ATTENTION_MATRICES, EMBEDDING, FEED_FORWA
 from llama_core.planning.memory.tensors import FP32_BYTES, Adapter, adapter_size
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import Axis, Collective, Traffic
-from llama_core.schedules.actions import Action, Kind, Schedule
+from llama_core.schedules.actions import Action, Kind
 from llama_core.units import MIB
 
 BUCKET_BYTES = 25 * MIB
@@ -71,15 +71,7 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
     yield from messages.heads_gathered_again(schedule.actions[pp_rank])
     yield from messages.partial_gradients_per_step(pp_rank)
     yield from messages.shared_gradients(pp_rank)
-    num_sends = sum(_is_sent(schedule, pp_rank, action) for action in schedule.actions[pp_rank])
-    yield messages.hop.times(num_sends)
-
-
-def _is_sent(schedule: Schedule, pp_rank: int, action: Action) -> bool:
-    """Return whether the output of ``action`` goes to another rank."""
-    step = 1 if action.kind is Kind.FORWARD else -1 if action.kind in _BACKWARDS else 0
-    stage = action.stage + step
-    return step != 0 and 0 <= stage < schedule.num_stages and schedule.rank_of(stage, action.microbatch) != pp_rank
+    yield messages.hop.times(sum(map(schedule.is_sent, schedule.actions[pp_rank])))
 
 
 def _merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
