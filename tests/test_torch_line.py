@@ -17,6 +17,7 @@ HEAVY = (
     "llama_core.training",
     "llama_core.rehearsal",
     "llama_core.data.loaders",
+    "llama_core.data.supply",
     "llama_core.launch.rank.worker",
     "llama_core.launch.rank.checks",
     "llama_core.launch.rank.loader",
