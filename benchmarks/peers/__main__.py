@@ -230,7 +230,7 @@ def measure(case: Case, python: Path, out: Path, *, warmup: int, steps: int) -> 
     """Let both sides of a case take turns, and return the steps of each; or what made it fail."""
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     plain |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    ours = worker_environment(plain, "cpu", 1)
+    ours = worker_environment(plain, "cpu", 1, out)
     theirs = ours | {"GLIBC_TUNABLES": MALLOC_TUNABLES if case.setting == "tuned" else ""}
     sides: list[Side] = []
     stem = case.name.replace("/", "-").replace(" ", "-")
