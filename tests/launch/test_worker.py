@@ -137,6 +137,7 @@ def test_every_step_of_a_run_killed_before_its_first_checkpoint_is_on_disk(cache
     assert [row["step"] for row in losses(run)] == list(range(1, step_of(run) + 1))
 
 
+@pytest.mark.wide
 def test_a_trained_run_without_a_benchmark_is_only_timed(undisturbed):
     before = read_json(undisturbed.training)
     undisturbed.benchmark.unlink()
@@ -158,6 +159,7 @@ def test_a_run_asked_to_stop_first_saves_a_checkpoint_of_its_last_step(cache, tm
     assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"
 
 
+@pytest.mark.wide
 def test_a_run_asked_to_stop_after_its_last_step_times_no_steps(cache, tmp_path):
     config = configuration(cache, steps=1).with_overrides("benchmark.steps=100000")
     run = prepare_run(config, tmp_path / "stopped")
@@ -247,6 +249,7 @@ def test_a_run_refused_for_its_data_can_start_once_the_data_is_fixed(cache, tmp_
         prepare_run(config, tmp_path / "run")
 
 
+@pytest.mark.wide
 def test_a_benchmark_alone_times_steps_and_trains_nothing(cache, tmp_path):
     run = prepared(tmp_path / "timed", cache)
     code, output = work(run, "--only", "benchmark")

@@ -165,7 +165,7 @@ def test_a_tied_embedding_is_one_parameter_wherever_it_is_held(plan):
 
 @pytest.mark.parametrize(
     "plan",
-    cases(ADAPTED_PLANS, narrow={"hsdp2x2", "pp2 zbv", "tp2 sp, selective recompute"}),
+    cases(ADAPTED_PLANS, narrow={"hsdp2x2", "tp2 sp, selective recompute"}),
 )
 def test_adapters_match_one_process_and_nothing_else_trains(plan):
     differences = largest_differences(plan, spec=ADAPTED)
@@ -181,7 +181,7 @@ def test_experts_match_one_process(plan):
     assert max(differences.values()) < 1e-8, differences
 
 
-@pytest.mark.parametrize("plan", cases(HYBRID_PLANS, narrow={"tp2 dp2", "ep2 zero3 dp2", "pp2 zbv"}))
+@pytest.mark.parametrize("plan", cases(HYBRID_PLANS, narrow={"ep2 zero3 dp2"}))
 def test_adapters_beside_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=HYBRID)
     assert max(differences.values()) < 1e-8, differences

@@ -282,8 +282,8 @@ def test_the_rank_that_is_rehearsed_by_default_is_the_fullest(model, plan):
     "plan",
     [
         ParallelPlan(tp=2, pp=2),
-        pipeline("chimera", num_microbatches=2),
-        pipeline("zb_h1", num_microbatches=2),
+        wide(pipeline("chimera", num_microbatches=2)),
+        wide(pipeline("zb_h1", num_microbatches=2)),
     ],
     ids=ParallelPlan.summary,
 )
@@ -307,7 +307,7 @@ def test_a_ring_skips_the_scores_of_blocks_that_no_query_sees():
     ("plan", "tolerance"),
     [
         (ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=3, num_microbatches=2), 0),
-        (ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=2, num_microbatches=2), 0),
+        wide(ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=2, num_microbatches=2), 0),
         (ParallelPlan(cp=2, zero_stage=3), 0.02),  # first and last rank of a ring see halves of keys and of queries
         (ParallelPlan(dp_shard=3, zero_stage=3), 0.01),  # three do not divide 512 rows: the last shard is smaller
     ],
@@ -342,9 +342,9 @@ def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
     [
         ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
         ParallelPlan(cp=2, zero_stage=3, recompute="full"),
-        ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6),
+        wide(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6)),
         pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3),
-        pipeline("chimera", num_microbatches=8),
+        wide(pipeline("chimera", num_microbatches=8)),
     ],
     ids=ParallelPlan.summary,
 )

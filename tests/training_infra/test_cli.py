@@ -367,6 +367,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert run.report.stat().st_size > 100_000
 
 
+@pytest.mark.wide
 def test_train_json_prints_one_record_of_everything(shell):
     ended = shell("train", *SMALL, "--steps", "2", "--json")
     record = json.loads(ended.stdout)
