@@ -14,8 +14,8 @@ from typing import get_args
 
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.errors import ConfigError, PlanError
-from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.memory.estimate import estimate_memory, sizes_of
+from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.schedules.registry import schedule_names
 from llama_core.units import format_bytes
@@ -86,16 +86,8 @@ def _draw(chance: random.Random) -> Case | None:
 
 def estimate(case: Case) -> int:
     """Return the estimated peak, in bytes."""
-    training = case.config.training
-    return estimate_memory(
-        case.config.spec,
-        case.plan,
-        seq_len=case.config.seq_len,
-        precision=training.precision,
-        documents=document_attention(case.config, case.plan),
-        fused_loss=fuses_loss(case.config),
-        pp_rank=case.pp_rank,
-    ).peak_bytes
+    config, plan = case.config, case.plan
+    return estimate_memory(config.spec, plan, pp_rank=case.pp_rank, **sizes_of(config, plan)).peak_bytes
 
 
 def count(case: Case) -> int:

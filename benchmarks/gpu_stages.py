@@ -34,8 +34,8 @@ from llama_core.models.loss import linear_cross_entropy
 from llama_core.parallel.block_attention import block_backward
 from llama_core.parallel.context import ring_masks, sequence_index
 from llama_core.parallel.ring import attention_over_blocks
-from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.plan import ParallelPlan, fuses_loss
+from llama_core.planning.memory.estimate import estimate_memory, sizes_of
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import flops_per_token
 from llama_core.rehearsal.byte_counter import replaced
 from llama_core.rehearsal.dry_run import rehearse
@@ -497,16 +497,9 @@ class Steps:
         return rehearse(self.config, self.plan).profile.peak_bytes / GIB
 
     def _estimated(self) -> float:
-        config = self.config
-        profile = estimate_memory(
-            config.spec,
-            self.plan,
-            seq_len=config.seq_len,
-            precision=config.training.precision,
-            documents=self.documents,  # type: ignore[arg-type]
-            fused_loss=fuses_loss(config),
-        )
-        return profile.peak_bytes / GIB
+        sizes = sizes_of(self.config, self.plan)
+        sizes["documents"] = self.documents  # type: ignore[typeddict-item]
+        return estimate_memory(self.config.spec, self.plan, **sizes).peak_bytes / GIB
 
 
 def training(bench: Bench) -> Iterator[Row]:

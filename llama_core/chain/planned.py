@@ -10,9 +10,9 @@ from llama_core.data.check import DataCheck
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
-from llama_core.planning.memory.estimate import estimate_ranks
+from llama_core.planning.memory.estimate import estimate_ranks, sizes_of
 from llama_core.planning.memory.peaks import MemoryEstimate
-from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice
 from llama_core.planning.search.leanest import NothingFitsError
@@ -137,14 +137,7 @@ def planned_as(
             plan, refusal = error.plan, str(error)
     elif plan is None:  # no speed model for this device
         plan = choose_plan(config, usable)
-    ranks = estimate_ranks(
-        config.spec,
-        plan,
-        seq_len=config.seq_len,
-        precision=config.training.precision,
-        documents=document_attention(config, plan),
-        fused_loss=fuses_loss(config),
-    )
+    ranks = estimate_ranks(config.spec, plan, **sizes_of(config, plan))
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
     estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, holds_process=gpu is None)
     return PlannedRun(config, plan, estimate, choices, choice)

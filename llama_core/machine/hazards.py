@@ -193,18 +193,17 @@ def _address(nodes: int) -> Finding:
     except OSError:
         problem = f"the name of this machine, {name}, has no address, so other nodes cannot reach it; add it to DNS"
         return Finding("address", f"{name} has none", problem if nodes > 1 else "")
-    is_local = address.startswith("127.")
+    fact = f"{name} is {address}"
+    if nodes == 1:
+        return Finding("address", fact)
     interfaces = _interfaces()
     choose = f"set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that the nodes share ({interfaces})"
-    several = nodes > 1 and "," in interfaces and not is_local and not os.environ.keys() >= _SOCKET_VARIABLES
-    return Finding(
-        "address",
-        f"{name} is {address}" + (f"; if ranks do not find each other, {choose}" if several else ""),
-        f"{name} is {address}, which other nodes cannot reach; make it resolve to the address of a network interface, "
-        f"or {choose}"
-        if is_local and nodes > 1
-        else "",
-    )
+    if address.startswith("127."):
+        problem = "which other nodes cannot reach; make it resolve to the address of a network interface"
+        return Finding("address", fact, f"{fact}, {problem}, or {choose}")
+    if "," in interfaces and not os.environ.keys() >= _SOCKET_VARIABLES:
+        fact += f"; if ranks do not find each other, {choose}"
+    return Finding("address", fact)
 
 
 _SOCKET_VARIABLES = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}

@@ -144,8 +144,8 @@ def validate(sweep: SweepDirectory) -> None:
     Raises:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
+    trains = _PART[read_record(sweep).objective] == "train"
     for runs in _groups(list(unfinished(sweep))):
-        trains = _PART[read_record(sweep).objective] == "train"
         steps.say_environment(steps.validate(runs[0], saves=trains))
 
 

@@ -124,7 +124,7 @@ def bytes_kept(block, spec, *, follows_trained=True):
 def bytes_estimated(spec):
     """Return the bytes that a first and a later layer keep."""
     layers = tensors_by_layer(
-        replace(spec, num_layers=2), ParallelPlan(), seq_len=SEQ_LEN, itemsize=2, documents="none"
+        replace(spec, num_layers=2), ParallelPlan(), seq_len=SEQ_LEN, precision="bf16", documents="none"
     )
     return [tensors.layer() for tensors in layers]
 

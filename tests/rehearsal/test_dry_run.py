@@ -14,9 +14,9 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.models.loss import default_chunk_tokens
 from llama_core.parallel.apply import ParallelModel
-from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.memory.estimate import estimate_memory, sizes_of
 from llama_core.planning.memory.tensors import loss_chunk_tokens
-from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.time.communication import communication
 from llama_core.planning.time.step_time import flops_per_token, hardware_flops_per_token
@@ -53,15 +53,7 @@ def shape(microbatch_size=1, num_microbatches=1, recompute="none"):
 
 def rehearsed_and_estimated(config):
     plan = choose_plan(config, None)
-    estimate = estimate_memory(
-        config.spec,
-        plan,
-        seq_len=config.seq_len,
-        precision=config.training.precision,
-        documents=document_attention(config, plan),
-        fused_loss=fuses_loss(config),
-    )
-    return rehearse(config, plan).profile, estimate
+    return rehearse(config, plan).profile, estimated(config, plan)
 
 
 SMALL_CASES = list(product(("tied", "untied", "wide_vocabulary"), ("bf16", "fp32"), (shape(4), shape(2, 2, "full"))))
@@ -228,10 +220,7 @@ def medium(model="medium", overrides=HALF):
 
 
 def estimated(config, plan, pp_rank=None):
-    training, documents = config.training, document_attention(config, plan)
-    sizes = {"seq_len": config.seq_len, "precision": training.precision, "documents": documents}
-    sizes["fused_loss"] = fuses_loss(config)
-    return estimate_memory(config.spec, plan, pp_rank=pp_rank, **sizes)
+    return estimate_memory(config.spec, plan, pp_rank=pp_rank, **sizes_of(config, plan))
 
 
 def rehearsed_ranks(config, plan):

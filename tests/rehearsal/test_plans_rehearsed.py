@@ -9,9 +9,9 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
-from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.memory.estimate import estimate_memory, sizes_of
 from llama_core.planning.memory.peaks import FILL_LIMIT
-from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import search
 from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.rehearsal.dry_run import rehearse
@@ -117,15 +117,7 @@ def test_the_estimate_of_any_plan_is_within_three_percent_of_its_rehearsal(case,
     config, plan = case
     pp_rank = data.draw(st.integers(0, plan.pp - 1))
     rank = pp_rank * (plan.world_size // plan.pp)
-    estimated = estimate_memory(
-        config.spec,
-        plan,
-        seq_len=config.seq_len,
-        precision=config.training.precision,
-        documents=document_attention(config, plan),
-        fused_loss=fuses_loss(config),
-        pp_rank=pp_rank,
-    )
+    estimated = estimate_memory(config.spec, plan, pp_rank=pp_rank, **sizes_of(config, plan))
     assert estimated.peak_bytes == pytest.approx(rehearse(config, plan, rank).profile.peak_bytes, rel=0.03, abs=4 * MIB)
 
 

@@ -118,13 +118,13 @@ def run_to_end(
                 if is_first_rank():
                     write_json(run.benchmark, record)
     except Exception as error:
-        status, next_action = _classify(run, error)
+        proof = _evidence(run, error)
+        status, next_action = _classify(run, error, proof)
         expected = isinstance(error, TrainingInfraError) or status != "crashed"
         if status == "crashed" and has_lost_the_others(error):
             raise LostPeersError(f"lost the other ranks: {_first_line(error)}") from error
         logger.error("the run ended: %s", error, exc_info=not expected)
         own = status in {"oom", "crashed"} and not expected
-        proof = _evidence(run, error)
         reason = _of_rank(proof.line if proof else _first_line(error) if expected else _named(run, error))
         return _ended(run, status, reason=reason, next_action=next_action, everywhere=not own)
     return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
@@ -221,8 +221,8 @@ _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # in the RuntimeError of torch's CPU allocator
 
 
-def _classify(run: RunDirectory, error: Exception) -> tuple[OutcomeStatus, str]:
-    """Return the outcome of a run that ended by ``error``, and the next thing to try."""
+def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tuple[OutcomeStatus, str]:
+    """Return the outcome of a run that ended by ``error``, which proves ``proof``, and the next thing to try."""
     if lacks_room(error):
         return "crashed", MORE_DISK
     if _CPU_OUT_OF_MEMORY in str(error):
@@ -230,7 +230,7 @@ def _classify(run: RunDirectory, error: Exception) -> tuple[OutcomeStatus, str]:
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
             return status, next_action
-    if proof := _evidence(run, error):
+    if proof:
         return proof.status, proof.next_action
     return "crashed", read_log(run, dist.get_rank() if dist.is_initialized() else 0)
 

@@ -21,17 +21,17 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 from llama_core.config.models import LayerTraits, ModelSpec
-from llama_core.config.run import Precision
+from llama_core.config.run import Precision, RunConfig
 from llama_core.planning.memory.experts import ExpertTensors
 from llama_core.planning.memory.lora import AdaptedExpertTensors, AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
-from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, fuses_loss
 from llama_core.schedules.actions import RELEASES, Action, Kind
 from llama_core.schedules.registry import schedule_type
 
@@ -40,82 +40,70 @@ STEADY_UNITS = 3
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
+class Sizes(TypedDict):
+    """What the bytes depend on besides the model and the plan."""
+
+    seq_len: int
+    """Tokens per sequence."""
+    precision: Precision
+    """The dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the hardware table
+    supports."""
+    documents: DocumentAttention
+    """How attention is kept inside packed documents; a mask has ``seq_len`` squared elements."""
+    fused_loss: NotRequired[bool]
+    """Whether kernels make the loss; see ``plan.fuses_loss``. Default: they do not."""
+
+
+def sizes_of(config: RunConfig, plan: ParallelPlan) -> Sizes:
+    """Return the sizes of a resolved ``config`` under ``plan``."""
+    return {
+        "seq_len": config.seq_len,
+        "precision": config.training.precision,
+        "documents": document_attention(config, plan),
+        "fused_loss": fuses_loss(config),
+    }
+
+
 def estimate_memory(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    *,
-    seq_len: int,
-    precision: Precision,
-    documents: DocumentAttention,
-    fused_loss: bool = False,
-    pp_rank: int | None = None,
+    spec: ModelSpec, plan: ParallelPlan, *, pp_rank: int | None = None, **sizes: Unpack[Sizes]
 ) -> MemoryProfile:
     """Return the peak of each phase on one rank, from the second step on, when the moments exist.
 
     Args:
         spec: the architecture.
-        plan: how a batch is divided over ranks and microbatches, and what is recomputed.
-        seq_len: tokens per sequence.
-        precision: the dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the
-            hardware table supports.
-        documents: how attention is kept inside packed documents; a mask has ``seq_len`` squared elements.
-        fused_loss: whether kernels make the loss; see ``plan.fuses_loss``.
+        plan: how it is divided.
         pp_rank: the rank's position in its pipeline; by default the fullest one.
+        sizes: the fields of ``Sizes``.
     """
     ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
-    sizes: dict[str, Any] = {"seq_len": seq_len, "precision": precision, "documents": documents}
-    profiles = _profiles(spec, plan, ranks, **sizes, fused_loss=fused_loss)
-    return max(profiles, key=lambda profile: profile.peak_bytes)
+    return max(_profiles(spec, plan, ranks, **sizes), key=lambda profile: profile.peak_bytes)
 
 
-def estimate_ranks(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    *,
-    seq_len: int,
-    precision: Precision,
-    documents: DocumentAttention,
-    fused_loss: bool = False,
-) -> tuple[MemoryProfile, ...]:
+def estimate_ranks(spec: ModelSpec, plan: ParallelPlan, **sizes: Unpack[Sizes]) -> tuple[MemoryProfile, ...]:
     """Return ``estimate_memory`` of every rank of a pipeline, in order."""
-    sizes: dict[str, Any] = {"seq_len": seq_len, "precision": precision, "documents": documents}
-    return tuple(_profiles(spec, plan, range(plan.pp), **sizes, fused_loss=fused_loss))
+    return tuple(_profiles(spec, plan, range(plan.pp), **sizes))
 
 
 def _profiles(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    ranks: Iterable[int],
-    *,
-    seq_len: int,
-    precision: Precision,
-    documents: DocumentAttention,
-    fused_loss: bool,
+    spec: ModelSpec, plan: ParallelPlan, ranks: Iterable[int], **sizes: Unpack[Sizes]
 ) -> Iterator[MemoryProfile]:
-    itemsize = 4 if precision == "fp32" else 2
-    sizes = tensors_by_layer(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents, fused_loss=fused_loss)
-    tensors = sizes[0]
-    stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, sizes)]
+    layers = tensors_by_layer(spec, plan, **sizes)
+    tensors = layers[0]
+    stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, layers)]
     return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
 
 
-def tensors_by_layer(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    *,
-    seq_len: int,
-    itemsize: int,
-    documents: DocumentAttention,
-    fused_loss: bool = False,
-) -> list[Tensors]:
-    """Return the sizes of every layer's tensors, from the arguments of ``Tensors``; equal layers share one object."""
+def tensors_by_layer(spec: ModelSpec, plan: ParallelPlan, **sizes: Unpack[Sizes]) -> list[Tensors]:
+    """Return the sizes of every layer's tensors; equal layers share one object."""
+    itemsize = FP32_BYTES if sizes["precision"] == "fp32" else FP32_BYTES // 2
+    others = {name: size for name, size in sizes.items() if name != "precision"}
 
-    def sizes(kind: Callable[..., Tensors]) -> Tensors:
-        return kind(spec, plan, seq_len=seq_len, itemsize=itemsize, documents=documents, fused_loss=fused_loss)
+    def made_of(kind: Callable[..., Tensors]) -> Tensors:
+        return kind(spec, plan, itemsize=itemsize, **others)
 
     # the input of a frozen first layer may need no gradient
     kinds = [(traits, layer == 0 and not spec.trains_embedding) for layer, traits in enumerate(spec.layers)]
-    made = {kind: sizes(_kind_of_tensors(spec, *kind)) for kind in set(kinds)}
+    made = {kind: made_of(_kind_of_tensors(spec, *kind)) for kind in set(kinds)}
     return [made[kind] for kind in kinds]
 
 
@@ -231,11 +219,8 @@ class _Rank:
 
     def _begin(self, place: int) -> Around:
         """Return what the rank holds outside the microbatch of the action at ``place``."""
-        action, before, after = (
-            self.actions[place],
-            self.actions[place - 1 : place],
-            self.actions[place + 1 : place + 2],
-        )
+        action = self.actions[place]
+        before, after = self.actions[place - 1 : place], self.actions[place + 1 : place + 2]
         index, stages = action.stage, self.stages
         after_forward, final = [last.kind for last in before] == [Kind.FORWARD], place == self._last_backward
         # what the action before sends, and what the next one receives

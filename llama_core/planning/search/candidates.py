@@ -206,8 +206,8 @@ class Candidates:
             recompute: what is recomputed, which makes a backward longer.
         """
         pp, usual = shape.pp, schedule_type(DEFAULT_SCHEDULE)
-        is_alone = self.asked.gpus == pp and self.asked.compile is not True and self.recompute == "none"
-        is_alone = is_alone and self.config.training.precision != "fp8"
+        is_plain = self.asked.compile is not True and self.config.training.precision != "fp8"
+        is_alone = self.asked.gpus == pp and self.recompute == "none" and is_plain
         backward = 3 if recompute == "full" else 2
         reasons = {
             "only without tp, cp, data parallelism, recompute, compile and fp8": kind.splits_backward and not is_alone,

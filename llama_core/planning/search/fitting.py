@@ -2,13 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import TypedDict
 
-from llama_core.config.run import Precision, RecomputeMode, RunConfig
-from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
+from llama_core.config.run import RecomputeMode, RunConfig
+from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, sizes_of, tensors_by_layer
 from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
-from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.memory.tensors import Tensors
+from llama_core.planning.plan import ParallelPlan
 
 
 class Fitting:
@@ -37,7 +36,7 @@ class Fitting:
     def peaks(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the peak of every rank of the pipeline."""
         if plan not in self._peaks:
-            profiles = estimate_ranks(self.config.spec, plan, **self._sizes(plan))
+            profiles = estimate_ranks(self.config.spec, plan, **sizes_of(self.config, plan))
             self._peaks[plan] = tuple(map(self._held, profiles))
         return self._peaks[plan]
 
@@ -45,7 +44,9 @@ class Fitting:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
         if plan not in self._glances:
             ranks = {0, plan.pp // 2, plan.pp - 1}
-            profiles = [estimate_memory(self.config.spec, plan, pp_rank=rank, **self._sizes(plan)) for rank in ranks]
+            profiles = [
+                estimate_memory(self.config.spec, plan, pp_rank=rank, **sizes_of(self.config, plan)) for rank in ranks
+            ]
             self._glances[plan] = max(map(self._held, profiles))
         return self._glances[plan]
 
@@ -59,29 +60,12 @@ class Fitting:
 
     def state_bytes(self, plan: ParallelPlan) -> int:
         """Return the bytes of weights, gradients and moments on the fullest rank."""
-        profiles = estimate_ranks(self.config.spec, plan, **self._sizes(plan))
+        profiles = estimate_ranks(self.config.spec, plan, **sizes_of(self.config, plan))
         return max(profile.state_bytes for profile in profiles)
 
     def layers(self, plan: ParallelPlan) -> list[Tensors]:
         """Return the tensor sizes of every layer of a plan."""
-        itemsize = FP32_BYTES if self.config.training.precision == "fp32" else 2
-        return tensors_by_layer(
-            self.config.spec,
-            plan,
-            seq_len=self.config.seq_len,
-            itemsize=itemsize,
-            documents=document_attention(self.config, plan),
-            fused_loss=fuses_loss(self.config),
-        )
-
-    def _sizes(self, plan: ParallelPlan) -> "_Sizes":
-        config = self.config
-        return {
-            "seq_len": config.seq_len,
-            "precision": config.training.precision,
-            "documents": document_attention(config, plan),
-            "fused_loss": fuses_loss(config),
-        }
+        return tensors_by_layer(self.config.spec, plan, **sizes_of(self.config, plan))
 
     def with_least_recomputation(self, plan: ParallelPlan) -> ParallelPlan:
         """Return ``plan`` with the least recomputation that makes it fit; if nothing does, with as much as helps.
@@ -151,13 +135,6 @@ class _Bracket:
             self.too_few = max(self.too_few, count)
         else:
             self.too_few = self.most - 1  # not even all layers are enough
-
-
-class _Sizes(TypedDict):
-    seq_len: int
-    precision: Precision
-    documents: DocumentAttention
-    fused_loss: bool
 
 
 def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
