@@ -344,7 +344,8 @@ def _add_run_dir_flags(parser: Parser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --run-dir, or the newest unfinished run of this configuration",
+        help="continue the run in --run-dir, or else the newest unfinished run of this configuration, or with --steps "
+        "the newest that took fewer",
     )
 
 

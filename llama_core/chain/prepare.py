@@ -29,7 +29,8 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     Args:
         config: what to run.
         run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
-        resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+        resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration; with
+            ``training.steps``, a run that took fewer steps, too.
 
     Raises:
         RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import DATALOADER, RunConfig
-from llama_core.errors import RunDirectoryError
+from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
 from llama_core.planning.plan import ParallelPlan
@@ -90,14 +90,14 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
     Args:
         config: the request, with its defaults filled in.
         run_dir: the requested directory; None looks through ``RUNS``.
-        resume: whether to continue a run; with ``training.steps``, also a finished one.
+        resume: whether to continue a run; with ``training.steps``, also one that took fewer, finished or not.
 
     Raises:
         RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set, or
             ``config`` asks for fewer steps than the run has taken.
     """
     if run_dir is None:
-        return _newest_unfinished(config) if resume else None
+        return _newest_unfinished(config) or _newest_shorter(config) if resume else None
     run = RunDirectory(run_dir)
     if _never_began(run):
         return None
@@ -109,8 +109,7 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
         return None
-    there = RunConfig.load(run.config)
-    differences = dict(_differences(there, config))
+    differences = dict(_differences(load_config(run), config))
     if differences and not (resume and config.training.steps and set(differences) <= _LENGTH):
         raise RunDirectoryError(
             f"{run_dir} holds a run of another configuration ({'; '.join(differences.values())}); "
@@ -162,6 +161,26 @@ def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
         if RunConfig.load(path).fingerprint() == fingerprint and not seen_to_its_end:
             return run
     return None
+
+
+def _newest_shorter(config: RunConfig) -> RunDirectory | None:
+    """Return the newest run that differs from ``config`` only in its length and has taken fewer than its steps."""
+    if config.training.steps is None:
+        return None
+    candidates = sorted(RUNS.glob(f"{glob.escape(_name(config))}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    for run in (RunDirectory(path.parent) for path in reversed(candidates)):
+        if 0 < newest_step(run) < config.training.steps and _is_of_other_length(run, config):
+            _check_extension(run, config.training.steps)
+            return run
+    return None
+
+
+def _is_of_other_length(run: RunDirectory, config: RunConfig) -> bool:
+    try:
+        there = load_config(run)
+    except ConfigError:  # of another version
+        return False
+    return dict(_differences(there, config)).keys() <= _LENGTH
 
 
 def _never_began(run: RunDirectory) -> bool:

@@ -312,12 +312,13 @@ def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C
     for rows in _blocks(logits_CV, block_RV):
         answers_R1 = answers_C1[rows]
         wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
-        wide_RV.sub_(wide_RV.amax(-1, keepdim=True))
-        answer_logits_R1 = wide_RV.gather(-1, answers_R1)
-        totals_R1 = wide_RV.exp_().sum(-1, keepdim=True)
-        losses_C1[rows] = totals_R1.log() - answer_logits_R1
-        wide_RV.div_(totals_R1 / scale).scatter_add_(-1, answers_R1, torch.full_like(totals_R1, -scale))
-        logits_CV[rows] = wide_RV
+        peaks_R1, answer_logits_R1 = wide_RV.amax(-1, keepdim=True), wide_RV.gather(-1, answers_R1)
+        torch.softmax(wide_RV, -1, out=wide_RV)  # overwrites its input row by row
+        # the log-sum-exp comes from the largest probability, because the answer's may be zero
+        losses_C1[rows] = peaks_R1 - wide_RV.amax(-1, keepdim=True).log_() - answer_logits_R1
+        if scale != 1:
+            wide_RV.mul_(scale)
+        logits_CV[rows] = wide_RV.scatter_add_(-1, answers_R1, torch.full_like(peaks_R1, -scale))
 
 
 def _divided_losses_and_logit_gradients_(

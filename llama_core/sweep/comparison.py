@@ -14,6 +14,7 @@ from llama_core.chain.runs import load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, StoppedError, TrainingFailedError
 from llama_core.launch.outcome import read_outcome
+from llama_core.planning.time.cost import BILLION
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
@@ -44,6 +45,8 @@ class Row:
     mfu: float | None = None
     memory_bytes: int | None = None
     """Peak of the fullest device."""
+    dollars_per_billion_tokens: float | None = None
+    """What a billion tokens cost at ``launch.dollars_per_gpu_hour``; None for a measured element."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as a record."""
@@ -151,6 +154,7 @@ def _predicted(element: Element, planned: PlannedRun) -> Row:
         tokens_per_second=step.tokens_per_second if step else None,
         mfu=step.mfu if step else None,
         memory_bytes=estimate.profile.peak_bytes,
+        dollars_per_billion_tokens=step.price(BILLION, planned.config.launch.dollars_per_gpu_hour) if step else None,
     )
 
 

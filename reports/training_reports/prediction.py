@@ -26,7 +26,11 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
         source=path.parent,
         status=f"{len(planned)} of {len(rows)} fit",
         style="good" if planned else "bad",
-        facts={"Model": config.base.model, "Planned for": ", ".join(sorted({row.device for row in planned})) or None},
+        facts={
+            "Model": config.base.model,
+            "Planned for": ", ".join(sorted({row.device for row in planned})) or None,
+            "Price": f"${config.base.launch.dollars_per_gpu_hour:,.2f} per GPU hour",
+        },
         cards=_best(planned),
         panels=[_throughput(planned), _memory([row for row in rows if row.memory_bytes])],
         rows=[(row.name, *_cells(row)) for row in planned],
@@ -41,6 +45,7 @@ def _cells(row: Row) -> list[str | None]:
         None if row.step_seconds is None else f"{row.step_seconds:.3g} s",
         None if row.mfu is None else f"{row.mfu:.1%}",
         None if row.memory_bytes is None else format_bytes(row.memory_bytes),
+        None if row.dollars_per_billion_tokens is None else f"${row.dollars_per_billion_tokens:,.0f}",
         row.plan,
     ]
 

@@ -116,7 +116,8 @@ def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figur
     for kind, color in PEAK_COLORS.items():
         num_bytes = [by_kind.get(kind) for by_kind in peaks.values()]
         lengths = [None if value is None else value / size for value in num_bytes]
-        _add_bars(figure, labels, lengths, kind, color=color, hover=f"{kind}: %{{x:.3f}} {unit}")
+        if any(lengths):
+            _add_bars(figure, labels, lengths, kind, color=color, hover=f"{kind}: %{{x:.3f}} {unit}")
     _finish(figure, labels, f"peak per rank ({unit})")
     return figure
 

@@ -473,14 +473,15 @@ def test_resuming_needs_only_the_directory(shell):
 
 @pytest.mark.wide
 def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell):
-    begun = shell("train", *SMALL, "--steps=4", "--run-dir=mine", "--set=benchmark.steps=0")
+    begun = shell("train", *SMALL, "--steps=4", "--set=benchmark.steps=0")
     assert begun.returncode == 0, begun.stderr
     assert "benchmark skipped: benchmark.steps=0" in begun.stdout
-    extended = shell("train", "--resume", "--run-dir=mine", "--steps=6")
+    extended = shell("train", *SMALL, "--resume", "--steps=6", "--set=benchmark.steps=0")
     assert extended.returncode == 0, extended.stderr
     lines = extended.stdout.splitlines()
-    assert lines[0] == "run       mine: continues after step 4"
-    run = RunDirectory(shell.path / "mine")
+    (directory,) = (shell.path / "runs").iterdir()
+    run = RunDirectory(directory)
+    assert lines[0] == f"run       runs/{directory.name}: continues after step 4"
     rates = read_metrics(run).column("learning_rate").to_pylist()
     assert lines[1] == (
         "note      6 steps instead of 4; learning rate on the cosine schedule of 6 steps: "
@@ -489,9 +490,10 @@ def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell):
     whole = RunConfig.load(run.config).training
     assert rates[4:] == [learning_rate(step, whole, 6) for step in (5, 6)]
     assert read_json(run.training)["steps"] == 6
-    fewer = shell("train", "--resume", "--run-dir=mine", "--steps=5")
+    fewer = shell("train", "--resume", f"--run-dir=runs/{directory.name}", "--steps=5")
     assert fewer.stderr == (
-        "error: training.steps=5: mine has already taken 6 steps; ask for more, or choose another --run-dir\n"
+        f"error: training.steps=5: runs/{directory.name} has already taken 6 steps; ask for more, or choose another "
+        "--run-dir\n"
     )
 
 

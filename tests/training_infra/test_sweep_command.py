@@ -131,7 +131,10 @@ def test_a_sweep_is_predicted_without_hardware(tmp_path, capsys):
     assert statuses["tp=1,zero_stage=0"] == "does-not-fit"
     assert statuses["tp=3,zero_stage=3"] == "impossible"
     assert statuses["tp=8,zero_stage=3"] == "finished"
-    assert rows["tp=1,zero_stage=3"]["tokens_per_second"] > rows["tp=8,zero_stage=3"]["tokens_per_second"]
+    rates = {name: row["tokens_per_second"] for name, row in rows.items()}
+    assert rates["tp=1,zero_stage=3"] > rates["tp=8,zero_stage=3"]
+    whole_hours = 1e9 / rates["tp=8,zero_stage=3"] / 3600
+    assert rows["tp=8,zero_stage=3"]["dollars_per_billion_tokens"] == pytest.approx(8 * 2.5 * whole_hours)
     page = (tmp_path / "there" / "predicted.html").read_text()
     assert all(row["plan"] in page for row in rows.values())
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["predicted.html"]
