@@ -200,6 +200,22 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
     )
     bench.add_argument("--save-results", type=Path, metavar="times.json", help="write the comparison as JSON")
 
+    profile = command(
+        "profile",
+        _profile,
+        when,
+        "run some steps under torch's profiler, and say where their time goes",
+        "runs/mine",
+        "--model tiny_llama3_50m --device cpu",
+        flags=[flag for flag in FLAGS if flag.name != "--no-benchmark"],
+    )
+    profile.add_argument(
+        "like", type=Path, nargs="?", metavar="RUN_DIR", help="a run whose configuration to take, for a run of its own"
+    )
+    profile.add_argument(
+        "--run-dir", type=Path, metavar="runs/mine", help="the new run's directory; default: runs/profile-<model>-..."
+    )
+
     sweep = command(
         "sweep",
         _sweep,
@@ -507,6 +523,24 @@ def _time_steps(options: argparse.Namespace) -> None:
         run = run_chain(local_steps(_config(options), options.run_dir, resume=options.resume, only="benchmark"))
     if options.json:
         _print_json({"run_dir": str(run.path)} | asdict(steps.benchmark(run)))
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from llama_core.records.profiles import read_profiles
+    from training_infra.profiling import configured_like, profile_from_terminal
+
+    options.resume = False
+    if options.like is not None:
+        if options.config is not None:
+            raise ConfigError(f"give {options.like} or --config {options.config}, not both")
+        options.config = configured_like(RunDirectory(options.like))
+    asked = _config(options)
+    name = options.like.resolve().name if options.like else asked.spec.name
+    options.overrides += ["benchmark.profile=true", f"tracking.run_name=profile-{name}"]
+    options.overrides += [] if asked.benchmark.steps else ["benchmark.steps=3"]  # the other run times none
+    run = profile_from_terminal(_config(options), options.run_dir, quiet=options.json)
+    if options.json:
+        _print_json({"run_dir": str(run.path), "profiles": [asdict(one) for one in read_profiles(run)]})
 
 
 def _sweep(options: argparse.Namespace) -> None:

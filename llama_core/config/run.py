@@ -312,6 +312,8 @@ class BenchmarkConfig(Section):
     """Steps run before the clock starts."""
     steps: int = Field(5, ge=0)
     """Steps that are timed; 0: none, a run then ends with its training."""
+    profile: bool = False
+    """Watch the timed steps with torch's profiler, which slows them down: traces go to <run>/trace."""
 
 
 class RunConfig(Section):

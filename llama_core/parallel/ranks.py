@@ -157,9 +157,14 @@ def is_joined() -> bool:
     return dist.is_initialized()
 
 
+def own_rank() -> int:
+    """Return this process's rank; 0 if it is the only one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_first_rank() -> bool:
     """Return whether this is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return own_rank() == 0
 
 
 def from_first_rank(value: T) -> T:

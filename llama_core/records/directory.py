@@ -119,6 +119,11 @@ class RunDirectory:
         return self.logs / "wandb"
 
     @property
+    def trace(self) -> Path:
+        """Folder of profiles: torch's traces, CUDA's memory, and a ``ProfileRecord`` for each profiled rank."""
+        return self.path / "trace"
+
+    @property
     def report(self) -> Path:
         """The HTML report."""
         return self.path / "report.html"

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +107,7 @@ def time_steps(
     step: Callable[[], object],
     *,
     between: Callable[[], None] = lambda: None,
+    watched: AbstractContextManager[None],
     warmup_steps: int,
     num_steps: int,
     tokens_per_step: int,
@@ -118,6 +120,7 @@ def time_steps(
     Args:
         step: runs one whole optimizer step.
         between: called before every step, outside of its time.
+        watched: entered for the timed steps.
         warmup_steps: untimed steps before the timed ones.
         num_steps: steps that are timed, at least one.
         tokens_per_step: tokens of one step over all devices.
@@ -130,12 +133,13 @@ def time_steps(
         step()
     meter = MemoryMeter(device)
     clocks = []
-    for _ in range(num_steps):
-        between()
-        clock = StepClock(device)
-        step()
-        clock.stop()
-        clocks.append(clock)
+    with watched:
+        for _ in range(num_steps):
+            between()
+            clock = StepClock(device)
+            step()
+            clock.stop()
+            clocks.append(clock)
     seconds = [sum(clock.seconds().values()) for clock in clocks]
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if num_steps > 1 else (median,) * 3

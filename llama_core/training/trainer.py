@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from llama_core.parallel.ranks import (
     is_first_rank,
     most_over_devices,
     most_over_ranks,
+    own_rank,
     this_device,
     wait_for_all,
 )
@@ -42,6 +44,7 @@ from llama_core.training.flash import activate_flash_attention
 from llama_core.training.measure import MemoryMeter, StepClock, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
+from llama_core.training.profile import profiled
 from llama_core.training.weights import Pretrained
 
 logger = logging.getLogger(__name__)
@@ -199,6 +202,7 @@ class Trainer:
             record = time_steps(
                 self._time_step,
                 between=self._stop_if_asked,
+                watched=profiled(self.run, self.plan, own_rank(), self.device) if timing.profile else nullcontext(),
                 warmup_steps=timing.warmup_steps,
                 num_steps=timing.steps,
                 tokens_per_step=self.config.batch_size * self.config.seq_len,

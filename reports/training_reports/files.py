@@ -38,6 +38,7 @@ def run_files(run: RunDirectory) -> dict[str, list[Link]]:
         "Checkpoints": list(_checkpoints(run)),
         "Records": [_link(run, path) for path in sorted(run.path.glob("*.*")) if path.suffix in {".json", ".yaml"}],
         "Metrics": [_link(run, run.metrics), _link(run, run.tensorboard)],
+        "Profiles": [_link(run, path) for path in sorted(run.trace.glob("*.*")) if path.suffix != ".json"],
     }
     existing = {kind: [link for link in links if link is not None] for kind, links in kinds.items()}
     return {kind: links for kind, links in existing.items() if links}

@@ -11,6 +11,7 @@ from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
 from training_reports.contents import Record, RunContents
@@ -45,6 +46,7 @@ def write_report(run: RunDirectory) -> Path:
         contents=contents,
         data=_data(contents),
         files=run_files(run),
+        profiles=_profiles(run),
         log_end=end_of_culprits_log(run, outcome),
         last_signs=_last_signs(contents),
         resume_command=resume_command(run, contents.setting("data", "source")),
@@ -55,6 +57,13 @@ def write_report(run: RunDirectory) -> Path:
         changed=[key for key, value in settings.items() if value != defaults.get(key, value)],
         plan=_flat(contents.plan),
     )
+
+
+def _profiles(run: RunDirectory) -> list[ProfileRecord]:
+    try:
+        return read_profiles(run)
+    except (RunDirectoryError, TypeError):  # damaged, or of another version
+        return []
 
 
 def _warning(contents: RunContents) -> str | None:

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from itertools import count
 
 import pytest
@@ -57,6 +58,7 @@ def test_timed_steps_follow_untimed_ones(device):
     steps = []
     record = time_steps(
         lambda: steps.append(1),
+        watched=nullcontext(),
         warmup_steps=2,
         num_steps=3,
         tokens_per_step=10,

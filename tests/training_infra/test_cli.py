@@ -57,7 +57,7 @@ def wait_for_a_step(path):
 
 
 COMMANDS = (
-    *("models", "estimate-memory", "dry-run", "validate-environment", "train", "benchmark", "sweep"),
+    *("models", "estimate-memory", "dry-run", "validate-environment", "train", "benchmark", "profile", "sweep"),
     *("logs", "cancel", "report", "generate", "export-hf"),
 )
 OF_RUNS = COMMANDS[1:6]
@@ -642,3 +642,19 @@ def test_output_into_a_closed_pipe_prints_no_traceback(shell):
         check=False,
     )
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.wide
+def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell):
+    begun = shell("train", *SMALL, "--steps=2", "--run-dir=mine", "--set=benchmark.steps=0")
+    assert begun.returncode == 0, begun.stderr
+    told = shell("profile", "mine", "--run-dir=profiled")
+    assert told.returncode == 0, told.stderr
+    trace = shell.path / "profiled" / "trace"
+    assert sorted(path.name for path in trace.iterdir()) == ["rank-00000.json", "rank-00000.json.gz"]
+    told_of_rank = [line.split(maxsplit=6) for line in told.stdout.splitlines() if line.startswith("profile   rank 0")]
+    shares = {kind: float(share.rstrip("%")) for *_, share, kind in told_of_rank}
+    assert {"matrix products", "optimizer", "head and loss"} <= shares.keys()
+    assert sum(shares.values()) == pytest.approx(100, abs=0.5)
+    assert "Profile of the timed steps" in (shell.path / "profiled" / "report.html").read_text()
+    assert RunConfig.load(RunDirectory(shell.path / "mine").config).benchmark.profile is False

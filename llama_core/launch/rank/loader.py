@@ -20,7 +20,7 @@ from llama_core.data.loaders import LoaderBatches, as_batch, made
 from llama_core.data.supply import BatchSource
 from llama_core.errors import DataError, TrainingInfraError
 from llama_core.models.batch import IGNORE_INDEX, Batch
-from llama_core.parallel.ranks import from_first_rank, is_first_rank
+from llama_core.parallel.ranks import from_first_rank, is_first_rank, own_rank
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
@@ -134,7 +134,7 @@ def own_rows(batch: Batch, plan: ParallelPlan, num_rows: int) -> Batch:
     share = -(-num_rows // plan.dp)
     missing = share * plan.dp - len(batch.tokens_BS)
     tokens_BS, targets_BS = _filled(batch.tokens_BS, missing, 0), _filled(batch.targets_BS, missing, IGNORE_INDEX)
-    first = plan.dp_rank(dist.get_rank() if dist.is_initialized() else 0) * share
+    first = plan.dp_rank(own_rank()) * share
     return Batch(tokens_BS[first : first + share], targets_BS[first : first + share], None)
 
 

@@ -39,7 +39,13 @@ from llama_core.launch.verdict import (
     read_log,
 )
 from llama_core.machine.detect import device_label
-from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, joined_ranks, one_per_machine_first
+from llama_core.parallel.ranks import (
+    has_lost_the_others,
+    is_first_rank,
+    joined_ranks,
+    one_per_machine_first,
+    own_rank,
+)
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import record_activity
 from llama_core.records.directory import RunDirectory
@@ -165,8 +171,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
         write_json(run.data, datasets.statistics.as_dict())
         logger.info("data: %s", "; ".join((datasets.statistics.summary(), *datasets.statistics.notes)))
     held_out = datasets.validation
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    share: dict[str, int] = {"rank": plan.dp_rank(rank), "world_size": plan.dp}
+    share: dict[str, int] = {"rank": plan.dp_rank(own_rank()), "world_size": plan.dp}
     validation = None
     if held_out is not None:
         validation = partial(
@@ -232,7 +237,7 @@ def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tu
             return status, next_action
     if proof:
         return proof.status, proof.next_action
-    return "crashed", read_log(run, dist.get_rank() if dist.is_initialized() else 0)
+    return "crashed", read_log(run, own_rank())
 
 
 def _evidence(run: RunDirectory, error: Exception) -> Evidence | None:

@@ -1,0 +1,127 @@
+"""Profile optimizer steps: a trace of every operator, a snapshot of CUDA's memory, and the time by kind of work."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.profiles import ProfileRecord, trace_file, write_profile
+
+Interval = tuple[float, float]
+"""Begin and end."""
+
+_COMMUNICATION = "communication"
+_WHOLE = {
+    _COMMUNICATION: re.compile(r"nccl|gloo|c10d|_c10d_functional|reduce_scatter|all_gather|all_reduce|all_to_all"),
+    "attention": re.compile(r"attention|attn|flash|fmha"),
+    "head and loss": re.compile(r"CrossEntropy|softmax_of|parts_of_rows"),
+    "optimizer": re.compile(r"Optimizer|adam|multi_tensor", re.IGNORECASE),
+}
+"""Kinds of work that everything inside of an operator belongs to, by the operator's name."""
+_SINGLE = {
+    "matrix products": re.compile(r"\b(add|baddb|b)?mm_?\b|gemm|cutlass|cublas|nvjet|xmma|scaled_mm|grouped_product"),
+    "copies and casts": re.compile(r"copy|memcpy|memset|\bcat\b|fill|zero", re.IGNORECASE),
+}
+"""The same for a single operator or kernel."""
+OTHER = "norms, activations and other"
+
+MOST_EVENTS = 200_000
+"""Events of a memory snapshot, so that a browser can show it."""
+
+
+@contextmanager
+def profiled(run: RunDirectory, plan: ParallelPlan, rank: int, device: torch.device) -> Iterator[None]:
+    """Profile what happens inside on the first rank of every pipeline position, into the run's ``trace`` folder.
+
+    ``rank-00000.json.gz`` has every operator and kernel, for https://ui.perfetto.dev; ``rank-00000.json`` is the
+    ``ProfileRecord``; and on CUDA ``rank-00000.pickle`` has the allocations, for https://pytorch.org/memory_viz, also
+    if memory runs out.
+    """
+    if any(plan.coordinate(rank, axis) for axis in ("tp", "cp", "dp_shard", "dp_replicate")):
+        yield
+        return
+    run.trace.mkdir(exist_ok=True)
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
+    if on_cuda:
+        torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+    try:
+        with profile(activities=activities) as profiler:
+            yield
+            if on_cuda:
+                torch.cuda.synchronize(device)
+    finally:
+        if on_cuda:
+            torch.cuda.memory._dump_snapshot(str(trace_file(run, rank, ".pickle")))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+    profiler.export_chrome_trace(str(trace_file(run, rank, ".json.gz")))
+    write_profile(run, summarize(rank, profiler.events()))
+
+
+def summarize(rank: int, events: Iterable[Any]) -> ProfileRecord:
+    """Return the time by kind of work, from the events of torch's profiler.
+
+    With kernels on a device, their time counts, else that of the operators of the CPU themselves, without the operators
+    that they call.
+    """
+    events = list(events)
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and event.time_range.elapsed_us() > 0]
+    seconds: Counter[str] = Counter()
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    for event in operators:
+        if kernels:
+            for kernel in event.kernels:
+                seconds[kind_of(kernel.name, event)] += kernel.duration / 1e6
+        else:
+            seconds[kind_of(event.name, event)] += event.self_cpu_time_total / 1e6
+    if not kernels:
+        return ProfileRecord(rank, dict(seconds))
+    transfers: list[Interval] = []
+    computing: list[Interval] = []
+    for kernel in kernels:
+        interval = (kernel.time_range.start / 1e6, kernel.time_range.end / 1e6)
+        (transfers if _WHOLE[_COMMUNICATION].search(kernel.name) else computing).append(interval)
+    everything = union(transfers + computing)
+    span = everything[-1][1] - everything[0][0]
+    return ProfileRecord(
+        rank,
+        dict(seconds),
+        span_seconds=span,
+        idle_seconds=span - length(everything),
+        exposed_seconds=length(everything) - length(union(computing)),
+    )
+
+
+def kind_of(name: str, event: Any) -> str:
+    """Return the kind of work of an operator or kernel ``name`` that runs inside of ``event``."""
+    around = [name]
+    while event is not None:
+        around.append(event.name)
+        event = event.cpu_parent
+    for kind, pattern in _WHOLE.items():
+        if any(map(pattern.search, around)):
+            return kind
+    return next((kind for kind, pattern in _SINGLE.items() if any(map(pattern.search, around[:2]))), OTHER)
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return disjoint intervals that cover the same, in order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    """Return the total length of intervals that do not overlap."""
+    return sum(end - begin for begin, end in disjoint)
