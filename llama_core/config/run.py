@@ -312,6 +312,9 @@ class BenchmarkConfig(Section):
     """Steps run before the clock starts."""
     steps: int = Field(5, ge=0)
     """Steps that are timed; 0: none, a run then ends with its training."""
+    history: str | None = None
+    """Folder, also a shared one, that keeps the results of benchmarks and sweeps, to compare later ones with; default:
+    `history` beside the run's or sweep's directory."""
 
 
 class RunConfig(Section):
