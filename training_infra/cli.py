@@ -38,6 +38,7 @@ from training_infra.tables import (
     print_plan,
     print_profile,
     print_ranks,
+    print_runs,
     print_variants,
 )
 
@@ -257,6 +258,20 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
 
     report = command("report", _report, when, "write report.html of a run, finished or not", "runs/mine")
     _add_run_dir(report)
+
+    compare = command(
+        "compare",
+        _compare,
+        when,
+        "compare runs on the terminal and on one page: settings, loss, speed, memory, cost",
+        "runs/first runs/second",
+        "runs/first runs/second runs/third --out first-three.html",
+    )
+    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs")
+    compare.add_argument(
+        "--out", type=Path, metavar="mine.html", default=Path("comparison.html"), help="default: comparison.html"
+    )
+    compare.add_argument("--json", action="store_true", help="print the comparison as JSON; write no page")
 
     generate = command(
         "generate",
@@ -583,6 +598,18 @@ def _report(options: argparse.Namespace) -> None:
     run = RunDirectory(options.run_dir)
     load_config(run)
     print(write_report(run))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from training_reports.compare import write_comparison
+    from training_reports.compare_rows import compare_runs
+
+    comparison = compare_runs(options.run_dirs)
+    if options.json:
+        _print_json(comparison.as_dict())
+    else:
+        print_runs(comparison)
+        print(write_comparison(options.out, comparison))
 
 
 def _logs(options: argparse.Namespace) -> None:
