@@ -110,28 +110,27 @@ def print_comparison(comparison: "Comparison") -> None:
 def print_runs(comparison: "RunComparison") -> None:
     """Print where the runs' settings differ, and then their results; the best of each row has a star."""
     names = [run.name for run in comparison.runs]
-    rows = [(key, values) for key, values in comparison.differences]
-    print(f"settings that differ: {'none' if not rows else ''}".rstrip())
-    if rows:
-        _print_columns("", names, rows)
+    print("settings that differ:" if comparison.differences else "settings that differ: none")
+    if comparison.differences:
+        _print_columns(names, comparison.differences)
     results = []
     for measure in comparison.measures:
         stars = ["*" if place == measure.winner else "" for place in range(len(names))]
         results.append((measure.name, [cell + star for cell, star in zip(measure.cells(), stars, strict=True)]))
     print("\nresults (change against the first run; * the best):")
-    _print_columns("", names, results)
+    _print_columns(names, results)
     for note in comparison.notes:
         print(f"note: {note}")
 
 
-def _print_columns(corner: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+def _print_columns(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Print a table; a value that is too wide for its column is cut in the middle."""
     widths = [
         min(_WIDEST_COLUMN, max(map(len, (name, *(values[place] for _, values in rows)))))
         for place, name in enumerate(names)
     ]
-    first = max(len(corner), *(len(key) for key, _ in rows))
-    for key, values in [(corner, names), *rows]:
+    first = max(len(key) for key, _ in rows)
+    for key, values in [("", names), *rows]:
         cells = "  ".join(f"{_cut(value, width):<{width}}" for value, width in zip(values, widths, strict=True))
         print(f"{key:<{first}}  {cells}".rstrip())
 

@@ -14,6 +14,7 @@ from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import HELD_OUT
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports.contents import RunContents
+from training_reports.figures import throughput_quartiles
 from training_reports.layout import NOTHING
 
 AVERAGED = 0.05
@@ -89,15 +90,22 @@ class Measure:
     """``low`` or ``high``, if one of them is better."""
     by_difference: bool = False
     """Whether a run is compared with the first by difference, not by ratio."""
+    ranges: tuple[tuple[float, float] | None, ...] = ()
+    """The middle half of the samples of each value, if there are any."""
 
     @property
     def winner(self) -> int | None:
-        """The place of the best run, if one is better than all others."""
+        """The place of the best run; None if it equals the next, or their ranges overlap."""
         known = {place: value for place, value in enumerate(self.values) if value is not None}
         if not self.best or len(known) < 2:
             return None
         order = sorted(known, key=lambda place: known[place], reverse=self.best == "high")
-        return order[0] if known[order[0]] != known[order[1]] else None
+        first, second = order[:2]
+        return None if known[first] == known[second] or self._overlap(first, second) else first
+
+    def _overlap(self, one: int, other: int) -> bool:
+        first, second = (self.ranges[place] if self.ranges else None for place in (one, other))
+        return first is not None and second is not None and max(first[0], second[0]) <= min(first[1], second[1])
 
     def cells(self) -> list[str]:
         """Return the values as text; those after the first with their change against it."""
@@ -148,7 +156,8 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
         ComparedRun(name if names.count(name) == 1 else str(path), path, _contents(path))
         for name, path in zip(names, paths, strict=True)
     )
-    return RunComparison(runs, tuple(_differences(runs)), tuple(_measures(runs)), tuple(_notes(runs)))
+    measured = tuple(one for one in _measures(runs) if any(value is not None for value in one.values))
+    return RunComparison(runs, tuple(_differences(runs)), measured, tuple(_notes(runs)))
 
 
 def _refuse_repeats(paths: Sequence[Path]) -> None:
@@ -210,7 +219,8 @@ def _measures(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
         for run, benchmark in zip(runs, timed, strict=True)
     ]
     mfus = [benchmark.mfu if benchmark else _median(run, "mfu") for run, benchmark in zip(runs, timed, strict=True)]
-    yield Measure("tokens/s", tuple(rates), "{:,.0f}".format, "high")
+    ranges = tuple(throughput_quartiles(benchmark) if benchmark else None for benchmark in timed)
+    yield Measure("tokens/s", tuple(rates), "{:,.0f}".format, "high", ranges=ranges)
     yield Measure("MFU", tuple(mfus), "{:.1%}".format, "high")
     yield Measure("peak memory", tuple(map(_memory, runs)), format_bytes, "low")
     yield from _costs(runs)

@@ -9,7 +9,7 @@ from synthetic_run import FAILED, step_records, write_run
 from synthetic_sweep import write_sweep
 
 from llama_core.config.run import RunConfig
-from llama_core.records.files import write_json
+from llama_core.records.files import read_json, write_json
 from training_infra.cli import main
 from training_reports.compare import write_comparison
 from training_reports.compare_rows import compare_runs
@@ -84,6 +84,16 @@ def test_the_best_is_marked_and_the_others_compared_with_the_first(pair):
     assert rates.winner == 1
     assert rates.cells()[1].endswith("(+100.0%)")
     assert measures(pair)["held-out loss"].winner is None  # equal
+
+
+def test_timed_steps_that_overlap_have_no_winner(tmp_path):
+    paths = [write(tmp_path / name) for name in ("a", "b")]
+    timed = read_json(paths[1] / "benchmark.json")
+    for factor, winner in ((0.99, None), (0.5, 1)):
+        seconds = [factor * value for value in timed["step_seconds"]]
+        rate = timed["tokens_per_second"] / factor
+        write_json(paths[1] / "benchmark.json", timed | {"step_seconds": seconds, "tokens_per_second": rate})
+        assert measures(paths)["tokens/s"].winner == winner
 
 
 def test_what_makes_results_incomparable_is_said(tmp_path):
