@@ -8,30 +8,39 @@ from prefect.states import Cancelled, Failed
 
 from llama_core.errors import CancelledError, StoppedError, TrainingInfraError
 from llama_core.sweep.chain import SweepSteps, run_sweep
+from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import SweepConfig
+from llama_core.sweep.history import Judgement, refuse_regressions
 from tasks import sweep as sweep_tasks
 from tasks.announce import lines_where_they_are_read
 
 
 @flow(name="benchmark", validate_parameters=True, on_cancellation=[sweep_tasks.cancel_sweep])
-def benchmark(sweep: SweepConfig, sweep_dir: Path | None = None, resume: bool = False) -> Path | State[Any]:
+def benchmark(
+    sweep: SweepConfig, sweep_dir: Path | None = None, resume: bool = False, fail_on_regression: bool = False
+) -> Path | State[Any]:
     """Time or train every element of a sweep, and rank them by their throughput or their held-out loss.
 
     Args:
         sweep: the base configuration, the grid, and the objective that ranks its elements.
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
+        fail_on_regression: end as Failed if an element is slower than in earlier sweeps.
     """
     steps = SweepSteps(
         validate=sweep_tasks.validate,
         rehearse=sweep_tasks.rehearse,
         submit=sweep_tasks.submit,
         follow=sweep_tasks.follow_elements,
+        remember=sweep_tasks.remember,
         report=sweep_tasks.write_report,
     )
     with lines_where_they_are_read():
         try:
-            return run_sweep(sweep_tasks.prepare(sweep, sweep_dir, resume=resume), steps)
+            report = run_sweep(sweep_tasks.prepare(sweep, sweep_dir, resume=resume), steps)
+            if fail_on_regression:
+                refuse_regressions(Judgement.read(SweepDirectory(report.parent).history))
+            return report
         except (CancelledError, StoppedError) as error:
             return Cancelled(message=str(error), data=error)
         except TrainingInfraError as error:

@@ -76,6 +76,12 @@ class NonFiniteError(TrainingFailedError):
     """The loss or gradient stayed NaN or infinite: lower the learning rate, or check the data of those steps."""
 
 
+class RegressionError(TrainingInfraError):
+    """A measurement that is slower than earlier ones of the same: look at what has changed since."""
+
+    exit_code = 4
+
+
 class StoppedError(TrainingFailedError):
     """Training was asked to stop and saved a checkpoint: resume it."""
 

@@ -16,6 +16,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
+from llama_core.sweep.history import Judgement, remember_sweep
 from tasks.announce import unless_the_server_is_away
 from tasks.follow import follow, followers
 from training_reports.sweep import write_report as write_page
@@ -55,6 +56,29 @@ def submit(sweep: SweepDirectory) -> list[JobHandle]:
 def follow_elements(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
     """Follow every element to the end."""
     sweeps.follow(sweep, jobs)
+
+
+@task(name="history", cache_policy=NO_CACHE)
+def remember(sweep: SweepDirectory) -> Judgement | None:
+    """Keep the timed elements in the history, and show how they compare with earlier ones as a table."""
+    judgement = remember_sweep(sweep)
+    if judgement is None:
+        return None
+    rows = [
+        {
+            "element": one.element,
+            "verdict": one.verdict,
+            "tokens/s": f"{one.tokens_per_second:,.0f}",
+            "compared": one.sentence(),
+            "noise": "; ".join(one.notes),
+        }
+        for one in judgement.elements
+    ]
+    changes = "\n".join(f"* {change}" for change in judgement.changes)
+    with unless_the_server_is_away():
+        key = "regression" if judgement.of("slower") else "history"
+        create_table_artifact(rows, key=key, description=changes and f"Changed since {judgement.since}:\n\n{changes}")
+    return judgement
 
 
 @task(name="report", cache_policy=NO_CACHE)

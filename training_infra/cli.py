@@ -38,6 +38,7 @@ from training_infra.tables import (
     print_plan,
     print_profile,
     print_ranks,
+    print_runs,
     print_variants,
 )
 
@@ -80,7 +81,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="training-infra",
         description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
-        epilog="exit codes: 0 success, 1 the run failed, 2 invalid request, 3 does not fit, 130 interrupted",
+        epilog="exit codes: 0 success, 1 the run failed, 2 invalid request, 3 does not fit, 4 slower than before, "
+        "130 interrupted",
         examples=("train --help", "train --model tiny_llama3_50m --device cpu --steps 20"),
     )
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
@@ -198,6 +200,7 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         metavar="8",
         help="compare these: measured if the devices are here, else predicted; --run-dir is then a sweep's directory",
     )
+    _add_fail_on_regression(bench)
     bench.add_argument("--save-results", type=Path, metavar="times.json", help="write the comparison as JSON")
 
     profile = command(
@@ -241,6 +244,12 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         "--predict", action="store_true", help="compare the elements by arithmetic, without hardware; run nothing"
     )
     sweep.add_argument("--launcher", metavar="slurm", help=f"launcher of all elements: {LAUNCHERS}")
+    sweep.add_argument(
+        "--history",
+        metavar="/shared/history",
+        help="folder that keeps the results, to compare later ones with; default: history, beside the sweep",
+    )
+    _add_fail_on_regression(sweep)
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -265,6 +274,20 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
 
     report = command("report", _report, when, "write report.html of a run, finished or not", "runs/mine")
     _add_run_dir(report)
+
+    compare = command(
+        "compare",
+        _compare,
+        when,
+        "compare runs on the terminal and on one page: settings, loss, speed, memory, cost",
+        "runs/first runs/second",
+        "runs/first runs/second runs/third --out first-three.html",
+    )
+    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directories of the runs")
+    compare.add_argument(
+        "--out", type=Path, metavar="mine.html", default=Path("comparison.html"), help="default: comparison.html"
+    )
+    compare.add_argument("--json", action="store_true", help="print the comparison as JSON; write no page")
 
     generate = command(
         "generate",
@@ -291,6 +314,14 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
         "--merged",
         action="store_true",
         help="for a run with adapters: write the full model instead of a PEFT folder",
+    )
+
+
+def _add_fail_on_regression(parser: Parser) -> None:
+    parser.add_argument(
+        "--fail-on-regression",
+        action="store_true",
+        help="exit with 4 if a result is slower than earlier ones of the same on this kind of machine",
     )
 
 
@@ -492,12 +523,14 @@ def _preview(config: RunConfig, *, here: bool, twin: bool = False, tokens: float
 
 def _benchmark(options: argparse.Namespace) -> None:
     if options.batch_sizes or options.save_results:
-        _compare(options)
+        _compare_batch_sizes(options)
     else:
         _time_steps(options)
 
 
-def _compare(options: argparse.Namespace) -> None:
+def _compare_batch_sizes(options: argparse.Namespace) -> None:
+    from llama_core.sweep.directory import SweepDirectory
+    from llama_core.sweep.history import Judgement, refuse_regressions
     from training_infra.benchmarking import benchmark_from_terminal
 
     config = _config(options)
@@ -511,18 +544,28 @@ def _compare(options: argparse.Namespace) -> None:
     )
     if options.json:
         _print_json(record)
+    if options.fail_on_regression and record["sweep_dir"] is not None:
+        refuse_regressions(Judgement.read(SweepDirectory(Path(record["sweep_dir"])).history))
 
 
 def _time_steps(options: argparse.Namespace) -> None:
     from llama_core.chain import steps
     from llama_core.chain.chain import run_chain
     from llama_core.chain.console import say
+    from llama_core.chain.runs import RUNS
+    from llama_core.sweep.history import check_folder, history_folder, refuse_regressions, remember_run
     from training_infra.local import local_steps
 
+    config = _config(options)
+    # A new run's directory is beside the others, in RUNS.
+    check_folder(history_folder(config, options.run_dir or RUNS / "new"))
     with say.silenced(options.json):
-        run = run_chain(local_steps(_config(options), options.run_dir, resume=options.resume, only="benchmark"))
+        run = run_chain(local_steps(config, options.run_dir, resume=options.resume, only="benchmark"))
+        judgement = remember_run(run)
     if options.json:
-        _print_json({"run_dir": str(run.path)} | asdict(steps.benchmark(run)))
+        _print_json({"run_dir": str(run.path)} | asdict(steps.benchmark(run)) | {"history": asdict(judgement)})
+    if options.fail_on_regression:
+        refuse_regressions(judgement)
 
 
 def _profile(options: argparse.Namespace) -> None:
@@ -544,6 +587,8 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
+    from llama_core.sweep import steps as sweeps
+    from llama_core.sweep.history import Judgement, refuse_regressions
     from training_infra.sweep import predict_from_terminal, sweep_from_terminal
 
     if options.predict:
@@ -551,16 +596,19 @@ def _sweep(options: argparse.Namespace) -> None:
         if options.json:
             _print_json(comparison.as_dict())
         return
-    result = sweep_from_terminal(
+    sweep = sweep_from_terminal(
         options.config,
         options.sweep_dir,
         resume=options.resume,
         launcher=options.launcher,
         objective=options.objective,
+        history=options.history,
         quiet=options.json,
     )
     if options.json:
-        _print_json(result)
+        _print_json(sweeps.records(sweep))
+    if options.fail_on_regression:
+        refuse_regressions(Judgement.read(sweep.history))
 
 
 def _validate_environment(options: argparse.Namespace) -> int:
@@ -585,6 +633,18 @@ def _report(options: argparse.Namespace) -> None:
     run = RunDirectory(options.run_dir)
     load_config(run)
     print(write_report(run))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from training_reports.compare import write_comparison
+    from training_reports.compare_rows import compare_runs
+
+    comparison = compare_runs(options.run_dirs)
+    if options.json:
+        _print_json(comparison.as_dict())
+    else:
+        print_runs(comparison)
+        print(write_comparison(options.out, comparison))
 
 
 def _logs(options: argparse.Namespace) -> None:

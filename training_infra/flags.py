@@ -72,6 +72,7 @@ FLAGS = (
     Flag("--time", "launch.slurm.time_limit_min", "12:00:00"),
     Flag("--force", "launch.force", constant="true"),
     Flag("--wandb", "tracking.wandb", "offline"),
+    Flag("--history", "benchmark.history", "/shared/history"),
     Flag("--no-benchmark", "benchmark.steps", constant="0"),
 )
 _GROUPS = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from llama_core.chain.console import say
 from llama_core.errors import ConfigError
@@ -23,9 +22,10 @@ def sweep_from_terminal(
     resume: bool,
     launcher: str | None,
     objective: str | None,
+    history: str | None,
     quiet: bool,
-) -> dict[str, Any]:
-    """Prepare, rehearse, run and compare the elements of a sweep, and return their records.
+) -> SweepDirectory:
+    """Prepare, rehearse, run and compare the elements of a sweep.
 
     Args:
         file: the sweep's configuration; not needed to resume ``sweep_dir``.
@@ -33,6 +33,7 @@ def sweep_from_terminal(
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
         launcher: overrides the launcher of the configuration.
         objective: overrides what ranks the elements.
+        history: overrides the folder of the history.
         quiet: print nothing.
 
     Raises:
@@ -40,12 +41,14 @@ def sweep_from_terminal(
     """
     settings = {} if objective is None else {"objective": objective}
     config = _config(file, sweep_dir, resume=resume, settings=settings)
-    if launcher is not None:
-        config = config.model_copy(update={"base": config.base.with_overrides(f"launch.launcher={launcher}")})
+    overrides = {"launch.launcher": launcher, "benchmark.history": history}
+    given = [f"{key}={value}" for key, value in overrides.items() if value is not None]
+    if given:
+        config = config.model_copy(update={"base": config.base.with_overrides(*given)})
     with say.silenced(quiet):
         sweep = sweeps.prepare(config, sweep_dir, resume=resume)
         run_sweep(sweep, local_sweep_steps())
-    return sweeps.records(sweep)
+    return sweep
 
 
 def predict_from_terminal(file: Path | None, sweep_dir: Path | None, *, quiet: bool) -> Comparison:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from llama_core.machine.validate import EnvironmentReport
     from llama_core.planning.search.leanest import Least
     from llama_core.sweep.comparison import Comparison
+    from training_reports.compare_rows import RunComparison
+
+_WIDEST_COLUMN = 40
 
 
 def print_plan(planned: "PlannedRun") -> None:
@@ -102,6 +105,39 @@ def print_comparison(comparison: "Comparison") -> None:
         memory = "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
         told = f"{row.plan} on {row.device}" if row.status == "finished" else f"{row.status}: {row.reason}"
         print(f"{values:<{width}}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
+
+
+def print_runs(comparison: "RunComparison") -> None:
+    """Print where the runs' settings differ, and then their results; the best of each row has a star."""
+    names = [run.name for run in comparison.runs]
+    print("settings that differ:" if comparison.differences else "settings that differ: none")
+    if comparison.differences:
+        _print_columns(names, comparison.differences)
+    results = []
+    for measure in comparison.measures:
+        stars = ["*" if place == measure.winner else "" for place in range(len(names))]
+        results.append((measure.name, [cell + star for cell, star in zip(measure.cells(), stars, strict=True)]))
+    print("\nresults (change against the first run; * the best):")
+    _print_columns(names, results)
+    for note in comparison.notes:
+        print(f"note: {note}")
+
+
+def _print_columns(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Print a table; a value that is too wide for its column is cut in the middle."""
+    widths = [
+        min(_WIDEST_COLUMN, max(map(len, (name, *(values[place] for _, values in rows)))))
+        for place, name in enumerate(names)
+    ]
+    first = max(len(key) for key, _ in rows)
+    for key, values in [("", names), *rows]:
+        cells = "  ".join(f"{_cut(value, width):<{width}}" for value, width in zip(values, widths, strict=True))
+        print(f"{key:<{first}}  {cells}".rstrip())
+
+
+def _cut(text: str, width: int) -> str:
+    half = (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - half]}…{text[-half:]}"
 
 
 def _short_duration(seconds: float) -> str:

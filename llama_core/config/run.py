@@ -314,6 +314,9 @@ class BenchmarkConfig(Section):
     """Steps that are timed; 0: none, a run then ends with its training."""
     profile: bool = False
     """Watch the timed steps with torch's profiler, which slows them down: traces go to <run>/trace."""
+    history: str | None = None
+    """Folder, also a shared one, that keeps the results of benchmarks and sweeps, to compare later ones with; default:
+    `history` beside the run's or sweep's directory."""
 
 
 class RunConfig(Section):

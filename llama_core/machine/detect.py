@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -69,6 +70,19 @@ def code_commit() -> str | None:
     if not _git(folder, "ls-files", Path(__file__).name):
         return None
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of the software that decides how fast a step is: python, torch, this package, its commit."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "llama-training-infra"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # run from a checkout that is not installed
+            versions[package] = importlib.metadata.version(package)
+    if (commit := code_commit()) is not None:
+        versions["commit"] = commit
+    if gpus := installed_gpus():
+        versions["driver"] = gpus[0].driver
+    return versions
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -74,6 +74,11 @@ class RunDirectory:
         return self.path / "benchmark.json"
 
     @property
+    def history(self) -> Path:
+        """How the timed steps of a benchmark compare with earlier ones."""
+        return self.path / "history.json"
+
+    @property
     def outcome(self) -> Path:
         """The ``Outcome``: why the job ended."""
         return self.path / "outcome.json"

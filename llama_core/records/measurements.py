@@ -1,6 +1,7 @@
 """Measurements of training: each step, the whole run, and timed steps."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from llama_core.units import format_bytes, format_count, format_duration
 
@@ -118,6 +119,20 @@ class BenchmarkRecord:
     """Most memory held during the timed steps, measured as ``StepRecord.memory_peak_bytes``."""
     memory_reserved_bytes: int = 0
     """Most memory that CUDA's allocator took from the device; 0 on the CPU."""
+    num_threads: int = 0
+    """Threads with which a rank computes on the CPU; 0 if not recorded."""
+    waiting_threads: float | None = None
+    """Threads that could run but had no core, on average over the timed steps, in the rank where that is most. Other
+    programs, or too many threads of the run, share the cores then. None where the system does not say."""
+    host: str = ""
+    """The machine of the first rank."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """The software that was measured: python, torch, this package, its commit."""
+
+    @property
+    def relative_spread(self) -> float:
+        """Interquartile range of the timed steps over their median."""
+        return self.spread_seconds / self.median_seconds
 
     def summary(self) -> str:
         """Return the speed in one line."""

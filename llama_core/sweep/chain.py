@@ -7,6 +7,7 @@ from pathlib import Path
 from llama_core.chain.console import say
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.sweep.directory import SweepDirectory, read_record
+from llama_core.sweep.history import Judgement
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class SweepSteps:
     """Submit the Slurm elements; return all running jobs."""
     follow: Callable[[SweepDirectory, Sequence[JobHandle]], None]
     """Follow the jobs to their end, and run the local elements."""
+    remember: Callable[[SweepDirectory], Judgement | None]
+    """Keep the timed elements in the history, and compare them with it; None if none was timed."""
     report: Callable[[SweepDirectory], Path]
     """Write the report."""
 
@@ -40,6 +43,9 @@ def run_sweep(sweep: SweepDirectory, steps: SweepSteps) -> Path:
     try:
         steps.follow(sweep, steps.submit(sweep))
     finally:
-        report = steps.report(sweep)
-        say("report", str(report))
+        try:
+            steps.remember(sweep)
+        finally:
+            report = steps.report(sweep)
+            say("report", str(report))
     return report

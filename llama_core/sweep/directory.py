@@ -29,6 +29,11 @@ class SweepDirectory:
         return self.path / "sweep.json"
 
     @property
+    def history(self) -> Path:
+        """How its results compare with those of earlier sweeps."""
+        return self.path / "history.json"
+
+    @property
     def report(self) -> Path:
         """The HTML report."""
         return self.path / "report.html"

@@ -32,7 +32,7 @@ DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
 SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
 Values = Annotated[list[GridValue], Field(min_length=1)]
 
-_LEARNING = frozenset(
+LEARNING = frozenset(
     f"training.{key}"
     for key in (
         "steps", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "min_lr_ratio", "decay_fraction",
@@ -40,7 +40,7 @@ _LEARNING = frozenset(
     )
 )  # fmt: skip
 """Keys that change what a step learns, but not how long it takes."""
-_CADENCE = frozenset(f"training.{key}" for key in ("eval_every", "checkpoint_every", "keep_checkpoints"))
+CADENCE = frozenset(f"training.{key}" for key in ("eval_every", "checkpoint_every", "keep_checkpoints"))
 """Keys that change neither a timed step nor what is learnt."""
 _WORK = ("parallel.", "launch.", "tracking.", "benchmark.")
 """Sections that say how the work is done, not what is learnt."""
@@ -48,7 +48,7 @@ _LOSSY = frozenset(("parallel.gradient_compression",))
 """Keys of these sections that change the loss all the same."""
 _SIZES = frozenset(f"parallel.{key}" for key in ("gpus", "microbatch_size", "num_microbatches", "dp_replicate"))
 """Keys of these sections that choose the batch if ``training.batch_size`` does not."""
-_HELD_OUT = frozenset(
+HELD_OUT = frozenset(
     ("data.tokenizer", "data.validation", "data.validation_fraction", "data.text_field", "data.chat_template",
      "data.loss_on", "training.eval_sequences")
 )  # fmt: skip
@@ -112,7 +112,7 @@ class SweepConfig(Section):
         if self.objective == "throughput":
             if self.tokens is not None:
                 yield "tokens needs objective=loss: timed steps train nothing"
-            if idle := [key for key in compared if key in _LEARNING | _CADENCE]:
+            if idle := [key for key in compared if key in LEARNING | CADENCE]:
                 yield (
                     f"grid: {', '.join(idle)} cannot change the throughput, which ranks the elements; train each "
                     "element and rank the held-out losses with --objective loss (objective: loss), or leave it out"
@@ -123,7 +123,7 @@ class SweepConfig(Section):
                 f"grid: {', '.join(idle)} cannot change the held-out loss, which ranks the elements; compare speeds "
                 "with --objective throughput (objective: throughput), or leave it out"
             )
-        if elsewhere := [key for key in compared if key in _HELD_OUT]:
+        if elsewhere := [key for key in compared if key in HELD_OUT]:
             yield f"grid: with other {', '.join(elsewhere)}, held-out losses cannot be compared; leave it out"
         if "data.source" in compared and self.base.data.validation is None:
             yield "grid: data.source also changes the held-out documents; set data.validation of the base"
@@ -135,7 +135,7 @@ class SweepConfig(Section):
 
     def _cannot_change_loss(self, key: str) -> bool:
         chooses_batch = key in _SIZES and self.base.training.batch_size is None
-        return key in _CADENCE or (key.startswith(_WORK) and key not in _LOSSY and not chooses_batch)
+        return key in CADENCE or (key.startswith(_WORK) and key not in _LOSSY and not chooses_batch)
 
     def config_of(self, element: Element) -> RunConfig:
         """Return the configuration of an element's run, as long as ``tokens`` says.

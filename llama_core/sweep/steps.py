@@ -30,6 +30,7 @@ from llama_core.launch.jobs.handle import WORKER, JobHandle, cancel_all
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.scheduler import SharedAnswers
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json
 from llama_core.records.job import Outcome, Part
 from llama_core.sweep.directory import (
     ElementRecord,
@@ -41,6 +42,7 @@ from llama_core.sweep.directory import (
     write_record,
 )
 from llama_core.sweep.grid import DONE, Element, Objective, SweepConfig
+from llama_core.sweep.history import check_folder, history_folder
 
 SWEEPS = Path("sweeps")
 
@@ -107,7 +109,7 @@ def _continues(config: SweepConfig, sweep: SweepDirectory) -> bool:
 
 def _fixed(config: SweepConfig) -> tuple[object, ...]:
     """Return what a resumed sweep may not change."""
-    base = config.base.model_dump(exclude={"tracking": True, "launch": _FREE_TO_CHANGE})
+    base = config.base.model_dump(exclude={"tracking": True, "launch": _FREE_TO_CHANGE, "benchmark": {"history"}})
     return config.name, config.objective, config.tokens, base, list(config.grid)
 
 
@@ -144,7 +146,10 @@ def validate(sweep: SweepDirectory) -> None:
     Raises:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
-    trains = _PART[read_record(sweep).objective] == "train"
+    record = read_record(sweep)
+    trains = _PART[record.objective] == "train"
+    if not trains:
+        check_folder(history_folder(record.sweep_config.base, sweep.path))
     for runs in _groups(list(unfinished(sweep))):
         steps.say_environment(steps.validate(runs[0], saves=trains))
 
@@ -313,7 +318,8 @@ def records(sweep: SweepDirectory) -> dict[str, Any]:
         asdict(element) | ({} if element.skipped else steps.records(sweep.run(element.name)))
         for element in read_record(sweep).elements
     ]
-    return {"sweep_dir": str(sweep.path), "elements": elements}
+    compared = {"history": read_json(sweep.history)} if sweep.history.exists() else {}
+    return {"sweep_dir": str(sweep.path), "elements": elements} | compared
 
 
 def _stopped(sweep: SweepDirectory) -> StoppedError:

@@ -1,9 +1,10 @@
 """Measure the memory held by this process or device, and the time of optimizer steps."""
 
+import platform
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +13,14 @@ import psutil
 import torch
 
 from llama_core.config.run import Precision
+from llama_core.machine.detect import software_versions
 from llama_core.planning.memory.peaks import Phase
 from llama_core.records.measurements import BenchmarkRecord
 
 PRODUCT_SIDE = 1024
 """Rows and columns of the matrices that ``product_rate`` multiplies."""
 _STATUS = Path("/proc/self/status")
+_THREADS = Path("/proc/self/task")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -133,6 +136,7 @@ def time_steps(
         step()
     meter = MemoryMeter(device)
     clocks = []
+    waited, began = core_wait_seconds(), time.perf_counter()
     with watched:
         for _ in range(num_steps):
             between()
@@ -141,6 +145,8 @@ def time_steps(
             clock.stop()
             clocks.append(clock)
     seconds = [sum(clock.seconds().values()) for clock in clocks]
+    elapsed = time.perf_counter() - began
+    waited_since = core_wait_seconds()
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if num_steps > 1 else (median,) * 3
     return BenchmarkRecord(
@@ -154,7 +160,26 @@ def time_steps(
         mfu=mfu(tokens_per_step / median),
         memory_peak_bytes=meter.peak(),
         memory_reserved_bytes=meter.reserved(),
+        num_threads=torch.get_num_threads(),
+        waiting_threads=None if waited is None or waited_since is None else max(0.0, waited_since - waited) / elapsed,
+        host=platform.node(),
+        versions=software_versions(),
     )
+
+
+def core_wait_seconds() -> float | None:
+    """Return how long the threads of this process have been ready to run without a core, in all; None if unknown.
+
+    Source: the second field of ``schedstat``, Documentation/scheduler/sched-stats.rst in Linux.
+    """
+    waited = 0
+    try:
+        for thread in _THREADS.iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+                waited += int((thread / "schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return 1e-9 * waited
 
 
 def product_rate(precision: Precision) -> float:

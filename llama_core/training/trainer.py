@@ -213,7 +213,13 @@ class Trainer:
         finally:
             self.batches.stop()
         peak, reserved = most_over_ranks(record.memory_peak_bytes, record.memory_reserved_bytes)
-        return replace(record, memory_peak_bytes=peak, memory_reserved_bytes=reserved)
+        (waiting,) = most_over_ranks(-1 if record.waiting_threads is None else round(1e6 * record.waiting_threads))
+        return replace(
+            record,
+            memory_peak_bytes=peak,
+            memory_reserved_bytes=reserved,
+            waiting_threads=None if waiting < 0 else 1e-6 * waiting,
+        )
 
     def _stop_if_asked(self) -> None:
         (stop,) = most_over_ranks(int(self.should_stop()))

@@ -5,12 +5,16 @@ from pathlib import Path
 
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
 from llama_core.sweep.grid import DONE, Objective
+from llama_core.sweep.history import Change, Judgement
 from llama_core.units import format_bytes
 from training_reports import sweep_figures, sweep_loss, sweep_throughput
 from training_reports.contents import RunContents
 from training_reports.layout import Card, Panel, write_page
 from training_reports.page import MEASURES
+from training_reports.sweep_history import COLUMNS as HISTORY_COLUMNS
+from training_reports.sweep_history import history_panel, history_rows, shown_time
 from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_summary import summarise
 
 RANKINGS: dict[Objective, Callable[[Sequence[Row]], Ranking]] = {
     "throughput": sweep_throughput.rank,
@@ -29,7 +33,7 @@ def write_report(sweep: SweepDirectory) -> Path:
     contents = {element.name: RunContents.read(sweep.run(element.name)) for element in record.runnable}
     ranking = RANKINGS[record.objective]([Row(name, of_run) for name, of_run in contents.items()])
     rows, ranked = ranking.rows, [row for row in ranking.rows if row.name in ranking.results]
-    config = record.sweep_config
+    config, judgement = record.sweep_config, Judgement.read(sweep.history)
     return write_page(
         sweep.report,
         "sweep.html",
@@ -42,8 +46,14 @@ def write_report(sweep: SweepDirectory) -> Path:
             "Launcher": config.base.launch.launcher,
             **ranking.facts,
         },
+        summary=summarise(sweep, record, ranking, judgement),
         cards=[*ranking.cards, _counts(record, rows, ranking)],
-        panels=[*ranking.panels, _memory(rows, ranking)],
+        panels=[*ranking.panels, _memory(rows, ranking), *(history_panel(judgement) if judgement else ())],
+        judgement=judgement,
+        since=shown_time(judgement.since) if judgement else "",
+        history_columns=HISTORY_COLUMNS,
+        changes=[(one.key, one.before, one.now, ", ".join(one.elements) or "all") for one in _changes(judgement)],
+        history=list(history_rows(judgement)) if judgement else [],
         ranking=ranking,
         done=DONE[record.objective],
         columns=("Element", "Status", *ranking.columns, "Estimated", "Rehearsed", "Measured"),
@@ -57,6 +67,10 @@ def write_report(sweep: SweepDirectory) -> Path:
         plans=[(row.name, row.plan) for row in rows],
         config=config,
     )
+
+
+def _changes(judgement: Judgement | None) -> Sequence[Change]:
+    return judgement.changes if judgement else ()
 
 
 def _style(unfinished: Sequence[Row]) -> str:

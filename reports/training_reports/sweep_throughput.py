@@ -47,17 +47,20 @@ def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
     rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
     peak, unit = format_bytes(timed[leanest].memory_peak_bytes).split(" ")
     return [
-        Card("Fastest", rate, "tokens/s", [fastest, *_not_told_apart(timed)]),
+        Card("Fastest", rate, "tokens/s", [fastest, *_overlaps(timed)]),
         Card("Least memory", peak, f"{unit} measured", [leanest]),
     ]
 
 
-def _not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
-    """Yield a sentence with the elements whose interquartile range overlaps that of the fastest."""
+def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
+    """Return the elements whose interquartile range overlaps that of the fastest, which is the first."""
     quartiles = {name: throughput_quartiles(record) for name, record in timed.items()}
     fastest, *others = timed
-    close = [name for name in others if quartiles[name][1] >= quartiles[fastest][0]]
-    if close:
+    return [name for name in others if quartiles[name][1] >= quartiles[fastest][0]]
+
+
+def _overlaps(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
+    if close := not_told_apart(timed):
         yield f"Its middle half overlaps that of {' and of '.join(close)}; time more steps to tell them apart."
 
 

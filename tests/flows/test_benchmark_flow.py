@@ -46,12 +46,29 @@ config = SweepConfig.from_mapping({
 report = benchmark(config)
 print(json.dumps({"report": str(report.resolve())}))
 """
+AGAIN = """
+from dataclasses import replace
+from pathlib import Path
+from flows.benchmark import benchmark
+from llama_core.errors import RegressionError
+from llama_core.sweep.directory import SweepDirectory, read_record
+from llama_core.sweep.history import Judgement, read_history, write_part
+
+(sweep,) = map(SweepDirectory, Path("sweeps").glob("tiny-*"))
+folder = Path(Judgement.read(sweep.history).folder)
+for night, result in enumerate(6 * read_history(folder)):
+    faster = tuple((1000 + night) * rate for rate in result.tokens_per_second)
+    ended_at = f"2026-01-{night + 1:02d}T02:00:00+00:00"
+    write_part(folder / f"part-{night}.parquet", [replace(result, ended_at=ended_at, tokens_per_second=faster)])
+try:
+    benchmark(read_record(sweep).sweep_config, sweep_dir=sweep.path, resume=True, fail_on_regression=True)
+except RegressionError as error:
+    print(error)
+"""
 
 
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
-    """The directory of a sweep that the flow has run, in its own folder."""
-    home = tmp_path_factory.mktemp("prefect")
+def run_flow(home, program):
+    """Run a program with its own Prefect server, and return its last line."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PREFECT_HOME": str(home / "prefect"),
@@ -62,10 +79,17 @@ def sweep(tmp_path_factory):
         "XDG_CACHE_HOME": str(home / "cache"),
     }
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=home, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], cwd=home, env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    return SweepDirectory(Path(json.loads(ended.stdout.splitlines()[-1])["report"]).parent)
+    return ended.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The directory of a sweep that the flow has run, in its own folder."""
+    home = tmp_path_factory.mktemp("prefect")
+    return SweepDirectory(Path(json.loads(run_flow(home, PROGRAM))["report"]).parent)
 
 
 def test_the_flow_times_every_element_and_leaves_one_report(sweep):
@@ -76,6 +100,12 @@ def test_the_flow_times_every_element_and_leaves_one_report(sweep):
 
 def test_the_sweep_knows_its_flow_run_so_that_a_retry_finds_it(sweep):
     assert len(read_json(sweep.path / "flow_run.json")["flow_runs"]) == 1
+
+
+def test_a_flow_run_whose_elements_got_slower_fails_with_their_names(sweep):
+    told = run_flow(sweep.path.parents[1], AGAIN)
+    assert told.startswith("slower than before: microbatch_size=1 is 99.9% below")
+    assert "In short" in sweep.report.read_text()
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_record, write_run
 
-from llama_core.records.files import write_json
+from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
-from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord, write_record
+from llama_core.records.measurements import BenchmarkRecord
+from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord, read_record, write_record
 from llama_core.sweep.grid import SweepConfig
+from llama_core.sweep.history import Result, judge
 from llama_core.units import MIB
 
 DOES_NOT_FIT = "tp=1 needs 91.2 GB of the 80 GB per device; use tp=2"
@@ -89,3 +91,41 @@ def write_loss_sweep(path, losses=(2.6, 2.4, 2.9), *, batch_sizes=(8,)):
     run.training.unlink()
     run.benchmark.unlink()
     return sweep
+
+
+def write_history(sweep):
+    """Write how the timed elements of a sweep compare with nine earlier sweeps: the first of them is slower."""
+    noise = (1.0, 1.01, 0.99, 1.004, 0.6, 1.012, 0.996, 1.007, 0.99)
+    runs = [sweep.run(one.name) for one in read_record(sweep).runnable]
+    results, earlier = [], []
+    for number, run in enumerate(run for run in runs if run.benchmark.exists()):
+        timed = BenchmarkRecord(**read_json(run.benchmark))
+        result = Result(
+            source=sweep.name,
+            element=run.name,
+            machine=timed.device,
+            host="node1",
+            fingerprint=run.name,
+            ended_at="2026-11-21T10:00:00+00:00",
+            versions={"python": "3.11.9", "torch": "2.13.0", "commit": "0123456789ab"},
+            settings={"benchmark.steps": 5, "plan.microbatch_size": 1},
+            tokens_per_step=timed.tokens_per_step,
+            tokens_per_second=tuple(timed.tokens_per_step / seconds for seconds in timed.step_seconds),
+            memory_peak_bytes=timed.memory_peak_bytes,
+            waiting_share=0.4 if number == 1 else 0.0,
+        )
+        results.append(result)
+        usual = 1.18 if number == 0 else 1.0
+        earlier += [
+            replace(
+                result,
+                ended_at=f"2026-11-{10 + night}T02:00:00+00:00",
+                versions={"python": "3.11.9", "torch": "2.12.0", "commit": "ba9876543210"},
+                tokens_per_second=tuple(usual * factor * rate for rate in result.tokens_per_second),
+                waiting_share=0.0,
+            )
+            for night, factor in enumerate(noise if number != 2 else noise[:2])
+        ]
+    judgement = judge(results, earlier, "/shared/history", "part-1.parquet")
+    write_json(sweep.history, judgement)
+    return judgement

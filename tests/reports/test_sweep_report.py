@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from synthetic_sweep import DOES_NOT_FIT, write_loss_sweep, write_sweep
+from synthetic_sweep import DOES_NOT_FIT, write_history, write_loss_sweep, write_sweep
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.files import read_json
@@ -80,6 +80,37 @@ def test_trained_elements_are_ranked_by_their_held_out_loss(tmp_path):
     assert "3 of 4 trained" in page
     assert "learning_rate=0.001,batch_size=8 0.2000 below the next" in text_of(page, "Lowest held-out loss")
     assert "non-finite: the loss is not finite" in text_of(page, "Ended without being trained")
+
+
+def test_the_page_begins_with_a_summary_in_words(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", 4)
+    write_history(sweep)
+    summary = text_of(write_report(sweep).read_text(), "In short")
+    assert "microbatch_size=2,recompute=selective is the fastest, with 2,370 tokens/s." in summary
+    assert f"2 of 8 could not run: microbatch_size=8,recompute=none ({DOES_NOT_FIT})" in summary
+    assert "1 of 8 failed: microbatch_size=4,recompute=none (oom, the step asked for" in summary
+    assert re.search(r"microbatch_size=1,recompute=none is slower: 14\.\d% below the 1,5\d\d tokens/s of 9", summary)
+    assert "2 of 4 are as fast as before" in summary
+    assert "git log ba9876543210..0123456789ab" in summary
+    assert f"--sweep-dir {sweep.path} --resume" in summary
+
+
+def test_a_best_value_at_the_end_of_the_grid_calls_for_more(tmp_path):
+    summary = text_of(write_report(write_loss_sweep(tmp_path / "low", (2.4, 2.6, 2.9))).read_text(), "In short")
+    assert "The best learning_rate, 0.0001, is the smallest in the grid: try smaller ones." in summary
+    middle = text_of(write_report(write_loss_sweep(tmp_path / "middle", (2.6, 2.4, 2.9))).read_text(), "In short")
+    assert "in the grid" not in middle
+
+
+def test_the_history_is_a_table_with_verdicts_and_a_list_of_changes(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", 4)
+    write_history(sweep)
+    page = write_report(sweep).read_text()
+    table = text_of(page, "What changed since last time")
+    assert re.search(r"microbatch_size=1,recompute=none slower 1,354 1,59\d \(of 9\) -14\.\d%", table)
+    assert "microbatch_size=2,recompute=none no verdict" in table
+    assert "torch 2.12.0 2.13.0 all" in table
+    assert "Throughput since the first result" in page
 
 
 def curves(sweep):

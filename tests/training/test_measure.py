@@ -69,3 +69,28 @@ def test_timed_steps_follow_untimed_ones(device):
     assert len(steps) == 5
     assert (record.step_seconds, record.tokens_per_second, record.mfu) == ((1.0,) * 3, 10.0, 0.1)
     assert (record.memory_peak_bytes, record.memory_reserved_bytes) == (7, 8)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_path, monkeypatch):
+    monkeypatch.setattr("llama_core.training.measure._THREADS", tmp_path)
+    for thread, waited in (("1", 5_000), ("2", 0)):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"9 {waited} 3\n")
+    options = {
+        "warmup_steps": 0,
+        "num_steps": 3,
+        "tokens_per_step": 10,
+        "device_label": "one",
+        "mfu": lambda rate: None,
+    }
+
+    def step():
+        old = int((tmp_path / "2" / "schedstat").read_text().split()[1])
+        (tmp_path / "2" / "schedstat").write_text(f"9 {old + 7 * 10**8} 3\n")
+
+    record = time_steps(step, device=device, **options)
+    assert record.waiting_threads == pytest.approx(3 * 0.7 / 7)  # the clock has ticked seven times
+    assert (record.num_threads, record.versions["torch"]) == (torch.get_num_threads(), torch.__version__)
+    monkeypatch.setattr("llama_core.training.measure._THREADS", tmp_path / "nowhere")
+    assert time_steps(step, device=device, **options).waiting_threads is None

@@ -58,7 +58,7 @@ def wait_for_a_step(path):
 
 COMMANDS = (
     *("models", "estimate-memory", "dry-run", "validate-environment", "train", "benchmark", "profile", "sweep"),
-    *("logs", "cancel", "report", "generate", "export-hf"),
+    *("logs", "cancel", "report", "compare", "generate", "export-hf"),
 )
 OF_RUNS = COMMANDS[1:6]
 """Commands that take the flags of a run."""

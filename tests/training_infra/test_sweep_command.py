@@ -1,12 +1,15 @@
 """``training-infra sweep`` on this machine: real runs of a tiny model, one after the other."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from llama_core.records.files import read_json
 from llama_core.sweep.directory import SweepDirectory
+from llama_core.sweep.history import Judgement, read_history, write_part
 from training_infra.cli import main
 
 pytestmark = pytest.mark.xdist_group("sweep")
@@ -81,6 +84,39 @@ def test_only_unfinished_elements_run_again(finished, capsys):
     after = {name: read_json(finished.run(name).job) for name in NAMES}
     assert [name for name in NAMES if after[name] != before[name]] == [NAMES[1]]
     assert elements[NAMES[1]]["outcome"]["status"] == "finished"
+
+
+def keep_faster_results(sweep, factor, number):
+    """Add earlier results to the history of a sweep that were faster by a factor, and vary by some percent."""
+    own = Judgement.read(sweep.history)
+    for night in range(number):
+        faster = [
+            replace(
+                one,
+                ended_at=f"2026-01-{1 + night:02d}T02:00:00+00:00",
+                tokens_per_second=tuple(factor * (1 + night % 3 / 100) * one.median_rate for _ in range(3)),
+                versions=one.versions | {"torch": "2.0"},
+            )
+            for one in read_history(Path(own.folder))
+            if one.source == sweep.name and one.ended_at > "2026-02"
+        ]
+        write_part(Path(own.folder) / f"part-{factor}-{night}.parquet", faster)
+
+
+def test_results_are_kept_and_a_sweep_that_got_slower_fails_only_if_asked_to(finished, capsys):
+    first = Judgement.read(finished.history)
+    assert [one.element for one in first.elements] == NAMES
+    assert (finished.path.parent / "history" / first.part).exists()
+    keep_faster_results(finished, 1000, 6)
+    resume(finished, capsys)
+    assert main(["sweep", "--sweep-dir", str(finished.path), "--resume", "--fail-on-regression"]) == 4
+    told = capsys.readouterr()
+    assert f"history   {NAMES[0]}: slower: 99.9% below" in told.out
+    (line,) = told.err.splitlines()
+    assert all(name in line for name in NAMES)
+    assert "torch 2.0 ->" in line
+    assert "What changed since last time" in finished.report.read_text()
+    assert len(read_history(finished.path.parent / "history")) == 2 * 7  # the sweep itself once
 
 
 LOSS = SWEEP | {

@@ -1,0 +1,135 @@
+"""The page that compares runs: settings that differ, losses by tokens and by time, speed, memory and cost."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from llama_core.units import format_bytes
+from training_reports import sweep_figures
+from training_reports.compare_rows import ComparedRun, Measure, RunComparison
+from training_reports.layout import Card, Panel, write_page
+from training_reports.sweep_loss import LEGEND_LINE_PX, SMOOTHED_POINTS
+
+HEADLINES = {
+    "held-out loss": ("Lowest held-out loss", "nats per token"),
+    "tokens/s": ("Fastest", "tokens/s"),
+    "peak memory": ("Least memory", ""),
+    "cost": ("Cheapest", ""),
+    "device hours": ("Least device time", "hours"),
+}
+"""Title and unit of the cards, by measure."""
+
+
+def write_comparison(path: Path, comparison: RunComparison) -> Path:
+    """Write the page and return its path.
+
+    Raises:
+        RunDirectoryError: if the page cannot be written.
+    """
+    runs = comparison.runs
+    models = dict.fromkeys(str((run.contents.config or {}).get("model")) for run in runs)
+    return write_page(
+        path,
+        "compare.html",
+        name=" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+        source=", ".join(str(run.path) for run in runs),
+        status=f"{len(runs)} runs",
+        style="idle",
+        facts={"Model": ", ".join(models), "Settings that differ": len(comparison.differences)},
+        names=[run.name for run in runs],
+        differences=[(key, *values) for key, values in comparison.differences],
+        notes=comparison.notes,
+        cards=list(_cards(comparison)),
+        panels=[*_loss_panels(runs), *_bars(comparison)],
+        measures=[(one.name, list(enumerate(one.cells())), one.winner) for one in comparison.measures],
+    )
+
+
+def _cards(comparison: RunComparison) -> Iterator[Card]:
+    measures = {one.name: one for one in comparison.measures}
+    if "cost" in measures:
+        del measures["device hours"]
+    for name, (title, unit) in HEADLINES.items():
+        measure = measures.get(name)
+        if measure is not None and any(value is not None for value in measure.values):
+            yield _card(title, unit, measure, comparison.runs)
+
+
+def _card(title: str, unit: str, measure: Measure, runs: Sequence[ComparedRun]) -> Card:
+    place = measure.winner
+    if place is None:
+        return Card(title, None, "", ["No run is better than the others."])
+    value = measure.values[place] or 0.0
+    others = [other for at, other in enumerate(measure.values) if at != place and other is not None]
+    nearest = min(others, key=lambda other: abs(other - value))
+    gap = f"{abs(value - nearest):.4f}" if measure.by_difference else f"{abs(value / nearest - 1):.1%}"
+    where = "above" if value > nearest else "below"
+    return Card(title, measure.text(value), unit, [runs[place].name, f"{gap} {where} the next."])
+
+
+def _loss_panels(runs: Sequence[ComparedRun]) -> Iterator[Panel]:
+    trained = [run for run in runs if not run.contents.steps.empty]
+    if not trained:
+        yield Panel("Loss", None, "", ["No run has taken a training step: they only timed steps."], wide=True)
+        return
+    longest = max(run.seconds.iloc[-1] for run in trained)
+    unit, size = ("hours", 3600.0) if longest >= 7200 else ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
+    span = max(1, max(len(run.contents.steps) for run in trained) // SMOOTHED_POINTS)
+    notes = [f"Each point is the mean of the last {span} steps."] if span > 1 else []
+    by_tokens = {run.name: _smoothed(run, run.tokens, span) for run in trained}
+    by_time = {run.name: _smoothed(run, run.seconds / size, span) for run in trained}
+    yield _curves("Training loss by tokens", by_tokens, "tokens", "~s", notes)
+    idle = "Time in steps, without checkpoints, evaluations and restarts."
+    yield _curves("Training loss by time", by_time, unit, "~r", [*notes, idle])
+    held_out = {
+        run.name: pd.Series(losses.to_numpy(), index=run.tokens[losses.index])
+        for run in trained
+        if not (losses := run.contents.steps["eval_loss"].dropna()).empty
+    }
+    if max(map(len, held_out.values()), default=0) > 1:
+        yield _curves("Held-out loss by tokens", held_out, "tokens", "~s", [], marked=True)
+
+
+def _smoothed(run: ComparedRun, along: "pd.Series[float]", span: int) -> "pd.Series[float]":
+    loss = run.contents.steps["loss"].astype(float).dropna()
+    return pd.Series(loss.rolling(span, min_periods=1).mean().to_numpy(), index=along[loss.index])
+
+
+def _curves(
+    title: str,
+    losses: "dict[str, pd.Series[float]]",
+    x_title: str,
+    tick_format: str,
+    notes: Sequence[str],
+    *,
+    marked: bool = False,
+) -> Panel:
+    figure = sweep_figures.loss_curves(losses, x_title=x_title, marked=marked)
+    figure.update_xaxes(tickformat=tick_format)
+    ends = ", ".join(f"{name} {loss.iloc[-1]:.4f} nats per token" for name, loss in losses.items())
+    return Panel(title, figure, f"At the end: {ends}.", notes, wide=True, height_px=300 + LEGEND_LINE_PX * len(losses))
+
+
+def _bars(comparison: RunComparison) -> Iterator[Panel]:
+    measures = {one.name: one for one in comparison.measures}
+    names = [run.name for run in comparison.runs]
+    rates = {name: rate for name, rate in zip(names, measures["tokens/s"].values, strict=True) if rate is not None}
+    peaks = {
+        run.name: _predicted(run) | {"measured": int(peak)}
+        for run, peak in zip(comparison.runs, measures["peak memory"].values, strict=True)
+        if peak is not None
+    }
+    if rates:
+        told = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
+        figure, height = sweep_figures.predicted_throughput(rates), sweep_figures.height_px(rates)
+        yield Panel("Throughput", figure, told, ["All devices together."], height_px=height)
+    if peaks:
+        told = ", ".join(f"{name} {format_bytes(one['measured'] or 0)}" for name, one in peaks.items())
+        figure, height = sweep_figures.memory_by_element(peaks), sweep_figures.height_px(peaks, extra_lines=2)
+        note = "Of the fullest rank. Measurements include what was held before the model was built."
+        yield Panel("Peak memory", figure, told, [note], height_px=height)
+
+
+def _predicted(run: ComparedRun) -> dict[str, int | None]:
+    return {how: profile["peak_bytes"] if profile else None for how, _, profile in run.contents.predictions}

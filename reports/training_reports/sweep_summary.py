@@ -1,0 +1,163 @@
+"""A sweep in plain words: what was best, what did not run, what has changed since last time, and what to try next."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from llama_core.records.measurements import BenchmarkRecord
+from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord
+from llama_core.sweep.grid import DONE
+from llama_core.sweep.history import ComparedElement, Judgement
+from training_reports.sweep_history import shown_time
+from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_throughput import not_told_apart
+
+MOST_NAMED = 3
+"""Most elements that a sentence lists with their reasons."""
+PLENTY = 0.5
+"""Share of a GPU's memory below which a larger microbatch is worth a try."""
+
+
+def summarise(
+    sweep: SweepDirectory, record: SweepRecord, ranking: Ranking, judgement: Judgement | None
+) -> list[tuple[str, str]]:
+    """Return paragraphs of the summary: a word or two, and sentences."""
+    ranked = [row for row in ranking.rows if row.name in ranking.results]
+    others = [row for row in ranking.rows if row.name not in ranking.results]
+    paragraphs = [
+        ("Best", " ".join(_best(record, ranked))),
+        ("Did not run", " ".join(_left_out(record, others))),
+        ("Since last time", " ".join(_since(judgement)) if judgement else ""),
+        ("Try next", " ".join(_next(sweep, record, ranked, others, judgement))),
+    ]
+    return [(name, text) for name, text in paragraphs if text]
+
+
+def _best(record: SweepRecord, ranked: Sequence[Row]) -> Iterator[str]:
+    if not ranked:
+        yield f"No element has been {DONE[record.objective]} yet."
+        return
+    if record.objective == "loss":
+        yield from _lowest_loss(ranked)
+        return
+    timed = _timed(ranked)
+    fastest, *slower = timed
+    rate = timed[fastest].tokens_per_second
+    close = not_told_apart(timed)
+    if close:
+        yield f"{_listed([fastest, *close])} are equally fast within the noise of their steps: {rate:,.0f} tokens/s."
+    else:
+        yield f"{fastest} is the fastest, with {rate:,.0f} tokens/s."
+    if apart := [name for name in slower if name not in close]:
+        yield f"The next, {apart[0]}, reaches {timed[apart[0]].tokens_per_second / rate:.0%} of that."
+        if len(apart) > 1:
+            yield f"The slowest, {apart[-1]}, reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
+
+
+def _lowest_loss(ranked: Sequence[Row]) -> Iterator[str]:
+    losses = {row.name: row.contents.training.eval_loss for row in ranked if row.contents.training}
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    best, *others = known
+    yield f"{best} has the lowest held-out loss, {known[best]:.4f}."
+    if others:
+        yield f"The next, {others[0]}, is {known[others[0]] - known[best]:.4f} above."
+
+
+def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
+    return {row.name: row.contents.benchmark for row in ranked if row.contents.benchmark is not None}
+
+
+def _left_out(record: SweepRecord, others: Sequence[Row]) -> Iterator[str]:
+    skipped = [(one.name, one.skipped) for one in record.elements if one.skipped]
+    failed = [(row.name, f"{outcome.status}, {outcome.reason}") for row in others if (outcome := row.contents.outcome)]
+    for what, reasons in (("could not run", skipped), ("failed", failed)):
+        if reasons:
+            named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MOST_NAMED])
+            more = f"; and {len(reasons) - MOST_NAMED} more, listed below" if len(reasons) > MOST_NAMED else ""
+            yield f"{len(reasons)} of {len(record.elements)} {what}: {named}{more}."
+
+
+def _since(judgement: Judgement) -> Iterator[str]:
+    if not judgement.since:
+        yield "This is the first result of these elements on this kind of machine."
+        return
+    for verdict in ("slower", "faster", "disturbed"):
+        for one in judgement.of(verdict):
+            yield f"{one.element} is {verdict}: {one.sentence()}."
+    if same := judgement.of("same"):
+        some = _counted(same, judgement)
+        yield f"{some[0].upper()}{some[1:]} are as fast as before, within the noise."
+    if few := judgement.of("too few"):
+        most = max(len(one.earlier) for one in few)
+        yield f"For {_counted(few, judgement)} there is no verdict yet: only {most} earlier result{'s' * (most > 1)}."
+    changed = ", ".join(change.key for change in judgement.changes)
+    yield (
+        f"Changed since {shown_time(judgement.since)}: {changed}."
+        if changed
+        else "No version, commit or setting has changed."
+    )
+
+
+def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
+    return "all elements" if len(some) == len(judgement.elements) else f"{len(some)} of {len(judgement.elements)}"
+
+
+def _next(
+    sweep: SweepDirectory,
+    record: SweepRecord,
+    ranked: Sequence[Row],
+    others: Sequence[Row],
+    judgement: Judgement | None,
+) -> Iterator[str]:
+    if any(row.style == "idle" or row.status in {"cancelled", "preempted", "timeout"} for row in others):
+        yield f"Finish the sweep: training-infra sweep --sweep-dir {shlex.quote(str(sweep.path))} --resume."
+    if judgement:
+        yield from _look_for(judgement)
+    timed = _timed(ranked) if record.objective == "throughput" else {}
+    if timed and (close := not_told_apart(timed)):
+        steps = 4 * max(len(one.step_seconds) for one in timed.values())
+        yield f"To tell {_listed([next(iter(timed)), *close])} apart, time more steps: benchmark.steps={steps}."
+    if ranked:
+        best = next(one for one in record.elements if one.name == ranked[0].name)
+        yield from _edges(best, record)
+        if timed:
+            yield from _room(ranked[0])
+
+
+def _look_for(judgement: Judgement) -> Iterator[str]:
+    commits = [change for change in judgement.changes if change.key == "commit"]
+    if judgement.of("slower") and commits:
+        before, now = (
+            commit.removesuffix("-dirty") for commit in (commits[0].before, commits[0].now.partition(" ")[0])
+        )
+        yield f"Look for the cause in git log {before}..{now}." if before != now else "Look at the files not committed."
+    noisy = [one for one in judgement.elements if one.notes]
+    if noisy:
+        yield f"{len(noisy)} of {len(judgement.elements)} results are noisy: repeat them while the machine is idle."
+
+
+def _edges(best: ElementRecord, record: SweepRecord) -> Iterator[str]:
+    """Yield a sentence for each setting of the best element that is the largest or smallest in the grid."""
+    for key, values in record.sweep_config.grid.items():
+        numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+        value = best.settings[key]
+        if len(numbers) < 2 or len(numbers) < len(values):
+            continue
+        name = key.rpartition(".")[2]
+        if value == numbers[-1]:
+            yield f"The best {name}, {value}, is the largest in the grid: try larger ones."
+        elif value == numbers[0] and numbers[0] != 1 and numbers[0] > 0:
+            yield f"The best {name}, {value}, is the smallest in the grid: try smaller ones."
+
+
+def _room(best: Row) -> Iterator[str]:
+    timed, estimate = best.contents.benchmark, best.contents.estimate or {}
+    usable = estimate.get("usable_bytes")
+    if timed is None or not usable or best.contents.setting("launch", "device") != "cuda":
+        return
+    share = timed.memory_peak_bytes / usable
+    if share < PLENTY:
+        yield f"It uses {share:.0%} of the GPU's memory: a larger microbatch or less recomputation may be faster."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"

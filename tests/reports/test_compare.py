@@ -1,0 +1,164 @@
+"""Runs side by side, on the terminal and on a page."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from synthetic_run import FAILED, step_records, write_run
+from synthetic_sweep import write_sweep
+
+from llama_core.config.run import RunConfig
+from llama_core.records.files import read_json, write_json
+from training_infra.cli import main
+from training_reports.compare import write_comparison
+from training_reports.compare_rows import compare_runs
+
+SIZES = {"steps": 40, "batch_size": 8, "seq_len": 2048}
+
+
+def write(path, *, rate=1.0, worse=0.0, steps=40, timed=True, **settings):
+    records = [
+        replace(
+            record,
+            loss=record.loss + worse,
+            step_seconds=record.step_seconds / rate,
+            tokens_per_second=record.tokens_per_second * rate,
+        )
+        for record in step_records(steps)
+    ]
+    run = write_run(path, records=records)
+    config = {"training": SIZES, "launch": {"device": "cuda", "dollars_per_gpu_hour": 2.0}}
+    run.config.write_text(
+        RunConfig.from_mapping(config, [f"{key}={value}" for key, value in settings.items()]).to_yaml()
+    )
+    if not timed:
+        run.benchmark.unlink()
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path):
+    first = write(tmp_path / "first", timed=False)
+    return [first, write(tmp_path / "second", rate=2, worse=0.25, timed=False, **{"parallel.gpus": 2})]
+
+
+def measures(paths):
+    return {one.name: one for one in compare_runs(paths).measures}
+
+
+def test_only_settings_that_differ_are_listed_with_the_value_of_each_run(pair):
+    assert compare_runs(pair).differences == (("parallel.gpus", ("1", "2")),)
+
+
+def test_losses_are_compared_at_the_same_tokens_and_after_the_same_time(pair):
+    found = measures(pair)
+    at_the_end = found["loss at 655.36K tokens"].values
+    assert at_the_end[1] - at_the_end[0] == pytest.approx(0.25)
+    (after,) = (one for name, one in found.items() if name.startswith("loss after"))
+    seconds = [record.step_seconds for record in step_records()]
+    reached = next(step for step in range(1, 41) if sum(seconds[:step]) > sum(seconds) / 2) - 1
+    assert after.values[1] == at_the_end[1]  # the second, twice as fast, is done by then
+    assert after.values[0] == pytest.approx(step_records()[reached - 1].loss, abs=0.06)
+
+
+def test_loss_is_compared_where_the_shortest_run_ends(tmp_path):
+    paths = [write(tmp_path / "long"), write(tmp_path / "short", steps=20)]
+    assert f"loss at {20 * 16_384 / 1000:.2f}K tokens" in measures(paths)
+
+
+def test_cost_is_time_times_devices_times_price(pair):
+    found, hours = measures(pair), sum(record.step_seconds for record in step_records()) / 3600
+    assert found["device hours"].values == pytest.approx((hours, hours))
+    assert found["cost"].values == pytest.approx((2 * hours, 2 * hours))
+    assert found["cost of 1B tokens"].values[0] == pytest.approx(2 * hours / 655_360 * 1e9)
+
+
+def test_processors_have_hours_but_no_price(tmp_path):
+    paths = [write(tmp_path / name, **{"launch.device": "cpu"}) for name in ("a", "b")]
+    assert "cost" not in measures(paths)
+
+
+def test_the_best_is_marked_and_the_others_compared_with_the_first(pair):
+    rates = measures(pair)["tokens/s"]
+    assert rates.winner == 1
+    assert rates.cells()[1].endswith("(+100.0%)")
+    assert measures(pair)["held-out loss"].winner is None  # equal
+
+
+def test_timed_steps_that_overlap_have_no_winner(tmp_path):
+    paths = [write(tmp_path / name) for name in ("a", "b")]
+    timed = read_json(paths[1] / "benchmark.json")
+    for factor, winner in ((0.99, None), (0.5, 1)):
+        seconds = [factor * value for value in timed["step_seconds"]]
+        rate = timed["tokens_per_second"] / factor
+        write_json(paths[1] / "benchmark.json", timed | {"step_seconds": seconds, "tokens_per_second": rate})
+        assert measures(paths)["tokens/s"].winner == winner
+
+
+def test_what_makes_results_incomparable_is_said(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    one = write(tmp_path / "one")
+    other = write(tmp_path / "other", **{"data.tokenizer": tmp_path / "tokenizer.json", "launch.device": "cpu"})
+    write_json(other / "outcome.json", FAILED)
+    said = " ".join(compare_runs([one, other]).notes)
+    assert "losses per token cannot be compared" in said
+    assert "The devices differ" in said
+    assert "other has not finished: oom" in said
+
+
+def test_the_page_begins_with_the_settings_and_has_losses_by_tokens_and_by_time(pair, tmp_path):
+    page = write_comparison(tmp_path / "out" / "page.html", compare_runs(pair)).read_text()
+    assert page.index("Settings that differ</h2>") < page.index("Training loss by tokens") < page.index("by time")
+    text = " ".join(re.sub(r"<[^>]+>", " ", page.split("<h2>Results")[1]).split())
+    assert "tokens/s 1,346 2,692 (+100.0%)" in text
+
+
+def test_a_run_that_only_timed_steps_is_compared_by_them(tmp_path):
+    paths = [write(tmp_path / "a"), write(tmp_path / "b")]
+    for part in (tmp_path / "b" / "metrics").iterdir():
+        part.unlink()
+    comparison = compare_runs(paths)
+    assert {one.name: one.values[1] for one in comparison.measures}["tokens/s"] == pytest.approx(16_384 / 12.1)
+    assert write_comparison(tmp_path / "page.html", comparison).exists()
+
+
+def told(capsys, *paths):
+    code = main(["compare", *map(str, paths)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    return line
+
+
+def test_wrong_directories_are_refused_in_one_line(pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    untrained = write(tmp_path / "untrained", timed=False)
+    for part in (untrained / "metrics").iterdir():
+        part.unlink()
+    (tmp_path / "empty").mkdir()
+    write_sweep(tmp_path / "sweep", 1)
+    assert "empty holds no run (no config.yaml)" in told(capsys, pair[0], tmp_path / "empty")
+    assert "nowhere is not a directory" in told(capsys, pair[0], "nowhere")
+    assert "has no metrics: no step was completed" in told(capsys, pair[0], untrained)
+    assert "is given twice" in told(capsys, pair[0], pair[1], "first/../first")
+    assert "only one run" in told(capsys, pair[0])
+    assert "is a sweep" in told(capsys, pair[0], "sweep")
+
+
+def test_the_command_prints_a_table_and_the_page_or_json(pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *map(str, pair)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^parallel\.gpus +1 +2$", printed, re.MULTILINE)
+    assert re.search(r"^tokens/s +1,346 +2,692 \(\+100\.0%\)\*$", printed, re.MULTILINE)
+    assert printed.splitlines()[-1] == "comparison.html"
+    assert (tmp_path / "comparison.html").exists()
+    assert main(["compare", *map(str, pair), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["differences"] == {"parallel.gpus": {"first": "1", "second": "2"}}
+    assert record["measures"]["cost"]["first"] == pytest.approx(record["measures"]["cost"]["second"])
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
+    paths = [write(tmp_path / place / "run") for place in ("a", "b")]
+    assert [run.name for run in compare_runs(paths).runs] == list(map(str, paths))
