@@ -78,6 +78,7 @@ def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_pat
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(f"9 {waited} 3\n")
     options = {
+        "watched": nullcontext(),
         "warmup_steps": 0,
         "num_steps": 3,
         "tokens_per_step": 10,
