@@ -1,9 +1,10 @@
 from itertools import count
+from threading import Event as Signal
 
 import pytest
 import torch
 
-from llama_core.training.measure import StepClock, time_steps
+from llama_core.training.measure import MemoryMeter, StepClock, time_steps
 
 
 class Event:
@@ -67,3 +68,29 @@ def test_timed_steps_follow_untimed_ones(device):
     assert len(steps) == 5
     assert (record.step_seconds, record.tokens_per_second, record.mfu) == ((1.0,) * 3, 10.0, 0.1)
     assert (record.memory_peak_bytes, record.memory_reserved_bytes) == (7, 8)
+
+
+def test_on_a_cpu_what_is_freed_is_not_alive_but_was_the_peak(monkeypatch):
+    """A thread sees it even if nobody asks meanwhile."""
+    read, was_read = MemoryMeter.allocated, Signal()
+
+    def allocated(meter):
+        alive = read(meter)
+        was_read.set()
+        return alive
+
+    monkeypatch.setattr(MemoryMeter, "allocated", allocated)
+    meter = MemoryMeter(torch.device("cpu"))
+    size = 2**26
+    before = meter.allocated()
+    held = torch.ones(size, dtype=torch.uint8)
+    for _ in range(2):  # the first reading may have begun before
+        was_read.clear()
+        assert was_read.wait(60)
+    del held
+    slack = size // 8
+    assert meter.allocated() < before + slack
+    assert before + size - slack < meter.peak() < before + size + slack
+    assert meter.reserved() >= size
+    meter.reset_peak()
+    assert meter.peak() < before + slack
