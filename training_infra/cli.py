@@ -35,6 +35,7 @@ from training_infra.tables import (
     print_choice,
     print_cost,
     print_environment,
+    print_host,
     print_plan,
     print_profile,
     print_ranks,
@@ -487,6 +488,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     print_choice(planned)
     print_cost(planned, cost)
     print(planned.estimate.summary())
+    print_host(planned.estimate)
     for note in planned.estimate.notes:
         print(f"note: {note}")
     return code
@@ -514,6 +516,7 @@ def _preview(config: RunConfig, *, here: bool, twin: bool = False, tokens: float
             print(f"the device adds to that: {rehearsed.device_overhead.summary()}")
     if shown.twin is not None:
         print(f"twin:     {shown.twin.summary()}")
+    print_host(shown.verdict)
     print_cost(planned, shown.cost)
     print(f"verdict:  {shown.verdict.summary()}")
     for note in shown.notes:

@@ -247,8 +247,9 @@ def estimate_requirements(
 
     Returns:
         ``memory_per_gpu_gb`` (peak of the fullest GPU, in GB of 1e9 bytes), ``min_memory_per_gpu_gb`` (peak of the
-        emptiest), ``fits``, ``device``, ``plan`` (a sentence), ``recommendations`` (sentences), ``categories`` (bytes
-        at the peak by category) and ``ranks`` (the same for every rank of a pipeline).
+        emptiest), ``host_memory_per_node_gb``, ``fits``, ``device``, ``plan`` (a sentence), ``recommendations``
+        (sentences), ``categories`` (bytes at the peak by category) and ``ranks`` (the same for every rank of a
+        pipeline).
     """
     orchestrator = LlamaTrainingOrchestrator(
         model_variant, strategy, num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
@@ -258,6 +259,7 @@ def estimate_requirements(
     return {
         "memory_per_gpu_gb": estimate.profile.peak_bytes / GB,
         "min_memory_per_gpu_gb": min(rank.peak_bytes for rank in estimate.ranks) / GB,
+        "host_memory_per_node_gb": estimate.host_bytes_of_node / GB,
         "plan": planned.plan.summary(),
         "fits": estimate.fits,
         "device": estimate.device,

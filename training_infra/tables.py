@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from llama_core.chain.planned import PlannedRun
     from llama_core.chain.variants import Variant
     from llama_core.machine.validate import EnvironmentReport
+    from llama_core.planning.memory.peaks import MemoryEstimate
     from llama_core.planning.search.leanest import Least
     from llama_core.sweep.comparison import Comparison
     from training_reports.compare_rows import RunComparison
@@ -39,6 +40,12 @@ def print_profile(profile: MemoryProfile) -> None:
         print(f"{category:<16}" + "".join(f"{format_bytes(profile.phases[p].get(category, 0)):>14}" for p in phases))
     totals = [format_bytes(sum(profile.phases[phase].values())) for phase in phases]
     print(f"{'total':<16}" + "".join(f"{total:>14}" for total in totals) + "\n")
+
+
+def print_host(estimate: "MemoryEstimate") -> None:
+    """Print the host memory of a node in one line."""
+    if estimate.host is not None:
+        print(f"host:     {estimate.host.summary(estimate.host_profile)}")
 
 
 def print_environment(report: "EnvironmentReport") -> None:

@@ -10,6 +10,7 @@ from llama_core.chain.console import say
 from llama_core.chain.expected import expected_time
 from llama_core.chain.steps import (
     NOT_REHEARSED,
+    asked_memory,
     describe,
     say_data,
     say_environment,
@@ -71,6 +72,8 @@ def run_chain(steps: Steps) -> RunDirectory:
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)
     say("dry-run", rehearsed.summary() if rehearsed else NOT_REHEARSED)
+    if memory := asked_memory(run):
+        say("memory", memory)
     if slow := expected_time(run):
         say("expect", slow)
     with _reported(run, steps.report), stopping_on_interrupt(run):

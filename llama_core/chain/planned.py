@@ -1,6 +1,6 @@
 """A planned run, before it has a directory: its configuration with every default, its plan and memory estimate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -8,9 +8,11 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.scheduler import largest_node_bytes
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
 from llama_core.planning.memory.estimate import estimate_ranks, sizes_of
+from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.search.auto import choose_plan, search
@@ -122,9 +124,10 @@ def planned_as(
     Raises:
         PlanError: if the request makes no valid plan.
     """
-    gpu = None
+    gpu, node = None, _node_memory(config, machine)
     if config.launch.device == "cpu":
-        label, usable = _host_memory(config, machine)
+        label, whole = node or ("this machine's memory", machine.memory_bytes)
+        usable = whole * config.launch.nodes // config.parallel.gpus
     else:
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label, usable = gpu.label, gpu.usable_bytes
@@ -137,19 +140,26 @@ def planned_as(
             plan, refusal = error.plan, str(error)
     elif plan is None:  # no speed model for this device
         plan = choose_plan(config, usable)
+    host = host_memory(config, plan)
+    if node is not None:
+        host = replace(host, available_where=node[0], available_bytes=node[1])
     ranks = estimate_ranks(config.spec, plan, **sizes_of(config, plan))
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
-    estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, holds_process=gpu is None)
+    estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, host)
     return PlannedRun(config, plan, estimate, choices, choice)
 
 
-def _host_memory(config: RunConfig, machine: Machine) -> tuple[str, int]:
-    """Return a name for the host memory that the ranks share, and each rank's share in bytes."""
+def _node_memory(config: RunConfig, machine: Machine) -> tuple[str, int] | None:
+    """Return a name for the memory of a node of the job, and its bytes; None if it is unknown."""
     launch = config.launch
-    asked = launch.memory_gb_per_node
-    if asked is not None:
-        return f"{asked} GB of each node", asked * GIB * launch.nodes // config.parallel.gpus  # Slurm's G are GiB
-    return "this machine's memory", machine.memory_bytes * launch.nodes // config.parallel.gpus
+    if (asked := launch.memory_gb_per_node) is not None:
+        return f"{asked} GB of each node", asked * GIB  # Slurm's G are GiB
+    if not launch.is_here:
+        largest = largest_node_bytes(launch.slurm.partition)
+        return None if largest is None else ("the largest node of the partition", largest)
+    # a plan for GPUs that are not here is one for another machine
+    is_for_here = launch.device == "cpu" or config.parallel.gpus <= len(machine.gpus)
+    return ("this machine's memory", machine.memory_bytes) if is_for_here and launch.nodes == 1 else None
 
 
 def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

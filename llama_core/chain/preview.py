@@ -107,4 +107,5 @@ def preview_sbatch(config: RunConfig, run_dir: Path | None = None) -> str:
     planned = plan_run(config.with_overrides("launch.launcher=slurm"))
     refuse_unfit(planned.estimate, planned.config, "estimated")
     run = RunDirectory(new_run(planned.config, run_dir).path.absolute())
-    return sbatch_script(planned.config, run.name, run.logs / "submitit" / "submission-00000", planned.plan.world_size)
+    folder, host_bytes = run.logs / "submitit" / "submission-00000", planned.estimate.host_bytes_of_node
+    return sbatch_script(planned.config, run.name, folder, planned.plan.world_size, host_bytes)

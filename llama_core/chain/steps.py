@@ -27,6 +27,7 @@ from llama_core.errors import (
 )
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import JobHandle
+from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.outcome import read_outcome, record_refusal
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -72,6 +73,22 @@ def validate(run: RunDirectory, *, saves: bool = True) -> EnvironmentReport:
 def estimate(run: RunDirectory) -> MemoryEstimate:
     """Return the memory estimate of a rank, made when the run was prepared."""
     return MemoryEstimate.from_dict(read_json(run.estimate))
+
+
+def asked_memory(run: RunDirectory) -> str:
+    """Return the memory that the run's Slurm job asks for although its configuration names none, and why, if any."""
+    config = load_config(run)
+    if config.launch.is_here or config.launch.memory_gb_per_node is not None:
+        return ""
+    asked = memory_request(config, load_plan(run).world_size, estimate(run).host_bytes_of_node)
+    if asked is None:
+        return ""
+    why = (
+        "all of the nodes it has to itself"
+        if asked == "0"
+        else "the partition's default is too little for the estimate"
+    )
+    return f"the job asks for --mem={asked}: {why}; launch.slurm.memory_gb_per_node chooses another value"
 
 
 def rehearse(run: RunDirectory) -> "DryRunResult | None":

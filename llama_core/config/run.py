@@ -272,7 +272,7 @@ class LaunchConfig(Section):
     save_timeout_s: int = Field(300, ge=1)
     """Seconds to finish a step and save a checkpoint when the run reaches its time limit or is cancelled."""
     force: bool = False
-    """Submit the run even if it does not fit in device memory, or its checkpoints on the disk."""
+    """Submit the run even if it does not fit in device or host memory, or its checkpoints on the disk."""
     slurm: SlurmConfig = SlurmConfig()
     """Settings of the Slurm job."""
 

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from llama_core.models.batch import Batch
-
-STEPS_AHEAD = 2
-"""Most steps whose batches are read before their turn."""
+from llama_core.planning.memory.host import STEPS_AHEAD
 
 
 class BatchSource(Protocol):

@@ -1,5 +1,6 @@
 """Query and control Slurm's jobs with scontrol, squeue, sacct, sinfo and scancel, without a shell in between."""
 
+import math
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+
+from llama_core.units import MIB
 
 ANSWER_SECONDS = 60
 """Seconds that a controller shared by many users may take to answer."""
@@ -160,6 +163,60 @@ def cores_per_gpu(partition: str | None) -> int | None:
     shown = _slurm("scontrol", "--oneliner", "show", "node", node)
     effective = re.search(r"\bCPUEfctv=(\d+)", shown.stdout) if shown else None  # without those kept for the system
     return max(1, int(effective[1]) // gpus if effective else share)
+
+
+@cache
+def largest_node_bytes(partition: str | None) -> int | None:
+    """Return the memory of the largest node that a job may get; None if Slurm does not say.
+
+    Args:
+        partition: a partition, or several separated by commas; None for the cluster's default.
+    """
+    listed = _slurm("sinfo", "--noheader", "--Node", "--format=%P|%m")
+    rows = [line.split("|") for line in (listed.stdout.splitlines() if listed else ())]
+    wanted = partition.split(",") if partition else []
+    sizes = [
+        int(size.rstrip("+"))
+        for name, size in (row for row in rows if len(row) == 2)
+        if name.rstrip("*") in wanted or (not wanted and name.endswith("*"))
+    ]
+    return max(sizes) * MIB if sizes else None
+
+
+@cache
+def default_memory_bytes(partition: str | None, cores: int, gpus: int) -> float | None:
+    """Return the memory on a node of a job that asks for none; infinite if it gets the node's, None if Slurm is silent.
+
+    A partition's default goes before the cluster's, and one for each GPU before one for each core or node.
+
+    Args:
+        partition: a partition, or several separated by commas, of which the least default counts; None for the
+            cluster's default.
+        cores: cores of the job on a node.
+        gpus: GPUs of the job on a node.
+    """
+    shown = _slurm("scontrol", "--oneliner", "show", "partition")
+    cluster = _slurm("scontrol", "show", "config")
+    wanted = partition.split(",") if partition else []
+    if shown is None or cluster is None or cluster.returncode:
+        return None
+    granted: list[float] = []
+    for line in shown.stdout.splitlines():
+        name = re.match(r"PartitionName=(\S+)", line)
+        if name and (name[1] in wanted or (not wanted and " Default=YES" in line)):
+            granted.append(
+                _default_memory(line, cores, gpus) or _default_memory(cluster.stdout, cores, gpus) or math.inf
+            )
+    return min(granted, default=None)
+
+
+def _default_memory(settings: str, cores: int, gpus: int) -> int | None:
+    """Return the bytes that the settings of a partition or a cluster give to a job that asks for none, if any."""
+    for unit, count in (("GPU", gpus), ("CPU", cores), ("Node", 1)):
+        found = re.search(rf"\bDefMemPer{unit} *= *(\d+)", settings)  # in MB, or UNLIMITED
+        if found and int(found[1]) and count:
+            return int(found[1]) * MIB * count
+    return None
 
 
 @cache

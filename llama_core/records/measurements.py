@@ -35,9 +35,9 @@ class StepRecord:
     mfu: float | None
     """Model FLOP/s divided by the devices' peak, with attention counted in full; None if the peak is unknown."""
     memory_allocated_bytes: int
-    """Memory held now: the CUDA allocator's, or the process's resident set on the CPU."""
+    """Memory alive now: what the CUDA allocator or, on the CPU, the C library has handed out."""
     memory_peak_bytes: int
-    """Most memory held since this attempt's training began, in the same measure."""
+    """Most memory alive since this attempt's training began."""
     loss_scale: float
     """Factor the loss was scaled by; 1 except in fp16."""
     skipped: bool
@@ -55,6 +55,9 @@ class StepRecord:
     """Mean entropy of a router's probabilities, over sparse layers and tokens, in nats."""
     expert_load: float | None = None
     """Tokens of the busiest expert of a layer over those of its average one, in the layer where that is most."""
+    memory_reserved_bytes: int = 0
+    """Most memory taken for it so far: by the CUDA allocator from the device, or the resident set on the CPU; 0 if not
+    recorded."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,15 @@ class TrainingSummary:
     bigram_entropy: float | None
     """Entropy of a token of the corpus given the previous one, in nats; only for the byte tokenizer."""
     memory_baseline_bytes: int
-    """Memory held before the model was built, measured as ``StepRecord.memory_peak_bytes``."""
+    """Memory alive before the model was built, measured as ``StepRecord.memory_peak_bytes``."""
     memory_peak_bytes: int
-    """Most memory held while training."""
+    """Most memory alive while training."""
     seconds: float
     """Wall time of the training loop of this attempt."""
     memory_reserved_bytes: int = 0
-    """Most memory that CUDA's allocator took from the device; 0 on the CPU."""
+    """Most memory taken for it: by CUDA's allocator from the device, or the resident set on the CPU."""
+    memory_process_bytes: int = 0
+    """The resident set before the model was built, on the CPU; 0 on CUDA."""
 
     def summary(self) -> str:
         """Return the results in one line."""
@@ -93,9 +98,11 @@ class TrainingSummary:
             parts.append(
                 f"held-out loss {self.eval_loss:.3f} nats/token" + (f" ({', '.join(baselines)})" if baselines else "")
             )
-        grown, bare = self.memory_peak_bytes - self.memory_baseline_bytes, self.memory_baseline_bytes
-        reserved = f", {format_bytes(self.memory_reserved_bytes)} reserved" if self.memory_reserved_bytes else ""
-        parts.append(f"peak {format_bytes(grown)} above the {format_bytes(bare)} of the bare process{reserved}")
+        parts.append(f"peak {format_bytes(self.memory_peak_bytes - self.memory_baseline_bytes)}")
+        if self.memory_process_bytes:
+            parts[-1] += f", {format_bytes(self.memory_reserved_bytes)} with the whole process"
+        elif self.memory_reserved_bytes:
+            parts[-1] += f", {format_bytes(self.memory_reserved_bytes)} reserved"
         return "; ".join(parts)
 
 
@@ -116,9 +123,9 @@ class BenchmarkRecord:
     """Tokens of a step on all devices, divided by the median."""
     mfu: float | None
     memory_peak_bytes: int
-    """Most memory held during the timed steps, measured as ``StepRecord.memory_peak_bytes``."""
+    """Most memory alive during the timed steps, measured as ``StepRecord.memory_peak_bytes``."""
     memory_reserved_bytes: int = 0
-    """Most memory that CUDA's allocator took from the device; 0 on the CPU."""
+    """Most memory taken for it: by CUDA's allocator from the device, or the resident set on the CPU."""
     num_threads: int = 0
     """Threads with which a rank computes on the CPU; 0 if not recorded."""
     waiting_threads: float | None = None

@@ -1,12 +1,15 @@
 """Measure the memory held by this process or device, and the time of optimizer steps."""
 
+import ctypes
 import platform
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import psutil
@@ -16,7 +19,10 @@ from llama_core.config.run import Precision
 from llama_core.machine.detect import software_versions
 from llama_core.planning.memory.peaks import Phase
 from llama_core.records.measurements import BenchmarkRecord
+from llama_core.units import MIB
 
+SAMPLES_PER_SECOND = 100
+"""How often a ``MemoryMeter`` on the CPU looks at what is alive; a reading takes some microseconds."""
 PRODUCT_SIDE = 1024
 """Rows and columns of the matrices that ``product_rate`` multiplies."""
 _STATUS = Path("/proc/self/status")
@@ -24,22 +30,37 @@ _THREADS = Path("/proc/self/task")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-class MemoryMeter:
-    """Current and peak memory: the allocator's on CUDA, the process's resident set on the CPU.
+class _Heap(ctypes.Structure):
+    """The counts of the C library's allocator: ``struct mallinfo2`` of glibc 2.33 and newer."""
 
-    On Linux the kernel records the peak of the resident set (``VmHWM``), and ``reset_peak`` resets it; elsewhere the
-    peak is the largest value read.
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+                     "keepcost")
+    )  # fmt: skip
+
+
+class MemoryMeter:
+    """The memory that is alive, and the memory taken from the device or the machine for it.
+
+    On CUDA both are counts of torch's allocator. On the CPU, what is alive is what the C library has handed out and not
+    got back, tensors among it; a thread reads it ``SAMPLES_PER_SECOND`` times a second. What is taken is the process's
+    resident set, whose peak the kernel records (``VmHWM``) and ``reset_peak`` resets. Where the C library does not
+    tell, what is taken counts as alive.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._peak_read = 0
+        self._heap = None if device.type == "cuda" else _heap_reader()
+        self._peak_alive = self._peak_resident = 0
         self._resettable = False
         self.reset_peak()
+        if self._heap is not None:
+            Thread(target=_sample, args=(weakref.ref(self),), name="memory", daemon=True).start()
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
-        self._peak_read = 0
+        """Forget the peaks so far."""
+        self._peak_alive = self._peak_resident = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif _CLEAR_REFS.exists():
@@ -50,27 +71,62 @@ class MemoryMeter:
                 self._resettable = False
 
     def allocated(self) -> int:
-        """Return the bytes held now."""
+        """Return the bytes alive now."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        held: int = psutil.Process().memory_info().rss
-        self._peak_read = max(self._peak_read, held)
-        return held
+        alive = self.resident() if self._heap is None else self._heap()
+        self._peak_alive = max(self._peak_alive, alive)
+        return alive
 
     def peak(self) -> int:
-        """Return the most bytes held since the last ``reset_peak``."""
+        """Return the most bytes alive since the last ``reset_peak``."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
+        self.allocated()
+        return self._peak_alive if self._heap is not None else self.reserved()
+
+    def reserved(self) -> int:
+        """Return the most bytes taken since the last ``reset_peak``."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
         if self._resettable:
             for line in _STATUS.read_text().splitlines():
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
-        self.allocated()
-        return self._peak_read
+        self.resident()
+        return self._peak_resident
 
-    def reserved(self) -> int:
-        """Return the most bytes that CUDA's allocator took from the device since ``reset_peak``; 0 on the CPU."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+    def resident(self) -> int:
+        """Return the process's resident set now; 0 on CUDA, whose device memory is none of it."""
+        if self.device.type == "cuda":
+            return 0
+        held: int = psutil.Process().memory_info().rss
+        self._peak_resident = max(self._peak_resident, held)
+        return held
+
+
+def _heap_reader() -> Callable[[], int] | None:
+    """Return a function that counts the bytes alive in the C library's heap; None if they are not counted there."""
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None:
+        return None
+    read.restype = _Heap
+
+    def alive() -> int:
+        heap = read()
+        return int(heap.uordblks + heap.hblkhd)
+
+    before = alive()
+    probe = torch.empty(MIB, dtype=torch.uint8)  # another allocator may serve torch, such as a preloaded one
+    return alive if alive() - before >= probe.nbytes else None
+
+
+def _sample(meter: "weakref.ref[MemoryMeter]") -> None:
+    """Read a meter until it is gone."""
+    while (read := meter()) is not None:
+        read.allocated()
+        del read
+        time.sleep(1 / SAMPLES_PER_SECOND)
 
 
 class StepClock:

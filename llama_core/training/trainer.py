@@ -97,7 +97,7 @@ class Trainer:
         self._takes_documents = document_attention(config, plan) == "varlen"
         self.batches = Supply(batches, self._microbatches, self.device, reads_ahead=bool(config.data.num_workers))
         self.meter = MemoryMeter(self.device)
-        self.memory_baseline_bytes = self.meter.allocated()
+        self.memory_baseline_bytes, self.memory_process_bytes = self.meter.allocated(), self.meter.resident()
         self._tell("building the model")
         activate_flash_attention(config)
         self.engine = build_engine(config, plan, self.device)
@@ -187,7 +187,8 @@ class Trainer:
             memory_baseline_bytes=self.memory_baseline_bytes,
             memory_peak_bytes=max(peak, self.memory_baseline_bytes),
             seconds=time.perf_counter() - started,
-            memory_reserved_bytes=reserved,
+            memory_reserved_bytes=max(reserved, self.memory_process_bytes),
+            memory_process_bytes=self.memory_process_bytes,
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
@@ -240,7 +241,8 @@ class Trainer:
         self.step += 1
         num_tokens = sum(microbatch.tokens_BS.numel() for microbatch in microbatches) * self.plan.dp
         self.tokens += num_tokens
-        own = (self.meter.allocated(), self.meter.peak(), self.should_stop(), self._step_seconds)
+        meter = self.meter
+        own = (meter.allocated(), meter.peak(), meter.reserved(), self.should_stop(), self._step_seconds)
         most = most_over_devices(self.device, *own)
         values = torch.stack([v.to(most) for v in (result.loss, result.grad_norm, result.updated)])
         routing = routing_totals(self.engine.model, self.plan)
@@ -270,7 +272,7 @@ class Trainer:
     def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool]:
         """Wait for a step; return its record, and whether any rank was asked to stop when it began."""
         seconds = begun.clock.seconds()
-        self._last_loss, grad_norm, was_updated, allocated, peak, stop, slowest = begun.values.tolist()
+        self._last_loss, grad_norm, was_updated, allocated, peak, reserved, stop, slowest = begun.values.tolist()
         updated = bool(was_updated)
         overflowed = not updated and math.isfinite(self._last_loss) and begun.loss_scale > 1.0
         self._skipped_in_a_row = 0 if updated or overflowed else self._skipped_in_a_row + 1
@@ -296,6 +298,7 @@ class Trainer:
             mfu=self._mfu(begun.num_tokens / total),
             memory_allocated_bytes=int(allocated),
             memory_peak_bytes=int(peak),
+            memory_reserved_bytes=int(reserved),
             loss_scale=begun.loss_scale,
             skipped=not updated,
             eval_loss=eval_loss,
@@ -387,7 +390,7 @@ class _StepUnderWay:
     loss_scale: float
     clock: StepClock
     values: Tensor
-    """Loss, norm, whether it updated; and the most over all ranks of: bytes held, their peak, whether to stop, and the
-    seconds of the step read last. In host memory, once the device has done the step."""
+    """Loss, norm, whether it updated; and the most over all ranks of: bytes alive, their peak, bytes taken, whether to
+    stop, and the seconds of the step read last. In host memory, once the device has done the step."""
     routing: Tensor | None
     """The result of ``routing_totals``, likewise."""

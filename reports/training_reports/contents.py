@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from llama_core.config.run import parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.planning.memory.host import FREED
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.job import JobRecord, Outcome
@@ -86,10 +87,33 @@ class RunContents:
 
     @property
     def measured_bytes(self) -> int | None:
-        """Peak memory of training, less the memory held before the model was built."""
+        """Peak of the memory alive in training, less that alive before the model was built."""
         if self.training is None:
             return None
         return self.training.memory_peak_bytes - self.training.memory_baseline_bytes
+
+    @property
+    def measured_beside(self) -> dict[str, int]:
+        """What was taken from the device, or by the process, beside ``measured_bytes``, by part."""
+        if self.training is None or not self.training.memory_reserved_bytes:
+            return {}
+        process = self.training.memory_process_bytes
+        alive = self.training.memory_peak_bytes if not process else process + (self.measured_bytes or 0)
+        parts = {"process": process, FREED: max(0, self.training.memory_reserved_bytes - alive)}
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def estimated_beside(self) -> dict[str, int]:
+        """What a rank on the CPU is estimated to hold beside its tensors, by part; empty on CUDA."""
+        host = (self.estimate or {}).get("host") or {"on_cuda": True}
+        return {} if host["on_cuda"] else {name: size for name, size in host["parts"].items() if name != "tensors"}
+
+    @property
+    def predictions_alive(self) -> Iterator[tuple[str, str, Record | None]]:
+        """``predictions`` of what is alive: on the CPU, also of copies that are neither freed nor the process's own."""
+        copies = {name: size for name, size in self.estimated_beside.items() if name not in {"process", FREED}}
+        for how, field, profile in self.predictions:
+            yield how, field, profile and _with(profile, copies)
 
     @property
     def predictions(self) -> Iterator[tuple[str, str, Record | None]]:
@@ -105,6 +129,13 @@ class RunContents:
 
 _DAMAGE = (RunDirectoryError, ConfigError, OSError, ValueError, LookupError, TypeError, pa.ArrowException)
 """Errors of reading a file that was cut short, edited, or written by another version."""
+
+
+def _with(profile: Record, others: Mapping[str, int]) -> Record:
+    """Return a profile that holds ``others`` at its peak too."""
+    peak = profile["phases"][profile["peak_phase"]] | others
+    phases = profile["phases"] | {profile["peak_phase"]: peak}
+    return profile | {"phases": phases, "peak_bytes": sum(peak.values())}
 
 
 def _times_none(config: Record | None) -> bool:

@@ -6,17 +6,20 @@ colours of text and grid.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from llama_core.planning.memory.host import FREED
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import GIB, MIB
 
 BLUE, ORANGE, TEAL, PURPLE = "#4078c0", "#cf7320", "#2f9494", "#8f67b8"
-RED, OLIVE, PINK, GREY = "#cf4b4b", "#8a8a3c", "#c25d93", "#7c8591"
+RED, OLIVE, PINK, BROWN = "#cf4b4b", "#8a8a3c", "#c25d93", "#a0705a"
+GREY, STEEL, TAUPE = "#7c8591", "#5f86a3", "#8f7d6b"
 
 CATEGORY_COLORS = {
     "weights": BLUE,
@@ -26,8 +29,12 @@ CATEGORY_COLORS = {
     "loss": RED,
     "communication": OLIVE,
     "temporaries": PINK,
+    "checkpoint copy": BROWN,
 }
 """Colour of each memory category, in stacking order."""
+
+BESIDE_COLORS = {"process": TAUPE, FREED: STEEL}
+"""Colour of what is taken beside the memory alive."""
 
 MEASURED = "all categories"
 """Name of a measurement's bar."""
@@ -149,11 +156,15 @@ def step_time(steps: pd.DataFrame) -> go.Figure:
 
 
 def memory_by_step(steps: pd.DataFrame) -> go.Figure:
-    """Return the memory held at the end of every step, and the peak up to that step."""
-    size, unit = memory_unit(steps["memory_peak_bytes"].max())
+    """Return the memory alive at the end of every step, and its peak and the memory taken for it up to that step."""
+    taken = steps["memory_reserved_bytes"].fillna(0)
+    size, unit = memory_unit(max(steps["memory_peak_bytes"].max(), taken.max()))
     figure = styled_figure(f"memory ({unit})")
+    lines = [("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")]
+    if taken.max() > 0:  # else nobody recorded it
+        lines.insert(0, ("reserved", "taken so far", GREY, None))
     # The peak is drawn last and dotted, so that both lines show where they coincide.
-    for column, name, color, dash in (("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")):
+    for column, name, color, dash in lines:
         held = steps[f"memory_{column}_bytes"] / size
         _add_line(figure, steps["step"], held, name, color=color, hover=f"%{{y:.3f}} {unit}", dash=dash)
     figure.update_yaxes(rangemode="tozero")
@@ -161,11 +172,22 @@ def memory_by_step(steps: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, measured_bytes: float | None) -> go.Figure:
+def memory_comparison(
+    estimated: Profile | None,
+    rehearsed: Profile | None,
+    measured_bytes: float | None,
+    beside: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+) -> go.Figure:
     """Return the estimated, rehearsed and measured peaks as bars side by side; an argument of None has no bar.
 
-    Each prediction is a stack of the categories at its peak phase, so its length is ``peak_bytes``. A measurement has
-    no categories and is a single bar.
+    Each prediction is a stack of the categories at its peak phase, so its length is ``peak_bytes``. A measurement of
+    what is alive has no categories. Every bar goes on with what is taken beside that.
+
+    Args:
+        estimated: the estimate.
+        rehearsed: the dry run.
+        measured_bytes: the most bytes alive.
+        beside: bytes taken beside those alive, by part, for ``estimated``, ``rehearsed`` and ``measured``.
     """
     profiles = {
         label: profile for label, profile in (("estimated", estimated), ("rehearsed", rehearsed)) if profile is not None
@@ -173,8 +195,14 @@ def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, meas
     peaks = {label: profile["peak_bytes"] for label, profile in profiles.items()}
     if measured_bytes is not None:
         peaks["measured"] = measured_bytes
-    size, unit = memory_unit(max(peaks.values(), default=0))
-    rows = {label: f"{label}<br><b>{peak / size:.2f} {unit}</b>" for label, peak in peaks.items()}
+    parts = {label: beside.get(label, {}) for label in peaks}
+    totals = {label: peak + sum(parts[label].values()) for label, peak in peaks.items()}
+    size, unit = memory_unit(max(totals.values(), default=0))
+    rows = {
+        label: f"{label}<br><b>{peak / size:.2f} {unit}</b>"
+        + (f"<br>{totals[label] / size:.2f} {unit} taken" if totals[label] > peak else "")
+        for label, peak in peaks.items()
+    }
 
     figure = styled_figure("")
     stacks = {label: profile["phases"][profile["peak_phase"]] for label, profile in profiles.items()}
@@ -186,6 +214,9 @@ def memory_comparison(estimated: Profile | None, rehearsed: Profile | None, meas
             _add_bar(figure, {rows[label]: value / size for label, value in num_bytes.items()}, category, color, unit)
     if measured_bytes is not None:
         _add_bar(figure, {rows["measured"]: measured_bytes / size}, MEASURED, GREY, unit)
+    for part in dict.fromkeys(part for own in parts.values() for part in own):
+        lengths = {rows[label]: own.get(part, 0) / size for label, own in parts.items()}
+        _add_bar(figure, lengths, part, BESIDE_COLORS.get(part, GREY), unit)
     figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", uniformtext={"minsize": 11, "mode": "hide"})
     figure.update_xaxes(title_text=f"peak memory per rank ({unit})", rangemode="tozero", showgrid=True)
     figure.update_yaxes(

@@ -18,7 +18,10 @@ from training_reports.contents import Record, RunContents
 from training_reports.files import end_of_culprits_log, run_files
 from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, write_page
 
-MEASURES = {"cpu": "the process's resident set", "cuda": "the memory allocated by PyTorch on the GPU"}
+MEASURES = {
+    "cpu": "the memory in use, as the C library counts it",
+    "cuda": "the memory allocated by PyTorch on the GPU",
+}
 """How the memory of a step is measured, by device."""
 
 
@@ -214,13 +217,15 @@ def _peak_memory(contents: RunContents) -> Card:
         contents.missing[field]
         if profile is None
         else f"{how.capitalize()} {format_bytes(profile['peak_bytes'])}{_error(profile, measured)}."
-        for how, field, profile in contents.predictions
+        for how, field, profile in contents.predictions_alive
     ]
     if measured is None:
         return Card("Peak memory", None, "", [contents.missing["training"], *lines])
     value, unit = format_bytes(measured).split(" ")
     if contents.training and contents.training.memory_reserved_bytes:
-        lines.append(f"CUDA's allocator took {format_bytes(contents.training.memory_reserved_bytes)} from the device.")
+        taken = format_bytes(contents.training.memory_reserved_bytes)
+        whose = "The whole process took" if contents.training.memory_process_bytes else "CUDA's allocator took"
+        lines.append(f"{whose} {taken}.")
     return Card("Peak memory", value, f"{unit} measured", lines)
 
 
@@ -329,26 +334,29 @@ def _planned_communication(contents: RunContents) -> Iterator[str]:
 
 
 def _comparison_panel(contents: RunContents) -> Panel:
-    measured = contents.measured_bytes
+    measured, predictions = contents.measured_bytes, list(contents.predictions_alive)
     peaks = [
         f"{how} {format_bytes(profile['peak_bytes'])} in the {profile['peak_phase']} phase{_error(profile, measured)}"
-        for how, _, profile in contents.predictions
+        for how, _, profile in predictions
         if profile is not None
     ]
-    notes = [contents.missing[field] for _, field, profile in contents.predictions if profile is None]
+    notes = [contents.missing[field] for _, field, profile in predictions if profile is None]
     if measured is None:
         notes.append(contents.missing["training"])
     else:
         peaks.append(f"measured {format_bytes(measured)}")
         notes.append(f"The measurement is the peak of {_measure(contents)}, less its value before the model was built.")
-        if contents.setting("launch", "device") != "cuda":
-            notes.append(
-                "A resident set also counts freed memory that the process keeps, and libraries loaded meanwhile;"
-                " the predictions do not."
-            )
+    outside = {name: size for name, size in contents.estimated_beside.items() if name in figures.BESIDE_COLORS}
+    beside = {"estimated": outside, "rehearsed": outside, "measured": contents.measured_beside}
+    if contents.training and contents.training.memory_process_bytes:
+        notes.append(
+            f"The whole process took {format_bytes(contents.training.memory_reserved_bytes)}: also its libraries, and "
+            "freed memory, which it keeps."
+        )
     figure, summary = None, ", ".join(peaks)
     if peaks:
-        figure = figures.memory_comparison(contents.estimate, contents.dry_run, measured)
+        (_, _, estimated), (_, _, rehearsed) = predictions
+        figure = figures.memory_comparison(estimated, rehearsed, measured, beside)
         notes.insert(0, f"Peaks: {summary}.")
     return Panel("Peak memory: estimated, rehearsed, measured", figure, summary, notes + _fit(contents), wide=True)
 
@@ -357,9 +365,20 @@ def _fit(contents: RunContents) -> list[str]:
     estimate = contents.estimate or {}
     if not {"fits", "usable_bytes", "device", "notes"} <= estimate.keys():
         return []
-    verdict = "fits" if estimate["fits"] else "does not fit"
+    # only a host that is too small leaves room on the device and does not fit
+    verdict = "fits" if estimate["fits"] or estimate.get("headroom_bytes", -1) >= 0 else "does not fit"
     usable = f"{format_bytes(estimate['usable_bytes'])} usable of {estimate['device']}"
-    return [f"The estimate {verdict} the {usable}.", *(f"On the estimate: {note}." for note in estimate["notes"])]
+    notes = [f"On the estimate: {note}." for note in estimate["notes"]]
+    return [f"The estimate {verdict} the {usable}.", *_host(estimate.get("host")), *notes]
+
+
+def _host(host: Record | None) -> list[str]:
+    """Return a sentence about the host memory of a node, if the estimate has it."""
+    if not host:
+        return []
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in host["parts"].items())
+    ranks = "the rank" if host["num_ranks"] == 1 else f"each of {host['num_ranks']} ranks"
+    return [f"Host memory of a node: about {format_bytes(host['node_bytes'])}; {ranks} takes {parts}."]
 
 
 def _measure(contents: RunContents) -> str:

@@ -89,6 +89,17 @@ def test_a_slurm_job_on_the_cpu_has_the_memory_it_requests():
     assert plan_run(four_ranks).estimate.usable_bytes == 3 * GIB
 
 
+def test_a_job_with_nodes_of_its_own_is_said_to_ask_for_all_of_their_memory():
+    slurm = {"launcher": "slurm", "device": "cpu"}
+
+    def asked(**settings):
+        launch = slurm | {"slurm": settings}
+        return steps.asked_memory(prepare_run(config().with_overrides(f"launch={launch}")))
+
+    assert "--mem=0" in asked(options={"exclusive": True})
+    assert not asked(options={"exclusive": True}, memory_gb_per_node=8)
+
+
 def test_resume_may_change_the_checkpoint_interval_but_not_the_training(tmp_path):
     run = prepare_run(config(), tmp_path / "run")
     prepare_run(config(checkpoint_every=7), run.path, resume=True)

@@ -19,9 +19,16 @@ from llama_core.launch.jobs.slurm_request import job_name
 from llama_core.launch.jobs.slurm_request import slurm_parameters as parameters
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome, record_outcome, record_refusal
-from llama_core.launch.scheduler import JobStatus, cores_per_gpu, job_status
+from llama_core.launch.scheduler import (
+    JobStatus,
+    cores_per_gpu,
+    default_memory_bytes,
+    job_status,
+    largest_node_bytes,
+)
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
+from llama_core.units import GIB, MIB
 from training_reports.page import write_report
 
 SUBMIT_AND_DIE = """
@@ -261,6 +268,56 @@ def test_a_rank_gets_its_gpus_share_of_the_cores_that_jobs_may_use(nodes):
     assert cores("launch.slurm.partition=none") == 8
     assert cores("launch.slurm.partition=gpu", "launch.slurm.cpus_per_rank=3") == 3
     assert cores("launch.device=cpu") == 4
+
+
+@pytest.fixture
+def partitions(tmp_path, monkeypatch):
+    """A cluster that gives a job 4000 MB for each core, in one partition 2 GiB for each GPU, in one whole nodes."""
+    scontrol = """#!/bin/sh
+        case "$*" in
+            *config) echo "DefMemPerCPU            = 4000";;
+            *) echo "PartitionName=cpu AllowNodes=ALL Default=YES DefMemPerNode=UNLIMITED"
+               echo "PartitionName=gpu Default=NO DefMemPerCPU=1 JobDefaults=DefCpuPerGPU=2,DefMemPerGPU=2048";;
+        esac
+    """
+    (tmp_path / "scontrol").write_text(scontrol)
+    (tmp_path / "sinfo").write_text('#!/bin/sh\ncase "$*" in *%m) echo "cpu*|64000"; echo "gpu|512000+";; esac\n')
+    for command in ("scontrol", "sinfo"):
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    caches = (cores_per_gpu, default_memory_bytes, largest_node_bytes)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "host_gib", "asked"),
+    [
+        (["device=cpu"], 24, None),  # 8 cores of 4000 MB are more than 30 GiB
+        (["device=cpu"], 28, f"{28 * 1280}M"),
+        (["device=cpu"], 60, "64000M"),  # no more than the largest node has, as long as the estimate fits
+        (["device=cpu"], 0, None),
+        (["slurm.partition=gpu"], 3, None),
+        (["slurm.partition=gpu"], 4, f"{4 * 1280}M"),
+        (["slurm.partition=gpu", "slurm.memory_gb_per_node=1"], 100, "1G"),
+        (["slurm.partition=gpu", "slurm.options={exclusive: true}"], 1, "0"),
+        (["slurm.partition=gpu", "slurm.options={mem-per-gpu: 8G}"], 100, None),
+        (["slurm.partition=unheard-of"], 100, None),
+    ],
+)
+def test_a_job_asks_for_the_estimated_memory_where_the_default_is_less(partitions, settings, host_gib, asked):
+    config = slurm_config(*(f"launch.{setting}" for setting in settings))
+    request = parameters(config, "run", "a comment", 2, host_bytes=host_gib * GIB)
+    assert request.get("mem") == asked
+
+
+def test_a_job_is_asked_to_fit_the_largest_node_of_its_partition(partitions):
+    assert largest_node_bytes(None) == 64000 * MIB
+    assert largest_node_bytes("gpu,none") == 512000 * MIB
+    assert largest_node_bytes("none") is None
 
 
 def test_slurm_is_asked_for_no_gpu_when_ranks_compute_on_the_cpu():

@@ -237,10 +237,10 @@ def test_an_estimate_is_recorded_with_its_verdict():
 @pytest.mark.parametrize(
     ("model", "rows", "seq_len", "measured_gib"),
     [
-        ("tiny_llama3_50m", 2, 1024, 2.04),
-        ("tiny_llama3_50m", 8, 1024, 4.07),
-        ("tiny_llama3_150m", 1, 256, 3.14),
-        ("tiny_llama3_150m", 2, 2048, 5.17),
+        ("tiny_llama3_50m", 2, 1024, 2.75),
+        ("tiny_llama3_50m", 8, 1024, 4.43),
+        ("tiny_llama3_150m", 1, 256, 4.95),
+        ("tiny_llama3_150m", 2, 2048, 6.54),
     ],
 )
 def test_on_a_cpu_the_verdict_counts_no_less_than_a_real_process_took(model, rows, seq_len, measured_gib):
@@ -249,9 +249,9 @@ def test_on_a_cpu_the_verdict_counts_no_less_than_a_real_process_took(model, row
     config = RunConfig.from_mapping({"model": model, "parallel": {"microbatch_size": rows}} | request)
     machine = Machine((), None, cpu_native_bf16=True, memory_bytes=64 * GIB, available_memory_bytes=64 * GIB, cores=2)
     told = planned_as(config, machine).estimate
-    assert measured_gib * GIB <= told.held_bytes <= 1.35 * measured_gib * GIB
+    assert measured_gib * GIB <= told.held_bytes <= 1.15 * measured_gib * GIB
     assert told.usable_bytes - told.headroom_bytes == told.held_bytes
-    assert f"({format_bytes(told.held_bytes)} with the whole process)" in told.summary()
+    assert f"{format_bytes(told.held_bytes)} with the whole process," in told.summary()
 
 
 def test_the_default_microbatch_on_a_cpu_leaves_room():
@@ -259,6 +259,6 @@ def test_the_default_microbatch_on_a_cpu_leaves_room():
     config = RunConfig.from_mapping({"model": "tiny_llama3_150m"} | request)
     plan = choose_plan(config, 64 * GIB)
     assert plan.microbatch_size * 2048 == MAX_CPU_MICROBATCH_TOKENS
-    tight = choose_plan(config, 6 * GIB)
-    assert Fitting(config, 6 * GIB).fits(tight)
+    tight = choose_plan(config, 8 * GIB)
+    assert Fitting(config, 8 * GIB).fits(tight)
     assert tight.microbatch_size < plan.microbatch_size

@@ -79,6 +79,12 @@ def test_memory_by_step_shows_every_record_in_the_unit_of_its_axis(steps):
     np.testing.assert_allclose(traces(figure)["peak so far"].y * 2**30, steps["memory_peak_bytes"])
 
 
+def test_memory_by_step_shows_what_is_taken_where_that_was_recorded(steps):
+    assert "taken so far" not in traces(figures.memory_by_step(steps))
+    taken = traces(figures.memory_by_step(steps.assign(memory_reserved_bytes=2**32)))["taken so far"]
+    np.testing.assert_allclose(taken.y, 4.0)
+
+
 def test_held_out_points_are_the_steps_that_were_evaluated(steps):
     held_out = traces(figures.loss(steps))["held-out"]
     assert list(held_out.x) == [10, 20, 30, 40]

@@ -15,6 +15,9 @@ from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import log_path
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
+from llama_core.units import GIB, MIB, format_bytes
+from training_reports import page
+from training_reports.contents import RunContents
 from training_reports.page import write_report
 
 HOSTILE = "<script>alert('$title')<img src=x onerror=\"alert(1)\">&amp;"
@@ -123,16 +126,34 @@ def test_a_known_peak_rate_gives_the_mfu(run):
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        ("cpu", "The measurement is the peak of the process's resident set, less"),
+        ("cpu", "The measurement is the peak of the memory in use, as the C library counts it, less"),
         ("cuda", "The measurement is the peak of the memory allocated by PyTorch on the GPU, less"),
-        ("auto", "the memory allocated by PyTorch on the GPU, or on the CPU the process's resident set, less"),
+        ("auto", "allocated by PyTorch on the GPU, or on the CPU the memory in use, as the C library counts it, less"),
     ],
 )
 def test_the_caption_names_the_memory_measurement(run, device, said):
     run.config.write_text(run.config.read_text().replace("device: cpu", f"device: {device}"))
+    assert said in report(run).text
+
+
+def test_on_a_cpu_predictions_count_the_checkpoint_copy_and_bars_go_on_with_the_whole_process(run):
+    parts = {"process": 500 * MIB, "tensors": ESTIMATE["peak_bytes"], "freed memory": 70 * MIB, "checkpoint copy": GIB}
+    host = {"on_cuda": False, "num_ranks": 2, "parts": parts, "node_bytes": 8 * GIB}
+    write_json(run.estimate, ESTIMATE | {"host": host})
+    taken = {"memory_reserved_bytes": 4 * GIB, "memory_process_bytes": GIB}
+    write_json(run.training, replace(SUMMARY, memory_baseline_bytes=0, memory_peak_bytes=2 * GIB, **taken))
     text = report(run).text
-    assert said in text
-    assert ("A resident set also counts freed memory" in text) == (device != "cuda")
+    alive = ESTIMATE["peak_bytes"] + GIB
+    assert f"Estimated {format_bytes(alive)} (+{100 * (alive / (2 * GIB) - 1):.1f} %)." in text
+    assert "The whole process took 4.00 GiB" in text
+    assert "Host memory of a node: about 8.00 GiB; each of 2 ranks takes process 500.00 MiB" in text
+    contents = RunContents.read(run)
+    assert contents.measured_beside == {"process": GIB, "freed memory": GIB}
+    panel = page._comparison_panel(contents)
+    ends = {label: sum(x for bar in panel.figure.data for x, y in zip(bar.x, bar.y, strict=True) if y.startswith(label))
+            for label in ("estimated", "measured")}  # fmt: skip
+    assert ends["measured"] == pytest.approx(4)
+    assert ends["estimated"] * GIB == pytest.approx(alive + 570 * MIB)
 
 
 def test_a_finished_run_asks_for_nothing(run):

@@ -1,10 +1,11 @@
 from contextlib import nullcontext
 from itertools import count
+from threading import Event as Signal
 
 import pytest
 import torch
 
-from llama_core.training.measure import StepClock, time_steps
+from llama_core.training.measure import MemoryMeter, StepClock, time_steps
 
 
 class Event:
@@ -95,3 +96,29 @@ def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_pat
     assert (record.num_threads, record.versions["torch"]) == (torch.get_num_threads(), torch.__version__)
     monkeypatch.setattr("llama_core.training.measure._THREADS", tmp_path / "nowhere")
     assert time_steps(step, device=device, **options).waiting_threads is None
+
+
+def test_on_a_cpu_what_is_freed_is_not_alive_but_was_the_peak(monkeypatch):
+    """A thread sees it even if nobody asks meanwhile."""
+    read, was_read = MemoryMeter.allocated, Signal()
+
+    def allocated(meter):
+        alive = read(meter)
+        was_read.set()
+        return alive
+
+    monkeypatch.setattr(MemoryMeter, "allocated", allocated)
+    meter = MemoryMeter(torch.device("cpu"))
+    size = 2**26
+    before = meter.allocated()
+    held = torch.ones(size, dtype=torch.uint8)
+    for _ in range(2):  # the first reading may have begun before
+        was_read.clear()
+        assert was_read.wait(60)
+    del held
+    slack = size // 8
+    assert meter.allocated() < before + slack
+    assert before + size - slack < meter.peak() < before + size + slack
+    assert meter.reserved() >= size
+    meter.reset_peak()
+    assert meter.peak() < before + slack

@@ -145,7 +145,7 @@ def test_adapters_save_the_estimated_memory(folder):
         trained = read_json(folder / strategy / "training.json")
         measured[strategy] = trained["memory_peak_bytes"] - trained["memory_baseline_bytes"]
         estimated[strategy] = read_json(folder / strategy / "estimate.json")["peak_bytes"]
-    # the C library keeps some freed memory
+    # the last checkpoint's copy is measured and not estimated
     saved, expected = (peaks["standard"] - peaks["lora"] for peaks in (measured, estimated))
     assert saved == pytest.approx(expected, rel=0.3)
     assert measured["lora"] < 0.5 * measured["standard"]

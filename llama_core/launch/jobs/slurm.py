@@ -20,7 +20,7 @@ from llama_core.launch.outcome import conclude, concluded, record_refusal
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import timestamp, write_json
+from llama_core.records.files import read_json, timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 
 FIRST_POLL_SECONDS = 5.0
@@ -126,7 +126,8 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         )
     config, num_ranks = submissions[0].config, submissions[0].num_ranks
     executor = SlurmExecutor(folder)
-    executor.update_parameters(**slurm_parameters(config, name, comment_of(folder), num_ranks))
+    host_bytes = max(_host_bytes(submission.run) for submission in submissions)
+    executor.update_parameters(**slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes))
     launch = config.launch
     supervisors = [
         Supervisor(s.run.path, s.command, launch.device, launch.hang_timeout_s, max_attempts=launch.slurm.max_attempts)
@@ -144,6 +145,12 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     unnamed = _record("", submitted_at, folder, name, config)
     for submission, job in zip(submissions, jobs, strict=True):
         write_json(submission.run.job, replace(unnamed, job_id=job.job_id))
+
+
+def _host_bytes(run: RunDirectory) -> int:
+    """Return the estimated host memory of a node's ranks; 0 for a run without an estimate."""
+    estimate = read_json(run.estimate) if run.estimate.exists() else {}
+    return int((estimate.get("host") or {}).get("node_bytes", 0))
 
 
 def _can_see(record: JobRecord) -> bool:

@@ -1,6 +1,7 @@
 """A job's request to Slurm, and a test of whether Slurm would grant it."""
 
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
-from llama_core.launch.scheduler import cores_per_gpu
+from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
+from llama_core.units import MIB
 
 _CHECKED = (
     "partition", "account", "qos", "constraint", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem",
@@ -20,11 +22,15 @@ _CHECKED = (
 )  # fmt: skip
 _OF_THE_USER = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_RESERVATION"}
 """Variables that select the cluster, or the account or reservation that jobs are charged to."""
+HOST_MARGIN = 1.25
+"""Memory asked for over that estimated: the estimate's constants are allowances, and the page cache needs some too."""
+_NAMED_OTHERWISE = {"mem-per-cpu", "mem-per-gpu"}
+"""Options by which a user names the memory of a job without ``launch.slurm.memory_gb_per_node``."""
 _ONLY_NOW = "node not available (down, drained or reserved)"
 """Part of Slurm's refusal to predict the start of a job whose nodes are unavailable at the moment."""
 
 
-def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int) -> dict[str, Any]:
+def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int, host_bytes: int = 0) -> dict[str, Any]:
     """Return the request for a job of ``num_ranks`` ranks, as submitit's parameters.
 
     Args:
@@ -32,17 +38,17 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
         name: name of the run, by which people and scripts find the job in the queue.
         comment: identifies the submission in the queue.
         num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
+        host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
     """
     slurm, nodes, on_cuda = config.launch.slurm, config.launch.nodes, config.launch.device == "cuda"
-    share = cores_per_gpu(slurm.partition) if on_cuda and not slurm.cpus_per_rank else None
-    cores = share or slurm.cores_of_a_rank(config.launch.device)
+    cores = _cores_of_a_rank(config)
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "constraint": slurm.constraint,
-        "mem": f"{slurm.memory_gb_per_node}G" if slurm.memory_gb_per_node else None,
+        "mem": memory_request(config, num_ranks, host_bytes),
         "gpus_per_node": num_ranks // nodes if on_cuda else None,
         "setup": slurm.setup or None,
         "array_parallelism": slurm.max_parallel_jobs,
@@ -68,7 +74,41 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int)
     } | {name: value for name, value in asked.items() if value is not None}
 
 
-def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int) -> str:
+def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | None:
+    """Return the value of ``--mem``; None for the partition's default.
+
+    If the configuration names no memory, a job of whole nodes asks for all of theirs. Any other asks for the estimate
+    and ``HOST_MARGIN``, at most for the largest node's memory, unless the default is as much or more.
+
+    Args:
+        config: the resolved configuration.
+        num_ranks: ranks over all nodes.
+        host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
+    """
+    slurm, nodes = config.launch.slurm, config.launch.nodes
+    if slurm.memory_gb_per_node:
+        return f"{slurm.memory_gb_per_node}G"
+    if _NAMED_OTHERWISE & slurm.options.keys():
+        return None
+    if slurm.options.get("exclusive") is True:
+        return "0"
+    if not host_bytes:
+        return None
+    ranks = num_ranks // nodes
+    gpus = ranks if config.launch.device == "cuda" else 0
+    largest = largest_node_bytes(slurm.partition) or math.inf
+    needed = min(HOST_MARGIN * host_bytes, max(host_bytes, largest))
+    granted = default_memory_bytes(slurm.partition, ranks * _cores_of_a_rank(config), gpus)
+    return f"{math.ceil(needed / MIB)}M" if granted is not None and granted < needed else None
+
+
+def _cores_of_a_rank(config: RunConfig) -> int:
+    slurm, on_cuda = config.launch.slurm, config.launch.device == "cuda"
+    share = cores_per_gpu(slurm.partition) if on_cuda and not slurm.cpus_per_rank else None
+    return share or slurm.cores_of_a_rank(config.launch.device)
+
+
+def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, host_bytes: int) -> str:
     """Return the script of a job as submitit writes it. Only submitting writes the pickle that it starts from.
 
     Args:
@@ -76,17 +116,18 @@ def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int) ->
         name: name of the run.
         folder: where submitit would keep the job's files.
         num_ranks: ranks over all nodes.
+        host_bytes: the estimated host memory of a node's ranks.
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
-    asked = slurm_parameters(config, name, comment_of(folder), num_ranks)
+    asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes)
     return str(_make_sbatch_string(command=command, folder=folder, **asked))
 
 
-def refusal(config: RunConfig) -> str | None:
+def refusal(config: RunConfig, host_bytes: int = 0) -> str | None:
     """Return why Slurm would refuse the job of ``config``, without submitting it; None if it would accept it."""
-    asked = slurm_parameters(config, "test", "", config.parallel.gpus)
+    asked = slurm_parameters(config, "test", "", config.parallel.gpus, host_bytes)
     options = {key: asked[key] for key in _CHECKED if key in asked} | asked["additional_parameters"]
     flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in options.items()]
     try:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from llama_core.units import GB, MIB, format_bytes
+from llama_core.planning.memory.host import HostMemory
+from llama_core.units import GB, format_bytes
 
 Category = Literal["weights", "gradients", "moments", "activations", "loss", "communication", "temporaries"]
 Phase = Literal["forward", "backward", "optimizer"]
@@ -12,14 +13,6 @@ STATES: tuple[Category, ...] = ("weights", "gradients", "moments")
 
 FILL_LIMIT = 0.9
 """Share of a device's usable bytes that tensors may take: a caching allocator reserves at least a tenth more."""
-
-PROCESS_BYTES = 450 * MIB
-"""Memory of a rank's process on the CPU before its first tensor: the interpreter, torch and the data."""
-STATES_SHARE, HEAP_SHARE = 1.2, 1.5
-"""Resident bytes of a rank on the CPU over those of its weights, gradients and moments, and of its other tensors.
-
-glibc keeps freed memory between tensors of other sizes, and kernels have buffers of their own: docs/memory.md.
-"""
 
 _REMEDIES: Mapping[str, str] = {
     "states": "parallel.zero_stage=3 over more parallel.gpus, parallel.tp or parallel.pp; or parallel.recompute=full",
@@ -54,15 +47,6 @@ class MemoryProfile:
         return sum(self.peak.values())
 
     @property
-    def process_bytes(self) -> int:
-        """Resident bytes of the rank's process on the CPU, estimated from those of its tensors."""
-        resident = []
-        for categories in self.phases.values():
-            states = sum(categories.get(category, 0) for category in STATES)
-            resident.append(round(STATES_SHARE * states + HEAP_SHARE * (sum(categories.values()) - states)))
-        return PROCESS_BYTES + max(resident)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and moments in the optimizer step, when all of them exist."""
         return sum(self.phases["optimizer"].get(category, 0) for category in STATES)
@@ -94,13 +78,36 @@ class MemoryEstimate:
     """The profiles of all ranks of a pipeline; ``profile`` is the fullest of them."""
     refusal: str = ""
     """Why no plan fits with the margin that an allocator needs, and what would fit; empty if one does."""
-    holds_process: bool = False
-    """Whether the rank's whole process counts: on the CPU, its memory is the device's."""
+    host: HostMemory | None = None
+    """The memory of a node's host; None if nobody asked."""
+
+    @property
+    def holds_process(self) -> bool:
+        """Whether the rank's whole process counts: on the CPU, its memory is the device's."""
+        return self.host is not None and not self.host.on_cuda
 
     @property
     def held_bytes(self) -> int:
         """The most bytes the rank takes of the device."""
-        return self.profile.process_bytes if self.holds_process else self.profile.peak_bytes
+        if self.host is None or self.host.on_cuda:
+            return self.profile.peak_bytes
+        return self.host.rank_bytes(self.profile)
+
+    @property
+    def host_bytes_of_node(self) -> int:
+        """The host memory that the ranks of a node take; 0 if nobody asked."""
+        return 0 if self.host is None else self.host.node_bytes(self.host_profile)
+
+    @property
+    def host_profile(self) -> MemoryProfile:
+        """The rank that takes the most of a host: its states, not its activations, have copies there."""
+        host = self.host
+        return self.profile if host is None else max((self.profile, *self.ranks), key=host.rank_bytes)
+
+    @property
+    def host_problem(self) -> str:
+        """Why the ranks of a node do not fit its memory beside their GPUs; empty if they do or it is unknown."""
+        return self.host.problem(self.host_profile) if self.host is not None and self.host.on_cuda else ""
 
     @property
     def headroom_bytes(self) -> int:
@@ -109,8 +116,8 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the usable bytes, and no search has refused every plan for lack of a margin."""
-        return self.headroom_bytes >= 0 and not self.refusal
+        """Whether device and host hold the peak, and no search has refused every plan for lack of a margin."""
+        return self.headroom_bytes >= 0 and not self.refusal and not self.host_problem
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -124,11 +131,13 @@ class MemoryEstimate:
                 f"{self.usable_bytes / GB:.1f} GB usable on {self.device}; divide them over more devices: "
                 "parallel.gpus with parallel.zero_stage=3, parallel.tp or parallel.pp",
             )
-        if not self.fits:
+        if self.headroom_bytes < 0:
             return (
                 f"the peak exceeds {self.device} by {format_bytes(-self.headroom_bytes)}; most of the peak "
                 f"is {self._most_of_it}; try {_REMEDIES[self._most_of_it]}",
             )
+        if self.host_problem:
+            return (self.host_problem,)
         if self.held_bytes > FILL_LIMIT * self.usable_bytes:
             return (
                 f"only {format_bytes(self.headroom_bytes)} of {self.device} is left, and fragmentation may use it up",
@@ -145,14 +154,21 @@ class MemoryEstimate:
 
     def summary(self) -> str:
         """Return the verdict in one line."""
-        verdict = "fits" if self.fits else "does not fit"
+        verdict = "fits" if self.headroom_bytes >= 0 else "does not fit"
         if self.refusal and self.headroom_bytes >= 0:
             verdict = "leaves the allocator too little of"
-        process = f" ({format_bytes(self.held_bytes)} with the whole process)" if self.holds_process else ""
-        return (
-            f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}{process}, "
-            f"{verdict} the {format_bytes(self.usable_bytes)} of {self.device}"
-        )
+        peak = f"{format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}"
+        if self.host is not None and not self.host.on_cuda:
+            alive = format_bytes(self.host.alive_bytes(self.profile))
+            peak = f"{alive} (tensors {peak}), {format_bytes(self.held_bytes)} with the whole process"
+        return f"peak {peak}, {verdict} the {format_bytes(self.usable_bytes)} of {self.device}{self._host_verdict}"
+
+    @property
+    def _host_verdict(self) -> str:
+        if self.host is None or not self.host.on_cuda:
+            return ""
+        taken = f"; about {format_bytes(self.host_bytes_of_node)} of host memory on each node"
+        return taken + (f", more than {self.host.available_where}" if self.host_problem else "")
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
@@ -163,7 +179,7 @@ class MemoryEstimate:
             record["usable_bytes"],
             tuple(map(MemoryProfile.from_dict, record["ranks"])),
             record["refusal"],
-            record.get("holds_process", False),
+            HostMemory.from_dict(record["host"]) if record.get("host") else None,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,6 +191,7 @@ class MemoryEstimate:
             "headroom_bytes": self.headroom_bytes,
             "holds_process": self.holds_process,
             "held_bytes": self.held_bytes,
+            "host": self.host and self.host.as_dict(self.host_profile),
             "refusal": self.refusal,
             "notes": list(self.notes),
             "ranks": [rank.as_dict() for rank in self.ranks],

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from llama_core.config.run import RecomputeMode, RunConfig
 from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, sizes_of, tensors_by_layer
+from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
 from llama_core.planning.memory.tensors import Tensors
 from llama_core.planning.plan import ParallelPlan
@@ -37,7 +38,7 @@ class Fitting:
         """Return the peak of every rank of the pipeline."""
         if plan not in self._peaks:
             profiles = estimate_ranks(self.config.spec, plan, **sizes_of(self.config, plan))
-            self._peaks[plan] = tuple(map(self._held, profiles))
+            self._peaks[plan] = tuple(self._held(profile, plan) for profile in profiles)
         return self._peaks[plan]
 
     def glance(self, plan: ParallelPlan) -> int:
@@ -47,12 +48,14 @@ class Fitting:
             profiles = [
                 estimate_memory(self.config.spec, plan, pp_rank=rank, **sizes_of(self.config, plan)) for rank in ranks
             ]
-            self._glances[plan] = max(map(self._held, profiles))
+            self._glances[plan] = max(self._held(profile, plan) for profile in profiles)
         return self._glances[plan]
 
-    def _held(self, profile: MemoryProfile) -> int:
+    def _held(self, profile: MemoryProfile, plan: ParallelPlan) -> int:
         """Return the bytes that count against the limit: on the CPU, those of the whole process."""
-        return profile.process_bytes if self.config.launch.device == "cpu" else profile.peak_bytes
+        if self.config.launch.device != "cpu":
+            return profile.peak_bytes
+        return host_memory(self.config, plan).rank_bytes(profile)
 
     def may_fit(self, plan: ParallelPlan) -> bool:
         """Return whether ``plan`` fits according to ``glance``."""

@@ -1,0 +1,203 @@
+"""The host memory of a node, from arithmetic: what its ranks hold beside their GPUs or, on the CPU, all they hold.
+
+Each part of a rank follows from the code that holds it:
+
+* checkpoint copy: ``training.saving`` copies the trained weights and their moments, 12 bytes per parameter, and keeps
+  that memory until training ends. DeepSpeed writes its states itself: torch moves one flat tensor after another to the
+  host, the largest of which are the fp32 weights.
+* batches: ``data.supply`` reads the rows of a step and stacks them, 24 bytes a token each time. On CUDA it then pins
+  the microbatches; torch rounds pinned blocks up to a power of two.
+* offloaded states: what ``parallel.deepspeed`` asks DeepSpeed to keep in host memory.
+* freed memory, on the CPU: the C library keeps it in the process.
+* tokenising: ``data.token_cache`` holds one batch of text and its tokens, in one process of a node, before the model is
+  built.
+
+The page cache of tokens, weights and checkpoints does not count, because the kernel can reclaim it. Neither does what
+depends on the data: 16 bytes per document, 40 per conversation, and a dataloader of your own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any, Self
+
+from llama_core.config.run import RunConfig
+from llama_core.planning.memory.tensors import FP32_BYTES
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
+from llama_core.units import GIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from llama_core.planning.memory.peaks import MemoryProfile
+
+STEPS_AHEAD = 2
+"""Most steps whose batches ``data.supply`` reads before their turn."""
+TOKEN_BYTES = 3 * 8
+"""A token's id, target and position, int64."""
+CUDA_PROCESS_BYTES = 3 * GIB
+"""An allowance for the processes of a rank on CUDA: interpreter, torch, the host side of CUDA, NCCL and compilers."""
+CPU_PROCESS_BYTES = 520 * MIB
+"""Resident bytes of a rank's process on the CPU without what its model takes: docs/memory.md."""
+FREED_SHARE = 0.37
+"""Freed memory that a rank on the CPU keeps, over the bytes of what comes and goes in a step: docs/memory.md.
+
+Its heap never shrinks (``launch.rank.supervisor``), and the holes between tensors of other sizes fit none.
+"""
+FREED = "freed memory"
+TOKENISING_BYTES = 512 * MIB
+"""An allowance for a tokenizer and a batch of 2**20 characters: the text, and the id, place and word of each token."""
+
+_REMEDIES = {
+    "process": "a larger launch.nodes, for fewer ranks on each",
+    "checkpoint copy": "a larger launch.nodes, or parallel.zero_stage=1 or more, which divides the states",
+    "offloaded states": "a larger launch.nodes, or parallel.offload=none",
+    "batches": "a larger launch.nodes, or a smaller training.batch_size",
+}
+"""What reduces the largest part of a node's memory beside GPUs."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The host memory that the ranks of a node take, beside their GPUs or in all."""
+
+    on_cuda: bool
+    num_ranks: int
+    """Ranks on a node."""
+    batches_bytes: int
+    """Rows that a rank has read, stacked or pinned for steps to come."""
+    offloaded_bytes: int
+    """States that DeepSpeed keeps in host memory for a rank."""
+    copies_states: bool
+    """Whether a checkpoint is a copy of all states; DeepSpeed writes one tensor after another."""
+    copies_during_steps: bool
+    """Whether the copy exists while a step runs; otherwise the only checkpoint comes after the last step."""
+    available_bytes: int | None = None
+    """Memory of a node for these ranks; None if unknown."""
+    available_where: str = ""
+    """Whose memory that is."""
+
+    def parts(self, profile: "MemoryProfile") -> dict[str, int]:
+        """Return the host bytes of a rank at their peak, by part.
+
+        Args:
+            profile: the tensors of the rank, or of the fullest rank.
+        """
+        moments = profile.phases.get("optimizer", {}).get("moments", 0)
+        copy = moments // 2 if self.on_cuda else 0
+        if self.copies_states:
+            copy = moments * BYTES_PER_TRAINED_PARAMETER // (2 * FP32_BYTES)
+        parts = {"process": CUDA_PROCESS_BYTES if self.on_cuda else CPU_PROCESS_BYTES}
+        if not self.on_cuda:
+            states = profile.phases.get("optimizer", {}).get("weights", 0) + moments
+            passing = profile.peak_bytes - states
+            parts |= {"tensors": profile.peak_bytes, FREED: int(FREED_SHARE * passing)}
+            if not self.copies_during_steps:  # what comes and goes in a step has gone when the copy is made
+                copy = max(0, copy - passing)
+        parts |= {
+            "checkpoint copy": copy,
+            "batches": self.batches_bytes,
+            "offloaded states": self.offloaded_bytes,
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    def alive_bytes(self, profile: "MemoryProfile") -> int:
+        """Return the bytes of ``parts`` that a rank on the CPU uses for its model, tensors among them."""
+        return sum(size for name, size in self.parts(profile).items() if name not in {"process", FREED})
+
+    def rank_bytes(self, profile: "MemoryProfile") -> int:
+        """Return the host bytes of a rank at their peak."""
+        return sum(self.parts(profile).values())
+
+    def node_bytes(self, profile: "MemoryProfile") -> int:
+        """Return the host bytes of all ranks of a node at their peak, which may be while one of them tokenises."""
+        parts = self.parts(profile)
+        process = parts["process"]
+        return self.num_ranks * process + max(TOKENISING_BYTES, self.num_ranks * (sum(parts.values()) - process))
+
+    def headroom_bytes(self, profile: "MemoryProfile") -> int | None:
+        """Return how much of a node's memory is left; None if it is unknown."""
+        return None if self.available_bytes is None else self.available_bytes - self.node_bytes(profile)
+
+    def problem(self, profile: "MemoryProfile") -> str:
+        """Return why the ranks do not fit a node's memory, and what to do; empty if they do or it is unknown."""
+        headroom = self.headroom_bytes(profile)
+        if headroom is None or headroom >= 0:
+            return ""
+        parts = {name: size for name, size in self.parts(profile).items() if name in _REMEDIES}
+        largest = max(parts, key=lambda name: parts[name])
+        return (
+            f"host memory: {self.summary(profile)}, {format_bytes(-headroom)} more than {self.available_where}; "
+            f"most of it is the {largest}; use {_REMEDIES[largest]}"
+        )
+
+    def summary(self, profile: "MemoryProfile") -> str:
+        """Return the memory of a node's ranks and the parts of a rank's in one line."""
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts(profile).items())
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        return f"about {format_bytes(self.node_bytes(profile))} for {ranks} on a node ({parts} each)"
+
+    def as_dict(self, profile: "MemoryProfile") -> dict[str, Any]:
+        """Return the memory as a record, with its parts for readers."""
+        return asdict(self) | {"parts": self.parts(profile), "node_bytes": self.node_bytes(profile)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the memory that ``as_dict`` recorded."""
+        derived = {"parts", "node_bytes"}
+        return cls(**{name: value for name, value in record.items() if name not in derived})
+
+
+def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
+    """Return the host memory of the ranks of a node, whose own memory is unknown.
+
+    Args:
+        config: the configuration.
+        plan: its plan.
+    """
+    on_cuda, training = config.launch.device != "cpu", config.training
+    return HostMemory(
+        on_cuda=on_cuda,
+        num_ranks=-(-plan.world_size // config.launch.nodes),
+        batches_bytes=_batches(config, plan, on_cuda),
+        offloaded_bytes=_offloaded(config, plan, on_cuda),
+        copies_states=plan.zero_backend == "native",
+        copies_during_steps=0 < training.checkpoint_every < (training.steps or float("inf")),
+    )
+
+
+def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
+    """Return the bytes of a rank's rows, besides those that a step on the CPU computes on."""
+    rows = -(-config.batch_size // plan.dp)
+    step = TOKEN_BYTES * config.seq_len * rows
+    read = 2 * step  # row by row, then stacked
+    if on_cuda:
+        blocks = 3 * -(-rows // plan.rows_per_forward)
+        return read + blocks * _pinned(TOKEN_BYTES // 3 * config.seq_len * plan.rows_per_forward)
+    return read + STEPS_AHEAD * step if config.data.num_workers else step
+
+
+def _offloaded(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
+    """Return the bytes that DeepSpeed keeps in host memory for a rank.
+
+    Source: DeepSpeed 0.19's ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``.
+    """
+    if plan.offload == "none":
+        return 0
+    pinned = _pinned if on_cuda else int
+    itemsize = FP32_BYTES if config.training.precision == "fp32" else FP32_BYTES // 2
+    trained = ceil(config.spec.num_trainable_parameters / plan.dp)
+    fp32 = FP32_BYTES * trained
+    if plan.zero_stage == 3:  # weights, two buffers of gradients, moments
+        held = fp32 + 2 * pinned(fp32) + 2 * fp32
+    else:  # weights, gradients, moments, and the updated weights on their way to the GPU
+        held = 2 * pinned(fp32) + 2 * fp32 + pinned(itemsize * trained)
+        if plan.num_microbatches > 1:
+            held += pinned(itemsize * trained)
+    if plan.offload == "parameters":
+        held += pinned(itemsize * ceil(config.spec.num_parameters / plan.dp))
+    return held
+
+
+def _pinned(num_bytes: int) -> int:
+    """Return the size of the pinned block that torch takes for a tensor: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length()
