@@ -222,6 +222,7 @@ def work_fingerprint(config: RunConfig) -> str:
     work = _flat({**config.identity(), "parallel": config.parallel.model_dump()})
     work = {key: value for key, value in work.items() if key not in LEARNING | CADENCE}
     work |= {"launch.nodes": config.launch.nodes, "launch.device": config.launch.device}
+    work |= {"benchmark.profile": config.benchmark.profile}
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

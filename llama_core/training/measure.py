@@ -1,7 +1,6 @@
 """Measure the memory held by this process or device, and the time of optimizer steps."""
 
 import ctypes
-import platform
 import statistics
 import time
 import weakref
@@ -16,7 +15,6 @@ import psutil
 import torch
 
 from llama_core.config.run import Precision
-from llama_core.machine.detect import software_versions
 from llama_core.planning.memory.peaks import Phase
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import MIB
@@ -218,8 +216,6 @@ def time_steps(
         memory_reserved_bytes=meter.reserved(),
         num_threads=torch.get_num_threads(),
         waiting_threads=None if waited is None or waited_since is None else max(0.0, waited_since - waited) / elapsed,
-        host=platform.node(),
-        versions=software_versions(),
     )
 
 

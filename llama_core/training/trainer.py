@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import os
+import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
 from llama_core.errors import NonFiniteError, StoppedError
+from llama_core.machine.detect import software_versions
 from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.ranks import (
@@ -220,6 +222,8 @@ class Trainer:
             memory_peak_bytes=peak,
             memory_reserved_bytes=reserved,
             waiting_threads=None if waiting < 0 else 1e-6 * waiting,
+            host=platform.node(),
+            versions=software_versions() if is_first_rank() else {},
         )
 
     def _stop_if_asked(self) -> None:

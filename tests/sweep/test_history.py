@@ -266,6 +266,12 @@ def test_a_history_that_cannot_be_written_is_refused_before_anything_is_timed(tm
 def test_work_is_the_same_whatever_is_learnt_and_wherever_it_is_tracked():
     config = RunConfig()
     same = ("training.learning_rate=1e-3", "training.steps=7", "tracking.run_name=mine", "benchmark.steps=50")
-    other = ("training.batch_size=16", "parallel.recompute=full", "training.precision=bf16", "training.seq_len=64")
+    other = (
+        "benchmark.profile=true",
+        "training.batch_size=16",
+        "parallel.recompute=full",
+        "training.precision=bf16",
+        "training.seq_len=64",
+    )
     assert all(work_fingerprint(config.with_overrides(one)) == work_fingerprint(config) for one in same)
-    assert len({work_fingerprint(config.with_overrides(one)) for one in other} | {work_fingerprint(config)}) == 5
+    assert len({work_fingerprint(config.with_overrides(one)) for one in other} | {work_fingerprint(config)}) == 6

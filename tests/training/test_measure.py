@@ -79,11 +79,11 @@ def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_pat
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(f"9 {waited} 3\n")
     options = {
-        "watched": nullcontext(),
         "warmup_steps": 0,
         "num_steps": 3,
         "tokens_per_step": 10,
         "device_label": "one",
+        "watched": nullcontext(),
         "mfu": lambda rate: None,
     }
 
@@ -93,7 +93,7 @@ def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_pat
 
     record = time_steps(step, device=device, **options)
     assert record.waiting_threads == pytest.approx(3 * 0.7 / 7)  # the clock has ticked seven times
-    assert (record.num_threads, record.versions["torch"]) == (torch.get_num_threads(), torch.__version__)
+    assert record.num_threads == torch.get_num_threads()
     monkeypatch.setattr("llama_core.training.measure._THREADS", tmp_path / "nowhere")
     assert time_steps(step, device=device, **options).waiting_threads is None
 
