@@ -31,8 +31,9 @@ from llama_core.models.batch import Batch, Documents
 from llama_core.models.fp8 import product_of_rounded, rounded, scaled_product
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.loss import linear_cross_entropy
-from llama_core.parallel.block_attention import block_backward
+from llama_core.parallel.block_attention import VARLEN, block_backward
 from llama_core.parallel.context import ring_masks, sequence_index
+from llama_core.parallel.gathered_attention import held_documents
 from llama_core.parallel.ring import attention_over_blocks
 from llama_core.planning.memory.estimate import estimate_memory, sizes_of
 from llama_core.planning.plan import ParallelPlan
@@ -177,6 +178,8 @@ def parity(bench: Bench) -> Iterator[Row]:
     for name, positions, expected in (("ring of 4", None, causal), ("ring of 4, documents", positions_BS, exact)):
         ours = partial(_ring, bench, tensors, positions)
         yield attempted({"what": name, "dtype": "bfloat16"}, _distances, ours, expected)
+    ours = partial(_gathered, bench, tensors, documents)
+    yield attempted({"what": "documents, gathered by 4", "dtype": "bfloat16"}, _distances, ours, exact)
     hidden_and_weight = _loss_operands(bench)
     exact = _loss_and_gradients([x.double() for x in hidden_and_weight])
     ours = partial(_loss_and_gradients, [x.bfloat16() for x in hidden_and_weight])
@@ -233,6 +236,28 @@ def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None, size
             grads[0].index_add_(2, place[mask.queries], grad_q.double())
             for grad, piece in zip(grads[1:], grad_kv, strict=True):
                 grad.index_add_(2, places[source][mask.keys], piece.double())
+    return [out, *grads]
+
+
+def _gathered(bench: Bench, tensors: list[Tensor], documents: Documents, size: int = 4) -> list[Tensor]:
+    """Return the same as ranks compute it that gather keys and values."""
+    out, *grads = (torch.zeros_like(x, dtype=torch.float64) for x in (tensors[0], *tensors))
+    upstream = _upstream(out).to(tensors[0].dtype)
+    (batch, _, whole, _), chunk = out.shape, out.shape[2] // (2 * size)
+    for rank in range(size):
+        place = sequence_index(whole, rank, size, bench.device)
+        starts = held_documents(documents, 2 * chunk, cp_rank=rank, cp_size=size)
+        bounds = (*(x.to(bench.device) for x in starts[:2]), min(documents.longest, chunk), documents.longest)
+        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)
+        seen = torch.cat([torch.arange(end, device=bench.device) for end in ends])
+        q, k, v, grad_out = (
+            x[:, :, index].transpose(1, 2).flatten(0, 1)
+            for x, index in zip((*tensors, upstream), (place, seen, seen, place), strict=True)
+        )
+        part, lse = VARLEN.forward(q, k, v, *bounds)
+        parts = (part, *VARLEN.backward(grad_out, q, k, v, part, lse, *bounds))
+        for whole_BNSH, x, index in zip((out, *grads), parts, (place, place, seen, seen), strict=True):
+            whole_BNSH.index_add_(2, index, x.view(batch, -1, *x.shape[1:]).transpose(1, 2).double())
     return [out, *grads]
 
 

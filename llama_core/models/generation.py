@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_core.errors import ConfigError, WeightsError
+from llama_core.models.batch import Documents
 from llama_core.models.layers import Attention, Linear, TokenEmbedding, attend
 from llama_core.models.llama import Llama, logits
 
@@ -42,7 +43,9 @@ class Cache:
         before, self._num_tokens = self._num_tokens, self._num_tokens + num_tokens
         return torch.arange(before, self._num_tokens, device=device)
 
-    def _mask(self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def _mask(
+        self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, _: Documents | None
+    ) -> Tensor | None:
         if len(index_S) == self._num_tokens:
             return None  # the first tokens: causal, without a mask
         hidden_SJ = torch.arange(self._num_tokens, device=index_S.device) > index_S[:, None]

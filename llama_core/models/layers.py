@@ -198,15 +198,15 @@ def attend_with_all_scores(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask:
         return _attend_with_torch(q_BNSH, k_BKSH, v_BKSH, mask)
 
 
-# torch 2.11 accepts fewer key heads than query heads without this argument
-_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Lets ``varlen_attn`` take fewer key heads than query heads; torch 2.11 does so without an argument."""
 
 
 def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents) -> Tensor:
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNSH, k_BKSH, v_BKSH))
     starts, longest = documents
     out_TNH: Any = varlen_attn(
-        q_TNH, k_TKH, v_TKH, starts, starts, longest, longest, window_size=(-1, 0), **_GROUPED_HEADS
+        q_TNH, k_TKH, v_TKH, starts, starts, longest, longest, window_size=(-1, 0), **GROUPED_HEADS
     )
     out_BSNH: Tensor = out_TNH.unflatten(0, (q_BNSH.shape[0], -1))
     return out_BSNH.transpose(1, 2)

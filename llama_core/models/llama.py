@@ -53,8 +53,9 @@ class Llama(nn.Module):
         """Number of ranks that divide the sequence dimension of the residual stream between the blocks."""
         self.sequence_index: Callable[[int, torch.device], Tensor] = _all_places
         """Returns the places of the tokens held here in the whole sequence, int64 [S], given their number."""
-        self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = _document_mask
-        """Makes the mask for every block's attention from positions [B, S], places [S] and the queries' dtype."""
+        self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype, Documents | None], Any] = _document_mask
+        """Makes the mask for every block's attention from positions [B, S], places [S], the queries' dtype and, for a
+        kernel that takes them instead, documents."""
         self.head: Callable[[Tensor, Linear | TokenEmbedding, Tensor | None], Tensor] = _head
         """Computes the summed cross-entropy from hidden states [B, S, D], head_table and targets [B, S].
 
@@ -91,7 +92,8 @@ class Llama(nn.Module):
             targets_BS: the next token of each, -100 if it does not count. Only the last layer uses it.
             positions_BS: each token's position in its document, for rows of several documents: it restarts at 0 with
                 each document, and no token attends across a restart. None means that every row is one document.
-            documents: the same for the kernel that takes documents, on CUDA and in 16 bits; default: make a mask.
+            documents: the same for the kernel that takes documents, on CUDA and in 16 bits, for whole rows even if
+                this rank holds a part of each; default: make a mask.
             layers: which layers; default: all of the model.
 
         Returns:
@@ -104,7 +106,7 @@ class Llama(nn.Module):
         index_S = self.sequence_index(num_tokens, inputs.device)
         places_BS = index_S[None] if positions_BS is None else positions_BS
         rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
-        mask = documents or self.attention_mask(positions_BS, index_S, self.compute_dtype)
+        mask = self.attention_mask(positions_BS, index_S, self.compute_dtype, documents)
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
             x_BSD = self.tok_embeddings(inputs)
@@ -120,8 +122,10 @@ def _all_places(num_tokens: int, device: torch.device) -> Tensor:
     return torch.arange(num_tokens, device=device)
 
 
-def _document_mask(positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype) -> Tensor | None:
-    return None if positions_BS is None else document_mask(positions_BS, dtype)
+def _document_mask(
+    positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, documents: Documents | None
+) -> Tensor | Documents | None:
+    return documents or (None if positions_BS is None else document_mask(positions_BS, dtype))
 
 
 def _head(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:

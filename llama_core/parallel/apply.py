@@ -140,7 +140,8 @@ class ParallelModel:
             return batch
         columns = partial(shard_sequence, cp_rank=self.mesh.rank("cp"), cp_size=self.plan.cp)
         positions_BS = None if batch.positions_BS is None else columns(batch.positions_BS)
-        return Batch(columns(batch.tokens_BS), columns(batch.targets_BS), positions_BS)
+        # documents stay those of whole rows: they say which keys of other ranks are seen
+        return Batch(columns(batch.tokens_BS), columns(batch.targets_BS), positions_BS, batch.documents)
 
     def _num_targets(self, pieces: Sequence[Batch]) -> Tensor:
         total = torch.stack([piece.num_targets() for piece in pieces]).sum()

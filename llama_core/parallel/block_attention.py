@@ -1,13 +1,13 @@
 """Attention of some queries to some of the keys, one block of a larger softmax: forward and backward.
 
 torch's fused kernels return the log-sum-exp that merges blocks, and their backward takes the one over all blocks, but
-only under private names. All uses of these names are here.
+only under private names. All uses of these names are here, those of the kernel for documents too.
 
 Source: Dao 2023, arXiv:2307.08691, section 3.1.
 """
 
 # Shape suffixes: B batch, S tokens of the whole block (Q its visible queries, J its visible keys), N query heads,
-# K key/value heads, H head dim, 2 keys and values stacked
+# K key/value heads, H head dim, 2 keys and values stacked; T queries and U keys of all rows
 
 import math
 from collections.abc import Callable
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from llama_core.models.cpu_attention import cpu_attention_backward
+from llama_core.models.layers import GROUPED_HEADS
 
 aten = torch.ops.aten
 
@@ -57,9 +59,9 @@ class Kernel(NamedTuple):
     """A fused attention and its gradient, on tensors cut to the visible part of a block."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """From q, k, v and mask to the output and its log-sum-exp."""
+    """From q, k, v and what says who sees whom (a mask) to the output and its log-sum-exp."""
     backward: Callable[..., tuple[Tensor, ...]]
-    """From the output's gradient, q, k, v, output, log-sum-exp and mask to the gradients of q, k and v."""
+    """From the output's gradient, q, k, v, output, log-sum-exp and the same to the gradients of q, k and v."""
 
 
 def block_forward(q_BNSH: Tensor, kv_2BKSH: Tensor, *, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -164,3 +166,28 @@ def _per_head(bias_B1QJ: Tensor | None, q_BNQH: Tensor) -> Tensor | None:
 
 CUDA_BIASED = Kernel(_biased_forward, _biased_backward)
 """The slower kernel, for additive masks and fp32, which ``CUDA_FLASH`` does not support."""
+
+
+def _varlen_forward(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, *documents: Any) -> tuple[Tensor, Tensor]:
+    out_lse: Any = varlen_attn(
+        q_TNH, k_UKH, v_UKH, *documents, window_size=_CAUSAL, return_aux=AuxRequest(lse=True), **GROUPED_HEADS
+    )
+    return out_lse[0], out_lse[1]
+
+
+def _varlen_backward(*tensors_and_documents: Any) -> tuple[Tensor, ...]:
+    unused = tensors_and_documents[0].new_empty(2, dtype=torch.uint64)  # dropout state, without dropout
+    grads: tuple[Tensor, ...] = torch.ops.torch_attn._varlen_attn_backward(
+        *tensors_and_documents, True, unused, None, list(_CAUSAL)
+    )
+    return grads
+
+
+_CAUSAL = (-1, 0)
+"""The window in which query i of a document with n queries and m keys sees the keys up to i + m - n."""
+VARLEN = Kernel(_varlen_forward, _varlen_backward)
+"""The kernel for documents, on CUDA and in 16 bits, for tensors with tokens first and without rows.
+
+In place of a mask it takes where the queries of each document begin and the last end, the same for their keys, both
+int32, and the most queries and the most keys of a document.
+"""

@@ -1,5 +1,7 @@
 """Context parallelism: a rank holds a part of each sequence, and its attention reaches the other parts over a ring.
 
+Where a kernel takes documents, on CUDA, packed documents need no ring: see ``gathered_attention``.
+
 The sequence is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, in this order. Under the causal
 mask, every rank then has the same work at every step of the ring and computes nothing invisible. Count the work in
 squares of chunk by chunk, where a triangle is half a square; every step takes two squares. For its own block a rank
@@ -21,10 +23,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce
 
 from llama_core.errors import PlanError
+from llama_core.models.batch import Documents
 from llama_core.models.layers import Attention
 from llama_core.models.llama import Llama
 from llama_core.models.moe import mixtures
 from llama_core.parallel.block_attention import BlockMask
+from llama_core.parallel.gathered_attention import HeldDocuments, gathered_attention, held_documents
 from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts
 
 
@@ -39,8 +43,8 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
         group: the ranks that divide a sequence.
     """
     model.sequence_index = partial(_held_places, group=group)
-    model.attention_mask = partial(ring_masks, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))
-    attend = partial(ring_attention, group=group)
+    model.attention_mask = partial(_mask, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))
+    attend = partial(_attend, group=group)
     for module in model.layers.modules():
         if isinstance(module, Attention):
             module.attend = attend
@@ -77,6 +81,22 @@ def sequence_index(seq_len: int, cp_rank: int, cp_size: int, device: torch.devic
 def _held_places(num_tokens: int, device: torch.device, *, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     return sequence_index(num_tokens * size, dist.get_rank(group), size, device)
+
+
+def _attend(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: RingMasks | HeldDocuments, *, group: ProcessGroup
+) -> Tensor:
+    if isinstance(mask, HeldDocuments):
+        return gathered_attention(q_BNSH, k_BKSH, v_BKSH, mask, group=group)
+    return ring_attention(q_BNSH, k_BKSH, v_BKSH, mask, group=group)
+
+
+def _mask(
+    positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, documents: Documents | None, **place: int
+) -> RingMasks | HeldDocuments:
+    if documents is not None:
+        return held_documents(documents, len(index_S), **place)
+    return ring_masks(positions_BS, index_S, dtype, **place)
 
 
 def ring_masks(

@@ -23,6 +23,7 @@ from llama_core.config.run import RecomputeMode
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
+from llama_core.parallel.gathered_attention import GATHERED_ATTENTION
 from llama_core.parallel.ring import RING_ATTENTION
 from llama_core.planning.plan import KEPT_PRODUCTS, ParallelPlan
 
@@ -35,6 +36,7 @@ _ATTENTION = frozenset(
         torch.ops.torch_attn._varlen_attn.default,
         torch.ops.llama_core.cpu_attention.default,
         RING_ATTENTION,
+        GATHERED_ATTENTION,
     }
 )
 

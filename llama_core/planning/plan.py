@@ -471,10 +471,9 @@ def fuses_loss(config: RunConfig) -> bool:
 def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:
     """Return how attention is kept inside packed documents when a resolved ``config`` runs under ``plan``.
 
-    The varlen kernel needs CUDA and 16 bits. Around a ring of context-parallel ranks, every block has a mask.
+    The varlen kernel needs CUDA and 16 bits. Without it, every block on a ring of context-parallel ranks has a mask.
     """
     if not config.data.document_mask:
         return "none"
-    may_choose = plan.cp == 1 and plan.attention == "auto"
-    has_kernel = config.launch.device == "cuda" and config.training.precision != "fp32" and may_choose
-    return "varlen" if has_kernel else "mask"
+    on_cuda, is_narrow = config.launch.device == "cuda", config.training.precision != "fp32"
+    return "varlen" if on_cuda and is_narrow and plan.attention == "auto" else "mask"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from llama_core.models.layers import local_part
+from llama_core.parallel import gathered_attention
 from llama_core.planning.memory.peaks import STATES, Category, Phase
 from llama_core.rehearsal.transfers import Transfer, transfer_of
 
@@ -67,6 +68,11 @@ _FLOP_FORMULAS = ChainMap(_MISSING_FORMULAS, flop_registry)
 """FLOPs of each operator, attention counted in full."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_LOOKED_INTO: dict[Any, Callable[..., Any]] = {
+    gathered_attention.GATHERED_ATTENTION: gathered_attention.forward,
+    gathered_attention.GATHERED_ATTENTION_BACKWARD: gathered_attention.backward,
+}
+"""Operators made of others, with the functions that run these: their memory, FLOPs and transfers count."""
 
 
 @contextmanager
@@ -276,6 +282,12 @@ class ByteCounter(TorchDispatchMode):
         if func is _WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # the operator would copy it
         kwargs = kwargs or {}
+        if func in _LOOKED_INTO:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return _LOOKED_INTO[func](*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if self._is_paused or func.namespace == "prim":  # prim asks for a fake tensor's device
             return out

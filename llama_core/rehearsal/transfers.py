@@ -95,7 +95,7 @@ def axes_by_group(mesh: Mesh | None) -> dict[tuple[str, bool], str]:
         axes |= {(mesh.experts.get_group(axis).group_name, False): axis for axis in ("replicate", "shard", "ep")}
     axes[mesh.weights.get_group("pp").group_name, True] = "pp"
     if mesh.cp_group is not None:
-        axes[mesh.cp_group.group_name, True] = "cp"
+        axes |= {(mesh.cp_group.group_name, is_send): "cp" for is_send in (False, True)}
     return axes
 
 

@@ -58,7 +58,7 @@ def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, longest, lon
     """Compute the document kernel's result, one document at a time."""
     assert (window_size, longest) == ((-1, 0), longest_key)
     assert torch.equal(starts, key_starts)
-    assert options == layers._GROUPED_HEADS
+    assert options == layers.GROUPED_HEADS
     out = []
     for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         assert stop - start <= longest

@@ -19,6 +19,7 @@ from llama_core.models.batch import Batch, Documents
 from llama_core.models.llama import Llama
 from llama_core.parallel import expert
 from llama_core.parallel.apply import ParallelModel
+from llama_core.parallel.context import apply_context_parallel
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.planning.plan import ParallelPlan
 
@@ -98,11 +99,18 @@ def test_blocks_whose_tokens_travel_are_four_graphs(graphs, monkeypatch):
     assert graphs() == 4
 
 
-@pytest.mark.parametrize("recompute", ["none", wide("selective"), wide("full")])
-def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute):
+@pytest.mark.parametrize(
+    ("recompute", "cp"),
+    [("none", 1), ("selective", 2), wide("selective", 1), wide("full", 1), wide("none", 2), wide("full", 2)],
+)
+def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute, cp, request):
     """One for the first microbatch, and one for all others, where the number of documents may vary."""
     with torch.device("meta"):
         model = Llama(SPEC, compute_dtype=torch.bfloat16)
+    if cp > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+        request.addfinalizer(dist.destroy_process_group)
+        apply_context_parallel(model, dist.group.WORLD)
     recompute_and_compile(model, ParallelPlan(compile=True, recompute=recompute), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")

@@ -6,7 +6,7 @@ from llama_core.config.hardware import GPUS_PER_NODE, PCIE_BANDWIDTH, gpu_names,
 from llama_core.config.models import ModelSpec, model_names, model_spec
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES
-from llama_core.planning.time.links import LINK_SECONDS, START_SECONDS
+from llama_core.planning.time.links import COLLECTIVE_SHARE, LINK_SECONDS, START_SECONDS
 from llama_core.planning.time.parts import CONTENTION
 from llama_core.planning.time.step_time import (
     flops_per_token,
@@ -163,6 +163,18 @@ def test_selective_recomputation_repeats_the_ring_without_compute_to_hide_it():
         step(ParallelPlan(cp=8, zero_stage=1, recompute=mode)).parts["cp"] for mode in ("none", "full", "selective")
     )
     assert 0 < 2 * (full - none) < selective - none
+
+
+def test_gathered_keys_cost_the_time_of_their_bytes_and_only_full_recomputation_repeats_them():
+    slow = replace(gpu_spec("h100"), link_bandwidth=1e9, memory_bandwidth=1e18)
+    none, full, selective = (
+        step(ParallelPlan(cp=8, zero_stage=1, recompute=mode), slow, documents="varlen").parts["cp"]
+        for mode in ("none", "full", "selective")
+    )
+    gathered = 7 / 8 * SPEC.num_layers * 2 * SEQ_LEN * SPEC.kv_size * 2 / (1e9 * COLLECTIVE_SHARE)
+    assert none == pytest.approx((2 + 2) * gathered, rel=0.02)  # twice, and their gradients once but twice as wide
+    assert selective == pytest.approx(none)
+    assert full - none == pytest.approx(gathered, rel=0.02)
 
 
 def test_shards_hidden_behind_more_work_take_a_smaller_share():

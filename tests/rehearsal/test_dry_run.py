@@ -30,12 +30,13 @@ UNTIED = ModelSpec("untied", "llama3", 128, 6, 8, 8, 16, 344, 2048, 1e4, 1e-5, 4
 MEDIUM = ModelSpec("medium", "llama3", 512, 4, 8, 4, 64, 1536, 8192, 1e4, 1e-5, 4096, 512)
 MEDIUM_TIED = replace(MEDIUM, name="medium_tied", vocab_size=24576, tied_embeddings=True)
 EVEN = replace(MEDIUM, name="even", vocab_size=64)
+MANY_HEADS = replace(MEDIUM, name="many_heads", num_kv_heads=8, default_seq_len=4096, vocab_size=512)
 WIDE_VOCABULARY = ModelSpec("wide_vocabulary", "llama3", 256, 3, 4, 1, 64, 512, 32000, 1e4, 1e-5, 4096, 128)
 
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch):
-    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, WIDE_VOCABULARY):
+    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, MANY_HEADS, WIDE_VOCABULARY):
         monkeypatch.setitem(models._REGISTRY, spec.name, spec)
 
 
@@ -185,6 +186,8 @@ PLANS = {
     "tp2": ParallelPlan(tp=2),
     "tp4 whole sequence": ParallelPlan(tp=4, sequence_parallel=False, num_microbatches=2),
     "cp2": ParallelPlan(cp=2, num_microbatches=2),
+    "cp8 full": ParallelPlan(cp=8, zero_stage=3, recompute="full", microbatch_size=2),
+    "tp2 cp2 zero3 selective": ParallelPlan(tp=2, cp=2, zero_stage=3, recompute="selective", num_microbatches=2),
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),
@@ -204,10 +207,14 @@ PLANS = {
 PHASES = ("forward", "backward", "optimizer")
 PRECISE = ("training.precision=fp32", "data.document_mask=true")
 HALF = ("training.precision=bf16", "data.document_mask=false")
+KERNEL = ("training.precision=bf16", "data.document_mask=true", "launch.device=cuda")
 NARROW = ("cp2", "zero2", "interleaved", "1f1b partly full", "tp2 1f1b zero3")
 CASES = [
     *(("medium", HALF, name) for name in NARROW),
     *(wide("medium", HALF, name) for name in PLANS if name not in NARROW),
+    ("many_heads", KERNEL, "cp8 full"),
+    *(wide("medium", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
+    *(wide("many_heads", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
     ("medium", PRECISE, "tp2"),
     wide("medium", PRECISE, "cp2"),
     *(wide("medium_tied", HALF, name) for name in ("zero3", "chimera")),
@@ -292,6 +299,12 @@ def test_a_ring_skips_the_scores_of_blocks_that_no_query_sees():
     assert alone - ring == scores // 4  # of (2 * 2) blocks one is above the diagonal, and two halves are skipped
 
 
+def test_the_last_rank_counts_its_queries_against_whole_documents_too():
+    config = medium(overrides=KERNEL)
+    alone, last = (rehearse(config, plan, plan.cp - 1).flops for plan in (ParallelPlan(), ParallelPlan(cp=2)))
+    assert last == alone / 2
+
+
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
@@ -327,23 +340,27 @@ def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "overrides"),
     [
-        ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
-        ParallelPlan(cp=2, zero_stage=3, recompute="full"),
-        wide(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6)),
-        pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3),
-        wide(pipeline("chimera", num_microbatches=8)),
+        (ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2), HALF),
+        (ParallelPlan(cp=2, zero_stage=3, recompute="full"), HALF),
+        (ParallelPlan(cp=2, recompute="selective"), KERNEL),
+        wide(ParallelPlan(cp=2, tp=2, num_microbatches=2), KERNEL),
+        wide(ParallelPlan(cp=4, zero_stage=3, recompute="full"), KERNEL),
+        wide(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6), HALF),
+        (pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3), HALF),
+        wide(pipeline("chimera", num_microbatches=8), HALF),
     ],
-    ids=ParallelPlan.summary,
+    ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else value[-1],
 )
-def test_the_rehearsed_traffic_matches_the_arithmetic(plan):
-    config = medium()
+def test_the_rehearsed_traffic_matches_the_arithmetic(plan, overrides):
+    config = medium(overrides=overrides)
+    documents = sizes_of(config, plan)["documents"]
     for rank in rehearse(config, plan).ranks:
         expected = {
             (traffic.collective, traffic.axis): (traffic.count, traffic.num_bytes)
             for traffic in communication(
-                config.spec, plan, seq_len=config.seq_len, precision="bf16", pp_rank=rank.pp_rank
+                config.spec, plan, seq_len=config.seq_len, precision="bf16", documents=documents, pp_rank=rank.pp_rank
             )
         }
         counted = {

@@ -11,7 +11,8 @@ widest matrix; after ``w1`` and ``w3``, or in the norm before them, with three g
 after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The loss, the final norm and their reduction
 come before the layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
 
-Moments that are hardly ever the peak over a wide range of plans, such as those inside attention, are left out.
+Moments that are hardly ever the peak over a wide range of plans are left out. Those inside attention are among them,
+unless it holds all scores or gathers keys and values.
 """
 
 from collections import Counter, defaultdict
@@ -87,12 +88,13 @@ class StageMoments:
                 temporaries=self.layers[layer].leaving(self.stage.modes[layer]),
                 head=around.head,
             )
-        if t.scores:  # in attention: the scores before the softmax, and masked
+        attending, _ = t.attending
+        if attending:
             yield self._moment(
                 around,
                 activations=self._kept_below[last],
                 communication=self._fetched(around, last) + weights.at_work(last) + around.buffer,
-                temporaries=self.layers[last].layer_attending + 2 * t.scores,
+                temporaries=self.layers[last].layer_attending + attending,
                 head=around.head,
             )
         if self.stage.is_last:  # the final norm's output is dropped with the last chunk
@@ -199,8 +201,7 @@ class StageMoments:
             (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
             # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
             (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3 * matrix),
-            # in attention that holds all scores: their gradients after the softmax and before it
-            *([(t.layer_attending, 2 * t.scores + 2 * t.queries, 3 * matrix)] if t.scores else []),
+            *([(t.layer_attending, t.attending[1], 3 * matrix)] if t.attending[1] else []),
             # after wq: the gradient of the queries, and two of its input
             (t.norm + t.whole, t.queries + 2 * t.whole, layer_trained),
         ):

@@ -111,7 +111,9 @@ class Tensors:
         matrices = 4 * self.stream + 2 * self.queries + 2 * self.keys + 3 * self.ffn
         self.put_off = matrices if plan.splits_backward else 0
         # around a ring, attention to the block of each other rank has a result of its own, over half of the queries
-        self.ring = (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
+        gathers = documents == "varlen" and plan.cp > 1
+        self.ring = 0 if gathers else (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
+        self.attending = self._attending(plan.cp if gathers else 1)
 
         self.layer_parameters = spec.layer_matmul_parameters // tp + 2 * spec.hidden_size
         self.layer_trained = self.layer_parameters  # those with gradients
@@ -132,6 +134,21 @@ class Tensors:
         # the rows of its part of the table that a rank looked up, and the tokens that are not in its part
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
         self._set_loss(plan, tokens, fused_loss=fused_loss)
+
+    def _attending(self, num_gathered: int) -> tuple[int, int]:
+        """Return the bytes held in the midst of attention, forward and backward, beside what it keeps.
+
+        Args:
+            num_gathered: ranks whose keys and values are gathered.
+        """
+        if self.scores:  # before the softmax, and masked; their gradients after the softmax and before it
+            return 2 * self.scores, 2 * self.scores + 2 * self.queries
+        if num_gathered == 1:
+            return 0, 0
+        # the keys or values that both chunks of a rank see; in the forward, the last that were gathered, and the keys
+        # before their rotation; in the backward their gradients, and those of the output and the queries
+        seen = self.keys * (2 * num_gathered + 1) // 2
+        return (num_gathered + 1) * self.keys + 2 * seen + self.stream, 4 * seen + 2 * self.queries
 
     def _set_tables(self, tp: int) -> None:
         spec = self.spec

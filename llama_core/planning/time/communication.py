@@ -5,7 +5,7 @@ transfers of a few numbers: the count of targets, the loss, the gradient norm, a
 a part of the vocabulary exchange, or those with different experts. The load of experts is assumed balanced.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (tensor and sequence); Rajbhandari et al. 2020, arXiv:1910.02054
-(ZeRO); Liu et al. 2023, arXiv:2310.01889 (ring).
+(ZeRO); Liu et al. 2023, arXiv:2310.01889 (ring); Llama team 2024, arXiv:2407.21783 (gathered keys and values).
 """
 
 import math
@@ -17,7 +17,7 @@ from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, Mode
 from llama_core.config.run import Precision, RecomputeMode
 from llama_core.config.strategy import ATTENTION_MATRICES, EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES
 from llama_core.planning.memory.tensors import FP32_BYTES, Adapter, adapter_size
-from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.plan import DocumentAttention, ParallelPlan
 from llama_core.planning.time.links import Axis, Collective, Traffic
 from llama_core.schedules.actions import Action, Kind
 from llama_core.units import MIB
@@ -42,7 +42,13 @@ class PassTraffic:
 
 
 def communication(
-    spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision, pp_rank: int | None = None
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    *,
+    seq_len: int,
+    precision: Precision,
+    documents: DocumentAttention = "none",
+    pp_rank: int | None = None,
 ) -> tuple[Traffic, ...]:
     """Return the transfers of one rank in one optimizer step, one record per collective, axis and group size.
 
@@ -51,9 +57,10 @@ def communication(
         plan: how a batch is divided.
         seq_len: tokens per sequence.
         precision: the dtype of activations; ``auto`` counts as bf16.
+        documents: how attention is kept inside packed documents.
         pp_rank: the rank's position in its pipeline; by default the one that sends most.
     """
-    messages = Messages(spec, plan, seq_len=seq_len, precision=precision)
+    messages = Messages(spec, plan, seq_len=seq_len, precision=precision, documents=documents)
     ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
     of_ranks = [_merged(_of_rank(messages, rank)) for rank in ranks]
     return max(of_ranks, key=lambda records: sum(record.sent_bytes for record in records))
@@ -93,10 +100,21 @@ class Messages:
         plan: how a batch is divided.
         seq_len: tokens per sequence.
         precision: the dtype of activations.
+        documents: how attention is kept inside packed documents.
     """
 
-    def __init__(self, spec: ModelSpec, plan: ParallelPlan, *, seq_len: int, precision: Precision) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: ParallelPlan,
+        *,
+        seq_len: int,
+        precision: Precision,
+        documents: DocumentAttention,
+    ) -> None:
         self.spec, self.plan = spec, plan
+        self.gathers_keys = documents == "varlen"
+        """Whether context-parallel ranks gather keys and values instead of passing them around a ring."""
         self.itemsize = FP32_BYTES if precision == "fp32" else 2
         schedule = plan.layout
         self.num_replicas, self.placement = schedule.num_replicas, schedule.placement
@@ -131,7 +149,7 @@ class Messages:
         """Yield the tp, cp and ep transfers of one microbatch's forward and backward through a stage."""
         for mode, sparse in zip(self.modes[stage], self.sparse(stage), strict=True):
             yield from self.tensor_parallel(mode)
-            yield from self.ring(mode)
+            yield from self.gathered_keys(mode) if self.gathers_keys else self.ring(mode)
             yield from self.expert_parallel(mode) if sparse else ()
         yield from self.tensor_parallel_ends(stage)
 
@@ -177,6 +195,16 @@ class Messages:
         gradients = Traffic("send", "cp", 2, 1, elements * FP32_BYTES)
         again = 2 if mode != "none" else 1
         return PassTraffic((blocks.times(hops),), (blocks.times(again * hops), gradients.times(hops)))
+
+    def gathered_keys(self, mode: RecomputeMode) -> PassTraffic:
+        """Return the gathers of keys and values in one layer, and the sums of their fp32 gradients.
+
+        The backward gathers them again; selective recomputation keeps attention's result and gathers no more.
+        """
+        elements = 2 * self.plan.cp * self.tokens * self.spec.kv_size / self.plan.tp
+        gather = Traffic("all_gather", "cp", self.plan.cp, 2, elements * self.itemsize)
+        sums = Traffic("reduce_scatter", "cp", self.plan.cp, 2, elements * FP32_BYTES)
+        return PassTraffic((gather,), (gather.times(2 if mode == "full" else 1), sums))
 
     def expert_parallel(self, mode: RecomputeMode) -> PassTraffic:
         """Return the trips of tokens to their experts and back in one layer, and those of their gradients."""

@@ -2,7 +2,8 @@
 
 Weight gathers and gradient reductions overlap the layers that compute meanwhile, except the first gather and the last
 reduction of a pass. A hop of the ring overlaps attention to the previous block; a hop of the pipeline overlaps whatever
-its receiver does until it needs the data. Tensor- and expert-parallel communication does not overlap.
+its receiver does until it needs the data. Tensor- and expert-parallel communication does not overlap, nor do gathers of
+keys and values.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ class StepParts:
         documents: DocumentAttention,
     ) -> None:
         self.plan, self.links = plan, Links(plan, device)
-        self.messages = Messages(spec, plan, seq_len=seq_len, precision=precision)
+        self.messages = Messages(spec, plan, seq_len=seq_len, precision=precision, documents=documents)
         self.compute = StageCompute(spec, plan, device, seq_len=seq_len, precision=precision, documents=documents)
         self.stages = range(len(self.messages.layers))
 
@@ -69,7 +70,7 @@ class StepParts:
         makespan = alone.makespan
         adding: dict[Part, Callable[[int, Pass], Pass]] = {
             "tp": self._tensor_parallel,
-            "cp": self._ring,
+            "cp": self._context_parallel,
             **({"ep": self._expert_parallel} if self.plan.ep > 1 else {}),
             "dp": self._weights_per_pass,
         }
@@ -114,15 +115,24 @@ class StepParts:
 
     def _put_in_order(self, traffic: Sequence[Traffic]) -> float:
         """Return the time to copy tensors divided along the sequence, which is not their outermost dim."""
-        return self.compute.copying(2 * sum(part.num_bytes for part in traffic)) if self.plan.sharded_sequence else 0.0
+        return self._copied(traffic) if self.plan.sharded_sequence else 0.0
 
-    def _ring(self, stage: int, before: Pass) -> Pass:
+    def _copied(self, traffic: Sequence[Traffic]) -> float:
+        """Return the time to copy the whole tensors of transfers once."""
+        return self.compute.copying(2 * sum(part.num_bytes for part in traffic))
+
+    def _context_parallel(self, stage: int, before: Pass) -> Pass:
         """Return the time context parallelism adds to a pass."""
         added = NO_TIME
         if self.plan.cp > 1:
+            of_layer = self._gathering_of_layer if self.messages.gathers_keys else self._ring_of_layer
             for mode in self.messages.modes[stage]:
-                added = added.plus(self._ring_of_layer(mode))
+                added = added.plus(of_layer(mode))
         return added
+
+    def _gathering_of_layer(self, mode: RecomputeMode) -> Pass:
+        traffic = self.messages.gathered_keys(mode)
+        return Pass(*(self.links.seconds(way) + self._copied(way) for way in (traffic.forward, traffic.backward)))
 
     def _ring_of_layer(self, mode: RecomputeMode) -> Pass:
         attention, ring = self.compute.attention(), self.messages.ring(mode)
@@ -161,8 +171,8 @@ class StepParts:
         added = []
         for way, computing in zip((traffic.forward, traffic.backward), before, strict=True):
             seconds = self._from_host(way)
-            copies = self.compute.copying(2 * sum(part.num_bytes for part in way))  # into or out of the buffers
-            added.append(_exposed(seconds, computing, seconds / num_groups) + copies)
+            # copied into or out of the buffers
+            added.append(_exposed(seconds, computing, seconds / num_groups) + self._copied(way))
         return Pass(*added)
 
     def _from_host(self, traffic: Sequence[Traffic]) -> float:

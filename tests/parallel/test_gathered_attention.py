@@ -1,0 +1,246 @@
+"""Attention to packed documents of divided rows, with a dense reference in place of CUDA's kernel."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from width import wide
+
+from llama_core.config.models import model_spec
+from llama_core.models.batch import Documents
+from llama_core.models.layers import attend, document_mask
+from llama_core.models.llama import Llama, build_llama
+from llama_core.parallel import gathered_attention as gathered
+from llama_core.parallel.block_attention import VARLEN, Kernel
+from llama_core.parallel.context import apply_context_parallel, sequence_index
+from llama_core.parallel.recompute import apply_recompute
+
+SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=128)
+SEQ_LEN = 32
+ROWS = {  # documents across the borders of chunks, at every 8th token with cp=2 and every 4th with cp=4
+    "long": [[5, 14, 13], [29, 3]],
+    "short": [[1] * SEQ_LEN, [1, 15, 1, 14, 1]],
+    "whole": [[SEQ_LEN], [16, 16]],
+}
+
+
+def positions_of(rows):
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+@st.composite
+def divided_positions(draw):
+    """Draw positions of rows cut into documents anywhere, and a rank among those that divide them."""
+    cp_size = draw(st.sampled_from([2, 4]))
+    row_length = 2 * cp_size * draw(st.integers(1, 3))
+    starts = st.lists(st.booleans(), min_size=row_length, max_size=row_length)
+    rows = draw(st.lists(starts, min_size=1, max_size=3))
+    index = torch.arange(row_length)
+    positions_BS = index - (torch.tensor(rows).long() * index).cummax(1).values
+    return positions_BS, draw(st.integers(0, cp_size - 1)), cp_size
+
+
+def keys_seen(batch, seq_len, cp_rank, cp_size):
+    """Return row and place of every key in the order in which a rank lays them out."""
+    chunk = seq_len // (2 * cp_size)
+    ends = ((cp_rank + 1) * chunk, (2 * cp_size - cp_rank) * chunk)
+    return [(row, place) for row in range(batch) for end in ends for place in range(end)]
+
+
+@given(divided_positions())
+def test_the_ranges_of_a_rank_agree_with_the_mask(case):
+    positions_BS, cp_rank, cp_size = case
+    batch, seq_len = positions_BS.shape
+    own, seen = sequence_index(seq_len, cp_rank, cp_size), keys_seen(batch, seq_len, cp_rank, cp_size)
+    documents = Documents.of_positions(positions_BS)
+    queries, keys, longest = gathered.held_documents(documents, len(own), cp_rank=cp_rank, cp_size=cp_size)
+    assert (queries.dtype, keys.dtype, longest) == (torch.int32, torch.int32, documents.longest)
+    assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, batch * len(own), 0, len(seen))
+    assert keys.diff().max() <= longest
+    assert queries.diff().max() <= min(longest, len(own) // 2)
+    visible = torch.zeros(batch, len(own), batch, seq_len, dtype=torch.bool)
+    for (q, q_end), (k, k_end) in zip(*(itertools.pairwise(x.tolist()) for x in (queries, keys)), strict=True):
+        assert 0 <= q_end - q <= k_end - k
+        for query in range(q, q_end):  # the last query sees the last key
+            for row, place in seen[k : k_end - (q_end - 1 - query)]:
+                visible[query // len(own), query % len(own), row, place] = True
+    mask_BSS = document_mask(positions_BS, torch.float32)[:, 0] == 0
+    for row in range(batch):
+        assert torch.equal(visible[row, :, row], mask_BSS[row, own])
+        visible[row, :, row] = False
+    assert not visible.any()
+
+
+def dense_scores(q_TNH, k_UKH, query_starts, key_starts):
+    """Return all scores, [N, T, U], -inf where a document's query does not see a key."""
+    k_UNH = k_UKH.repeat_interleave(q_TNH.shape[1] // k_UKH.shape[1], dim=1)
+    visible_TU = torch.zeros(len(q_TNH), len(k_UKH), dtype=torch.bool)
+    for (q, q_end), (k, k_end) in zip(
+        *(itertools.pairwise(x.tolist()) for x in (query_starts, key_starts)), strict=True
+    ):
+        n, m = q_end - q, k_end - k
+        visible_TU[q:q_end, k:k_end] = torch.ones(n, m).tril(m - n).bool()
+    scores_NTU = torch.einsum("tnh,unh->ntu", q_TNH, k_UNH) * q_TNH.shape[2] ** -0.5
+    return scores_NTU.masked_fill(~visible_TU, -math.inf), k_UNH
+
+
+def dense_forward(q_TNH, k_UKH, v_UKH, query_starts, key_starts, most_queries, most_keys):
+    assert query_starts.diff().max() <= most_queries
+    assert key_starts.diff().max() <= most_keys
+    wide_q, wide_k, wide_v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_TNH, k_UKH, v_UKH))
+    scores_NTU, _ = dense_scores(wide_q, wide_k, query_starts, key_starts)
+    v_UNH = wide_v.repeat_interleave(q_TNH.shape[1] // v_UKH.shape[1], dim=1)
+    out_TNH = torch.einsum("ntu,unh->tnh", scores_NTU.softmax(-1), v_UNH)
+    return out_TNH.to(q_TNH.dtype), scores_NTU.logsumexp(-1)
+
+
+def dense_backward(grad_out, q, k, v, out, lse, query_starts, key_starts, most_queries, most_keys):
+    """Dao 2023, arXiv:2307.08691, section 3.1, without blocks."""
+    dtype, num_groups = q.dtype, q.shape[1] // k.shape[1]
+    grad_out, q, k, v, out = (x.to(lse.dtype) for x in (grad_out, q, k, v, out))
+    scores_NTU, k_UNH = dense_scores(q, k, query_starts, key_starts)
+    weights_NTU = (scores_NTU - lse[..., None]).exp()
+    grad_v_UNH = torch.einsum("ntu,tnh->unh", weights_NTU, grad_out)
+    grad_weights_NTU = torch.einsum("tnh,unh->ntu", grad_out, v.repeat_interleave(num_groups, dim=1))
+    grad_scores_NTU = weights_NTU * (grad_weights_NTU - (grad_out * out).sum(-1).T[..., None]) * q.shape[2] ** -0.5
+    grad_k_UNH = torch.einsum("ntu,tnh->unh", grad_scores_NTU, q)
+    grads = torch.einsum("ntu,unh->tnh", grad_scores_NTU, k_UNH), grad_k_UNH, grad_v_UNH
+    return [grads[0].to(dtype), *(x.unflatten(1, (-1, num_groups)).sum(2).to(dtype) for x in grads[1:])]
+
+
+def heads(num_heads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((2, SEQ_LEN, num_heads, 8), generator=generator, dtype=torch.float64).transpose(1, 2)
+
+
+def with_gradients(attention, tensors, upstream):
+    leaves = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
+    out = attention(*leaves)
+    out.backward(upstream)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def check_against_whole(rows, num_kv_heads, dtype, tolerance):
+    positions_BS, place = positions_of(ROWS[rows]), {"cp_rank": dist.get_rank(), "cp_size": dist.get_world_size()}
+    index = sequence_index(SEQ_LEN, **place)
+    *tensors, upstream = (heads(count, seed) for seed, count in enumerate((4, num_kv_heads, num_kv_heads, 4)))
+    mask = document_mask(positions_BS, torch.float64)
+    whole = with_gradients(lambda q, k, v: attend(q, k, v, mask), tensors, upstream)
+    documents = gathered.held_documents(Documents.of_positions(positions_BS), len(index), **place)
+    saved = []
+
+    def attention(q, k, v):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
+            return gathered.gathered_attention(q, k, v, documents, group=dist.group.WORLD)
+
+    part = with_gradients(attention, [x[:, :, index].to(dtype) for x in tensors], upstream[:, :, index].to(dtype))
+    for name, ours, expected in zip(("output", "q", "k", "v"), part, whole, strict=True):
+        assert ours.dtype == dtype, name
+        torch.testing.assert_close(ours.double(), expected[:, :, index], rtol=tolerance, atol=tolerance)
+    numbers = (
+        2 * len(index) * (2 * 4 * 8 + 2 * num_kv_heads * 8 + 4)
+    )  # queries and output, keys and values, log-sum-exp
+    assert sum(saved) == numbers + sum(len(starts) for starts in documents[:2])
+
+
+TOKENS = torch.randint(0, SPEC.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(SEQ_LEN) % 5 == 0, -100)
+
+
+def loss_and_gradients(model, *batch):
+    loss = model(*batch)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def check_model(recompute, *, compiled):
+    positions_BS, index = positions_of(ROWS["long"]), sequence_index(SEQ_LEN, dist.get_rank(), dist.get_world_size())
+    torch.set_default_dtype(torch.float64)
+    whole, model = (build_llama(SPEC, device="cpu", compute_dtype=torch.float64, seed=0) for _ in range(2))
+    expected = loss_and_gradients(whole, TOKENS, TARGETS, positions_BS)
+    apply_context_parallel(model, dist.group.WORLD)
+    apply_recompute(model, recompute)
+    for block in model.layers.values() if compiled else ():
+        block.compile(backend="aot_eager")
+    own = (x[:, index] for x in (TOKENS, TARGETS, positions_BS))
+    shares = loss_and_gradients(model, *own, Documents.of_positions(positions_BS))
+    for share in shares:
+        dist.all_reduce(share)
+    torch.testing.assert_close(shares, expected, rtol=1e-10, atol=1e-12)
+
+
+def check_ranks(recompute, compiled):
+    gathered.VARLEN = Kernel(dense_forward, dense_backward)
+    for rows, num_kv_heads in itertools.product(ROWS, (4, 2, 1)):
+        check_against_whole(rows, num_kv_heads, torch.float64, 1e-10)
+    check_against_whole("long", 2, torch.bfloat16, 2**-5)  # a few units of 2**-8 in sums of order one
+    check_model(recompute, compiled=compiled)
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "recompute", "compiled"),
+    [
+        (2, "none", False),
+        (4, "selective", False),
+        wide(2, "full", False),
+        wide(2, "selective", True),
+        wide(2, "full", True),
+    ],
+)
+def test_ranks_together_have_the_outputs_losses_and_gradients_of_one_process(cp_size, recompute, compiled):
+    run_ranks(cp_size, check_ranks, recompute, compiled)
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_of_two_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_recomputation_keeps_the_output(one_of_two_ranks, recompute, times):
+    with torch.device("meta"):
+        model = Llama(SPEC, compute_dtype=torch.bfloat16)
+    apply_context_parallel(model, one_of_two_ranks)
+    apply_recompute(model, recompute)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        with Calls() as calls:
+            model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
+    assert calls.names.count(gathered.GATHERED_ATTENTION) == times * SPEC.num_layers
+    assert calls.names.count(gathered.GATHERED_ATTENTION_BACKWARD) == SPEC.num_layers
+    assert not any("ring_attention" in str(func) for func in calls.names)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_the_cuda_kernel_is_called_with_arguments_it_accepts(num_kv_heads):
+    """The meta device checks signatures and shapes, not numbers."""
+    with torch.device("meta"):
+        q = torch.empty(24, 4, 64, dtype=torch.bfloat16)
+        k, v = torch.empty(2, 40, num_kv_heads, 64, dtype=torch.bfloat16)
+        bounds = (*torch.empty(2, 5, dtype=torch.int32), 12, 20)
+    out, lse = VARLEN.forward(q, k, v, *bounds)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 24), torch.float32)
+    grads = VARLEN.backward(torch.empty_like(out), q, k, v, out, lse, *bounds)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
