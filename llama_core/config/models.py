@@ -139,12 +139,12 @@ class ModelSpec:
         """Width of the keys (or of the values) of one layer."""
         return self.num_kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding; an untied head has as many."""
         return self.vocab_size * self.hidden_size
 
-    @property
+    @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
         """Columns and rows of each matrix of one layer, counting only one of its experts."""
         h, q, kv, ffn = self.hidden_size, self.q_size, self.kv_size, self.ffn_size
@@ -157,18 +157,18 @@ class ModelSpec:
         tables = {EMBEDDING: (self.vocab_size, self.hidden_size), HEAD: (self.hidden_size, self.vocab_size)}
         return self.matrix_shapes | tables
 
-    @property
+    @cached_property
     def layer_matmul_parameters(self) -> int:
         """Parameters of one dense layer that are multiplied with activations: attention and feed-forward matrices."""
         h = self.hidden_size
         return h * self.q_size + 2 * h * self.kv_size + self.q_size * h + 3 * h * self.ffn_size
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """All parameters of one dense layer, with its two norm vectors but without adapters."""
         return self.layer_matmul_parameters + 2 * self.hidden_size
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Parameters of one feed-forward: that of a dense layer, or one expert."""
         return 3 * self.hidden_size * self.ffn_size

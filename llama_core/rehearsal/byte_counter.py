@@ -116,6 +116,8 @@ class Span:
 
     start: Snapshot
     """The bytes alive when it began."""
+    layer: int | None = None
+    """The layer with which it goes on with the span before, if it does."""
     peaks: dict[Phase, Snapshot] = field(default_factory=dict)
     """The peak in every phase that the span touches."""
     flops: int = 0
@@ -208,9 +210,9 @@ class ByteCounter(TorchDispatchMode):
                 most[phase] = peak
         return most
 
-    def begin_span(self) -> None:
-        """End the current span and begin another one."""
-        self.spans.append(Span(self._snapshot(self.landmark)))
+    def begin_span(self, layer: int | None = None) -> None:
+        """End the current span and begin another one; with a ``layer``, it goes on with the current one."""
+        self.spans.append(Span(self._snapshot(self.landmark), layer))
 
     def forget_spans(self) -> None:
         """Drop all spans and begin a new first one; live bytes stay counted."""

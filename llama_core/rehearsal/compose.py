@@ -8,10 +8,9 @@ differ between ranks and between actions; walking through the rank's whole list 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
@@ -22,6 +21,13 @@ from llama_core.schedules.actions import SENDS, Action, Kind
 
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 _COMPUTATIONS = _BACKWARDS | {Kind.FORWARD, Kind.WEIGHT_GRADIENT}
+_NEIGHBOURS = {
+    Kind.FORWARD: (Kind.RECV_F, Kind.SEND_F),
+    Kind.BACKWARD: (Kind.RECV_B, Kind.SEND_B),
+    Kind.INPUT_GRADIENT: (Kind.RECV_B, Kind.SEND_B),
+    Kind.WEIGHT_GRADIENT: (None, None),
+}
+"""How a computation's input comes from another rank, and its output goes to one."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +57,15 @@ class Hosting:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything that decides the bytes, FLOPs and transfers of a computation and the sends and receives after it.
-
-    A sent tensor is dropped after the next computation.
-    """
+    """Everything that decides the bytes, FLOPs and transfers of a computation."""
 
     slot: int
     """The stage's index among the rank's stages."""
     kind: Kind
-    transfers: tuple[tuple[Kind, int], ...]
-    """The sends and receives before the next computation, each with the slot of its stage."""
-    leaving: tuple[tuple[Kind, int], ...]
-    """The sends before it, likewise."""
     is_received: bool
     """Whether its input comes from another rank."""
+    is_sent: bool
+    """Whether its output goes to another rank."""
     is_last: bool
     """Whether it is the last of its kind."""
     done: frozenset[tuple[int, Kind]]
@@ -80,72 +81,105 @@ class Situation:
     """Whether the head stayed gathered after an earlier forward; False unless ZeRO 3 drops it."""
 
 
-def situations(actions: Sequence[Action], hosting: Hosting) -> list[Situation]:
-    """Return the situation of every computation in a rank's ``actions``, which include sends and receives."""
+class Message(NamedTuple):
+    """A send or a receive; both only hold a tensor."""
+
+    slot: int
+    kind: Kind
+    after: tuple[int, Kind, bool] | None
+    """Slot and kind of the computation before, and whether it is the last of its kind: a peak is named after it."""
+
+
+class Release(NamedTuple):
+    """A sent tensor is dropped, after the computation that follows the send."""
+
+    slot: int
+    kind: Kind
+
+
+class Closing(NamedTuple):
+    """What follows the last computation: sums over ranks, and the norm of the gradients."""
+
+    slot: int
+    kind: Kind
+    """Slot and kind of the last computation, after which a peak is named."""
+
+
+Step = Situation | Message | Release | Closing
+"""A part of a rank's work that has the same bytes, FLOPs and transfers whenever it occurs."""
+
+
+def steps(actions: Sequence[Action], hosting: Hosting) -> list[Step]:
+    """Return the steps of a rank's ``actions``, which include sends and receives."""
+    return [step for _, step in _steps(actions, hosting)]
+
+
+def _steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[tuple[int, Step]]:
+    """Yield every step of ``actions``, with the place of the computation that it belongs to, or the one before it."""
     slots = {stage: slot for slot, stage in enumerate(hosting.stages)}
     last_places = {action.kind: place for place, action in enumerate(actions)}
-    received = {(action.stage, action.microbatch, action.kind) for action in actions}
-    before = None
+    of_others = {
+        (action.stage, action.microbatch, action.kind) for action in actions if action.kind not in _COMPUTATIONS
+    }
+    before: Situation | None = None
     done: set[tuple[int, Kind]] = set()
     num_backwards: Counter[int] = Counter()
-    leaving: tuple[tuple[Kind, int], ...] = ()
-    buffer, head, found = None, False, []
-    for place, action in _computations(actions):
+    leaving: list[Release] = []
+    buffer, head, drops_root = None, False, hosting.zero_stage == 3 and hosting.has_root
+    latest = next(place for place, action in enumerate(actions) if action.kind in _COMPUTATIONS)
+    for place, action in enumerate(actions):
         slot, kind = slots[action.stage], action.kind
-        source = Kind.RECV_F if kind is Kind.FORWARD else Kind.RECV_B
-        transfers = tuple((other.kind, slots[other.stage]) for other in _transfers_after(actions, place))
-        found.append(
-            Situation(
-                slot=slot,
-                kind=kind,
-                transfers=transfers,
-                leaving=leaving,
-                is_received=(action.stage, action.microbatch, source) in received,
-                is_last=place == last_places[kind],
-                done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
-                repeated=frozenset(s for s, n in num_backwards.items() if n > 1 and hosting.averages_often),
-                buffer=buffer if hosting.zero_stage >= 2 else None,
-                after_forward=hosting.zero_stage == 3 and hosting.has_root and before is Kind.FORWARD,
-                head=hosting.zero_stage == 3 and head,
-            )
+        if kind not in _COMPUTATIONS:
+            yield latest, Message(slot, kind, (before.slot, before.kind, before.is_last) if before else None)
+            leaving += [Release(slot, kind)] if kind in SENDS else []
+            continue
+        source, target = _NEIGHBOURS[kind]
+        situation = Situation(
+            slot=slot,
+            kind=kind,
+            is_received=(action.stage, action.microbatch, source) in of_others,
+            is_sent=(action.stage, action.microbatch, target) in of_others,
+            is_last=place == last_places[kind],
+            done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
+            repeated=frozenset(s for s, n in num_backwards.items() if n > 1 and hosting.averages_often),
+            buffer=buffer if hosting.zero_stage >= 2 else None,
+            after_forward=drops_root and before is not None and before.kind is Kind.FORWARD,
+            head=hosting.zero_stage == 3 and head,
         )
-        leaving = tuple(transfer for transfer in transfers if transfer[0] in SENDS)
+        latest, before = place, situation
+        yield place, situation
+        yield from ((place, release) for release in leaving)
+        leaving = []
         done.add((slot, kind))
         num_backwards[slot] += kind in _BACKWARDS
-        buffer, before = slot if kind in _BACKWARDS else buffer, kind
+        buffer = slot if kind in _BACKWARDS else buffer
         head = (head or slot == hosting.head) and kind not in _BACKWARDS
-    return found
+    yield from ((latest, release) for release in leaving)
+    if before is not None:
+        yield latest, Closing(before.slot, before.kind)
 
 
-def _computations(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    return ((place, action) for place, action in enumerate(actions) if action.kind in _COMPUTATIONS)
+def telling_actions(actions: Sequence[Action], hosting: Hosting, known: Collection[Step] = ()) -> list[Action]:
+    """Return the rank's actions, in order, of enough microbatches to cover every step that is not ``known``.
 
-
-def _transfers_after(actions: Sequence[Action], place: int) -> Iterator[Action]:
-    """Return the actions between the computation at ``place`` and the next one."""
-    later = (actions[number] for number in range(place + 1, len(actions)))
-    return takewhile(lambda action: action.kind not in _COMPUTATIONS, later)
-
-
-def telling_actions(actions: Sequence[Action], hosting: Hosting) -> list[Action]:
-    """Return the rank's actions, in order, of enough microbatches to cover every situation that the rank meets.
-
-    Start with the first microbatch, and add the microbatches around the first situation not yet covered until all are.
+    Start with the first microbatch, and add the microbatches around the first step not yet covered until all are.
     """
-    wanted, places = situations(actions, hosting), [place for place, _ in _computations(actions)]
+    wanted = [(place, step) for place, step in _steps(actions, hosting) if step not in known]
+    places = [place for place, action in enumerate(actions) if action.kind in _COMPUTATIONS]
     chosen = {action.microbatch for action in actions[: places[0] + 1]}
     while True:
         kept = [action for action in actions if action.microbatch in chosen]
-        known = set(situations(kept, hosting))
-        missing = [number for number, situation in enumerate(wanted) if situation not in known]
+        covered = set(steps(kept, hosting))
+        missing = [place for place, step in wanted if step not in covered]
         if not missing:
             return kept
-        around = (_around(actions, places, number) for number in (*missing, *range(len(wanted))))
+        around = (_around(actions, places, place) for place in (*missing, *places))
         chosen |= next(microbatches for microbatches in around if not microbatches <= chosen)
 
 
-def _around(actions: Sequence[Action], places: Sequence[int], number: int) -> set[int]:
-    """Return the microbatches of a computation, of the one before it, and of the transfers after each."""
+def _around(actions: Sequence[Action], places: Sequence[int], place: int) -> set[int]:
+    """Return the microbatches of a computation, of the one before it, and of the messages after each."""
+    number = places.index(place)
     end = places[number + 1] if number + 1 < len(places) else len(actions)
     return {action.microbatch for action in actions[places[max(0, number - 1)] : end]}
 
@@ -174,6 +208,26 @@ class Walk:
         rises = {phase: (_less(peak.categories, start), peak.where) for phase, peak in span.peaks.items()}
         return cls(_less(end.categories, start), rises, span.flops, span.transfers)
 
+    @classmethod
+    def joined(cls, walks: Iterable["Walk"]) -> "Walk":
+        """Return the walk of several, one after the other."""
+        growth: Counter[Category] = Counter()
+        rises: dict[Phase, tuple[Counter[Category], str]] = {}
+        flops, transfers = 0, Counter[Transfer]()
+        for walk in walks:
+            for phase, (rise, where) in walk.rises.items():
+                if phase not in rises or growth.total() + rise.total() > rises[phase][0].total():
+                    rises[phase] = _plus(growth, rise), where
+            growth = _plus(growth, walk.growth)
+            flops += walk.flops
+            transfers += walk.transfers
+        return cls(growth, rises, flops, transfers)
+
+    def placed(self, rename: Callable[[int], int]) -> "Walk":
+        """Return the walk with the numbers of the layers in its places changed."""
+        rises = {phase: (rise, renamed_layers(where, rename)) for phase, (rise, where) in self.rises.items()}
+        return replace(self, rises=rises)
+
 
 @dataclass
 class Recording:
@@ -182,36 +236,27 @@ class Recording:
     start: Counter[Category]
     """Bytes alive when a step begins."""
     prologue: Walk
-    """The changes before the first computation."""
-    walks: dict[Situation, Walk]
-    """The changes in every situation that was traced."""
+    """The changes before the first action."""
+    walks: dict[Step, Walk]
+    """The changes in every step of a rank's work that was traced."""
     update_start: Counter[Category]
     """Bytes alive when the optimizer begins."""
     update: Walk
     """The changes in the optimizer."""
 
-    def knows(self, wanted: Iterable[Situation]) -> bool:
-        """Return whether a step in these situations can be composed."""
-        return all(situation in self.walks for situation in wanted)
+    def knows(self, wanted: Iterable[Step]) -> bool:
+        """Return whether these steps can be composed."""
+        return all(step in self.walks for step in wanted)
 
+    def learn(self, other: "Recording", layers: Mapping[int, int]) -> None:
+        """Add the walks of another recording of the same contents.
 
-def record(spans: Sequence[Span], end: Snapshot, met: Sequence[Situation]) -> Recording:
-    """Return the recording of a traced step.
-
-    Args:
-        spans: one before the first computation, one per computation, and the optimizer's.
-        end: the bytes alive when the last span ended.
-        met: the situations of the computations.
-    """
-    ends = [*(span.start for span in spans[1:]), end]
-    prologue, *steps, update = (Walk.of(span, last) for span, last in zip(spans, ends, strict=True))
-    return Recording(
-        start=spans[0].start.categories.copy(),
-        prologue=prologue,
-        walks=dict(zip(met, steps, strict=True)),
-        update_start=spans[-1].start.categories.copy(),
-        update=update,
-    )
+        Args:
+            other: the recording.
+            layers: this recording's number of each of the other's layers.
+        """
+        for step, walk in other.walks.items():
+            self.walks.setdefault(step, walk.placed(layers.__getitem__))
 
 
 @dataclass
@@ -240,23 +285,24 @@ class ComposedStep:
         self.transfers += walk.transfers
 
 
-def compose(recording: Recording, wanted: Iterable[Situation]) -> ComposedStep:
-    """Return the step of a rank that goes through the situations ``wanted``."""
-    step, level = ComposedStep(), recording.start
-    step.add(level, recording.prologue)
+def compose(recording: Recording, wanted: Iterable[Step]) -> ComposedStep:
+    """Return the optimizer step of a rank whose work is the steps ``wanted``."""
+    composed, level = ComposedStep(), recording.start
+    composed.add(level, recording.prologue)
     level = _plus(level, recording.prologue.growth)
-    for situation in wanted:
-        walk = recording.walks[situation]
-        step.add(level, walk)
-        step.flops_of_one[situation.slot, situation.kind] = walk.flops
+    for step in wanted:
+        walk = recording.walks[step]
+        composed.add(level, walk)
+        if isinstance(step, Situation):
+            composed.flops_of_one[step.slot, step.kind] = walk.flops
         level = _plus(level, walk.growth)
-    step.add(recording.update_start, recording.update)
-    return step
+    composed.add(recording.update_start, recording.update)
+    return composed
 
 
-def renamed_layers(where: str, layers: Mapping[int, int]) -> str:
-    """Return the place ``where`` with its layer numbers mapped by ``layers``."""
-    return re.sub(r"layers\.(\d+)", lambda match: f"layers.{layers[int(match[1])]}", where)
+def renamed_layers(where: str, rename: Callable[[int], int]) -> str:
+    """Return the place ``where`` with its layer numbers mapped by ``rename``."""
+    return re.sub(r"layers\.(\d+)", lambda match: f"layers.{rename(int(match[1]))}", where)
 
 
 def _less(one: Counter[Category], other: Counter[Category]) -> Counter[Category]:

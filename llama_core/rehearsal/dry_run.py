@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from llama_core.planning.memory.peaks import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import Pass
 from llama_core.planning.time.makespan import span
-from llama_core.rehearsal.compose import ComposedStep, Hosting, Recording, compose, renamed_layers, situations
+from llama_core.rehearsal.compose import ComposedStep, Hosting, Recording, Step, compose, renamed_layers, steps
 from llama_core.rehearsal.device_overhead import DeviceOverhead, device_overhead
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.rehearsal.transfers import CountedTraffic, summed
@@ -171,14 +171,17 @@ class _Rehearsal:
         """Return a rank's step, with places named after its own layers."""
         pp_rank = self.plan.coordinate(rank, "pp")
         stages = self.schedule.stages_of(pp_rank)
-        wanted = situations(self.lists[pp_rank], Hosting.of(self.plan, self.config.spec, pp_rank))
+        wanted = steps(self.lists[pp_rank], Hosting.of(self.plan, self.config.spec, pp_rank))
         contents = tuple(_contents(self.plan, self.config.spec, stage) for stage in stages)
-        if contents not in self._known or not self._known[contents][0].knows(wanted):
-            self._known[contents] = (trace_rank(self.config, self.plan, rank).recording(), pp_rank)
+        if contents not in self._known:
+            self._known[contents] = (_recorded(self.config, self.plan, rank), pp_rank)
         recording, traced = self._known[contents]
-        step = compose(recording, wanted)
         named = dict(zip(self._layers_of(traced), self._layers_of(pp_rank), strict=True))
-        step.places = {phase: renamed_layers(where, named) for phase, where in step.places.items()}
+        if not recording.knows(wanted):
+            more = _recorded(self.config, self.plan, rank, known=recording.walks)
+            recording.learn(more, {own: layer for layer, own in named.items()})
+        step = compose(recording, wanted)
+        step.places = {phase: renamed_layers(where, named.__getitem__) for phase, where in step.places.items()}
         return step
 
     def _layers_of(self, pp_rank: int) -> list[int]:
@@ -205,6 +208,13 @@ class _Rehearsal:
         world_size = self.plan.world_size
         which = "one device" if world_size == 1 else f"rank {', '.join(map(str, ranks))} of {world_size}"
         return f"{which}, counted on fake tensors; excludes the CUDA context and allocator fragmentation"
+
+
+def _recorded(config: RunConfig, plan: ParallelPlan, rank: int, known: Collection[Step] = ()) -> Recording:
+    recording = trace_rank(config, plan, rank, known=known).recording
+    if recording is None:
+        raise AssertionError("a trace of all layers has nothing to unfold")
+    return recording
 
 
 class _Contents(NamedTuple):

@@ -3,12 +3,16 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,10 +22,12 @@ from llama_core.errors import PlanError
 from llama_core.models import loss
 from llama_core.models.batch import Batch, Documents
 from llama_core.parallel.apply import ParallelModel
+from llama_core.parallel.pipeline import _Execution
 from llama_core.planning.memory.peaks import Category, Phase
 from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
-from llama_core.rehearsal.compose import Hosting, Recording, Situation, one_pass, record, situations, telling_actions
+from llama_core.rehearsal.compose import Closing, Hosting, Recording, Step, Walk, one_pass, steps, telling_actions
+from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage
 from llama_core.rehearsal.labels import GradientBuckets, Labels
 from llama_core.rehearsal.transfers import axes_by_group, on_axes
 from llama_core.schedules.actions import Action
@@ -36,17 +42,46 @@ class Trace:
     """One traced optimizer step of one rank."""
 
     counter: ByteCounter
-    """Has one span before the first computation, one per computation, one for the update, and one after the step."""
-    met: list[Situation]
-    """The situation of every traced computation."""
+    """Has one span before the first action, one or more per step of the rank's work, one without meaning before the
+    closing, one for the update, and one after the step."""
+    met: list[Step]
+    """The steps of the rank's work."""
+    stages: tuple[FoldedStage, ...]
+    """The stages of the rank, with the layers that ran."""
 
-    def recording(self) -> Recording:
-        """Return the recording from which other steps are composed."""
-        *spans, after = self.counter.spans
-        return record(spans, after.start, self.met)
+    @cached_property
+    def recording(self) -> Recording | None:
+        """The recording from which other optimizer steps are composed; None if layers that ran cannot stand for others.
+
+        They can if the layers beside each gap are alike, and if a step composed with all layers ends with the bytes
+        that are then alive.
+        """
+        spans = self.counter.spans
+        parts: list[list[tuple[int | None, Walk]]] = []
+        for span, after in pairwise(spans):
+            if span.layer is None:
+                parts.append([])
+            parts[-1].append((span.layer, Walk.of(span, after.start)))
+        ((_, prologue),), *worked, _, closing, ((_, update),) = parts
+        walks: dict[Step, Walk] = {}
+        level = spans[0].start.categories.copy()
+        level.update(prologue.growth)
+        for step, part in zip(self.met, [*worked, closing], strict=True):
+            if isinstance(step, Closing) and any(
+                level[name] != held for name, held in spans[-3].start.categories.items()
+            ):
+                return None
+            walk = self.stages[step.slot].unfolded(part)
+            if walk is None:
+                return None
+            walks[step] = walk
+            level.update(walk.growth)
+        return Recording(spans[0].start.categories.copy(), prologue, walks, spans[-2].start.categories.copy(), update)
 
 
-def trace_rank(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool = False) -> Trace:
+def trace_rank(
+    config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool = False, known: Collection[Step] = ()
+) -> Trace:
     """Run an optimizer step of one rank of ``plan`` without allocating, and trace it.
 
     The other ranks do not exist: during the trace, a fake process group completes every transfer at once without
@@ -56,20 +91,32 @@ def trace_rank(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: boo
         config: the resolved configuration (no ``auto`` left).
         plan: how the work is divided.
         rank: the rank to trace.
-        in_full: run all microbatches, not just enough to cover every situation.
+        in_full: run all microbatches and layers, not just enough to cover every step of the rank's work.
+        known: steps that need not be covered.
 
     Raises:
         PlanError: if the plan has no such rank, or a process group exists already.
     """
+    traced = _traced(config, plan, rank, in_full=in_full, folds=not in_full, known=known)
+    if in_full or traced.recording is not None:
+        return traced
+    return _traced(config, plan, rank, in_full=False, folds=False, known=known)
+
+
+def _traced(
+    config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool, folds: bool, known: Collection[Step]
+) -> Trace:
     with _alone_among(plan.world_size, rank), _loss_of(config):
         precision = config.training.precision
         dtype, fp8 = COMPUTE_DTYPES[precision], precision == "fp8"
         model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, fp8=fp8)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return trace_steps(model, config, in_full=in_full)
+            return trace_steps(model, config, in_full=in_full, folds=folds, known=known)
 
 
-def trace_steps(model: ParallelModel, config: RunConfig, *, in_full: bool) -> Trace:
+def trace_steps(
+    model: ParallelModel, config: RunConfig, *, in_full: bool, folds: bool = False, known: Collection[Step] = ()
+) -> Trace:
     """Return the trace of the second step of a model that has no memory yet; its tensors may be real or fake.
 
     The first step creates the optimizer's moments, for which one microbatch per stage is enough; the second step starts
@@ -77,30 +124,40 @@ def trace_steps(model: ParallelModel, config: RunConfig, *, in_full: bool) -> Tr
     """
     counter = ByteCounter()
     with counter:
-        tracer = _Tracer(model.materialize(), config, counter)
+        tracer = _Tracer(model.materialize(), config, counter, folds=folds)
         whole = tuple(tracer.pipeline.actions)
         tracer.take_step(whole if in_full else one_pass(whole))
+        tracer.left_out.hide()
         counter.forget_spans()
-        actions = whole if in_full else telling_actions(whole, tracer.hosting)
+        actions = whole if in_full else telling_actions(whole, tracer.hosting, known)
         tracer.take_step(actions)
     axes = axes_by_group(model.mesh)
     for span in counter.spans:
         span.transfers = on_axes(span.transfers, axes)
-    return Trace(counter, situations(actions, tracer.hosting))
+    return Trace(counter, steps(actions, tracer.hosting), tracer.stages)
 
 
 class _Tracer:
     """A model, its optimizer, and the hooks that report them to the counter."""
 
-    def __init__(self, model: ParallelModel, config: RunConfig, counter: ByteCounter) -> None:
+    def __init__(self, model: ParallelModel, config: RunConfig, counter: ByteCounter, *, folds: bool) -> None:
         self.plan, self.config, self.counter = model.plan, config, counter
-        self.model, self.pipeline = model.model, model.pipeline
+        self.model, self.pipeline, self.gradients = model.model, model.pipeline, model.gradients
         self.hosting = Hosting.of(model.plan, config.spec, self.pipeline.rank)
         self.optimizer = build_optimizer(model.model, config.training)
         self.engine = NativeEngine(model, self.optimizer)
         self.labels = Labels(counter, model.model)
         self.buckets = GradientBuckets(model.model, model.plan)
         counter.relabel(self.buckets.gradients.values(), "gradients")
+        every: list[Any] = list(self.pipeline.layers)
+        if folds:
+            every = [folded_stage(self.plan, config.spec, stage) for stage in range(len(every))]
+        self.pipeline.layers = tuple(every)
+        self.stages = tuple(every[stage] if folds else FoldedStage(every[stage], []) for stage in self.hosting.stages)
+        self.left_out = LeftOut(self.model, self.stages)
+        for stage in self.stages:
+            for layer in stage.watched:
+                self._watch(layer)
 
     def take_step(self, actions: Sequence[Action]) -> None:
         """Take an optimizer step that runs ``actions`` only, and begin the span after it."""
@@ -113,13 +170,14 @@ class _Tracer:
         microbatches = [_fake_batch(self.config, self.plan) for _ in range(num_forwards)]
         for batch in microbatches:
             counter.relabel(batch.tensors(), "activations")
-        train_step(
-            self.engine,
-            microbatches,
-            learning_rate=training.learning_rate,
-            max_grad_norm=training.max_grad_norm,
-            on_phase=self._enter,
-        )
+        with self._spans_of_messages(), replaced(self.gradients, "complete", self._closing(self.gradients.complete)):
+            train_step(
+                self.engine,
+                microbatches,
+                learning_rate=training.learning_rate,
+                max_grad_norm=training.max_grad_norm,
+                on_phase=self._enter,
+            )
         counter.begin_span()
         counter.relabel((s for state in self.optimizer.state.values() for s in state.values()), "moments")
 
@@ -130,6 +188,59 @@ class _Tracer:
         self.counter.begin_span()
         self.labels.enter(phase)
         self.buckets.enter(phase)
+
+    def _watch(self, layer: int) -> None:
+        """Begin a span with every forward and backward of a layer."""
+
+        def begin(*_: object) -> None:
+            self.counter.begin_span(layer)
+
+        def begin_with_gradient(module: object, args: object, out: Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(begin)  # type: ignore[no-untyped-call]
+
+        block = self.model.layers[str(layer)]
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(begin_with_gradient)
+
+    def _closing(self, complete: Callable[[], None]) -> Callable[[], None]:
+        """Return ``complete``, which begins what follows the last computation, with the gradients of all layers."""
+
+        def complete_all() -> None:
+            self.counter.begin_span()
+            self.left_out.accumulate(self.buckets.gradients)
+            self.counter.begin_span()
+            complete()
+
+        return complete_all
+
+    @contextmanager
+    def _spans_of_messages(self) -> Iterator[None]:
+        """Begin a span with every send and receive, and with every tensor that is dropped after it was sent."""
+
+        def beginning(function: Callable[..., None]) -> Callable[..., None]:
+            def run(*args: Any) -> None:
+                self.counter.begin_span()
+                function(*args)
+
+            return run
+
+        def one_by_one(forget: Callable[[Any], None]) -> Callable[[Any], None]:
+            def run(execution: Any) -> None:
+                sent = execution.leaving[:]
+                execution.leaving.clear()
+                while sent:
+                    execution.leaving.append(sent.pop(0))
+                    self.counter.begin_span()
+                    forget(execution)
+
+            return run
+
+        with ExitStack() as stack:
+            for name in ("_send_output", "_send_input_gradient", "_receive"):
+                stack.enter_context(replaced(_Execution, name, beginning(getattr(_Execution, name))))
+            stack.enter_context(replaced(_Execution, "_forget_sent", one_by_one(_Execution._forget_sent)))
+            yield
 
 
 @contextmanager

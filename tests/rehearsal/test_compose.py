@@ -8,7 +8,8 @@ from llama_core.config import models
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.compose import Hosting, compose, one_pass, renamed_layers, situations, telling_actions
+from llama_core.rehearsal.compose import Hosting, Walk, compose, one_pass, renamed_layers, steps, telling_actions
+from llama_core.rehearsal.folding import FoldedStage
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.schedules.registry import schedule_names
 
@@ -31,16 +32,17 @@ def plan_of(schedule="1f1b", **choices):
 
 
 def parts(step):
-    """Return bytes by phase and category, FLOPs and transfers, without zeros."""
+    """Return bytes by phase and category, where they peak, FLOPs and transfers, without zeros."""
     peaks = {phase: {name: size for name, size in peak.items() if size} for phase, peak in step.peaks.items()}
-    return peaks, step.flops, dict(step.transfers)
+    return peaks, step.places, step.flops, dict(step.transfers)
 
 
 def traced_in_full(trace):
     """Return the same of a whole trace, from its counter."""
     counter = trace.counter
     peaks = {phase: {name: n for name, n in peak.categories.items() if n} for phase, peak in counter.peaks.items()}
-    return peaks, counter.flops, dict(sum((span.transfers for span in counter.spans), Counter()))
+    places = {phase: peak.where for phase, peak in counter.peaks.items()}
+    return peaks, places, counter.flops, dict(sum((span.transfers for span in counter.spans), Counter()))
 
 
 def actions_of(plan, spec=SPEC):
@@ -78,14 +80,52 @@ def test_a_composed_step_matches_the_traced_one_in_bytes_flops_and_transfers(mod
     rank = plan.world_size // plan.pp * (plan.pp // 2)  # the last of two pipeline ranks, and a middle one of four
     whole, few = trace_rank(config, plan, rank, in_full=True), trace_rank(config, plan, rank)
     assert len(few.met) <= len(whole.met)
-    assert parts(compose(few.recording(), whole.met)) == traced_in_full(whole)
+    assert parts(compose(few.recording, whole.met)) == traced_in_full(whole)
+
+
+FOLDED_PLANS = [
+    plan_of(pp=1, dp_shard=2, zero_stage=3, num_microbatches=1, recompute="full"),
+    wide(plan_of("1f1b", recompute="selective", recomputed_layers=(8, 0))),
+    wide(plan_of(pp=1, dp_replicate=2, num_microbatches=2)),
+    wide(plan_of(pp=1, tp=2, num_microbatches=2)),
+    wide(plan_of(pp=1, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=3)),
+    wide(plan_of(pp=1, dp_shard=3, zero_stage=3, num_microbatches=2)),  # which do not divide the rows evenly
+    wide(plan_of("chimera", tp=2, dp_shard=2, zero_stage=3)),
+]
+
+
+@pytest.mark.parametrize("plan", FOLDED_PLANS, ids=ParallelPlan.summary)
+def test_a_step_of_which_equal_layers_are_left_out_matches_that_of_all_layers(plan):
+    deep = ("training.precision=bf16", "training.seq_len=16", f"architecture.num_layers={8 * plan.pp}")
+    config = RunConfig.from_mapping({"model": SPEC.name}, deep)
+    whole, few = trace_rank(config, plan, 0, in_full=True), trace_rank(config, plan, 0)
+    assert any(stage.gaps for stage in few.stages)
+    assert parts(compose(few.recording, whole.met)) == traced_in_full(whole)
+
+
+def walk(growth, layer):
+    return Walk(
+        Counter(activations=growth), {"forward": (Counter(activations=growth + 1), f"layers.{layer}.w2")}, 5, Counter()
+    )
+
+
+def test_layers_that_are_left_out_change_what_both_layers_beside_the_gap_change():
+    stage = FoldedStage(range(10), [range(3, 7)])
+    assert list(stage) == [0, 1, 2, 7, 8, 9]
+    begun, forward = (None, walk(9, 0)), [(layer, walk(4, layer)) for layer in (2, 7)]
+    whole = stage.unfolded([begun, *forward])
+    assert (whole.growth["activations"], whole.flops) == (9 + 6 * 4, 7 * 5)
+    assert whole.rises["forward"] == (Counter(activations=9 + 6 * 4 + 1), "layers.7.w2")
+    shrinking = stage.unfolded([begun, *((layer, walk(-4, layer)) for layer in (7, 2))])
+    assert shrinking.rises["forward"] == (Counter(activations=10), "layers.0.w2")
+    assert stage.unfolded([begun, (2, walk(4, 2)), (7, walk(5, 7))]) is None
 
 
 @pytest.mark.parametrize("plan", [*PLANS, plan_of("1f1b", pp=8, num_microbatches=64)], ids=ParallelPlan.summary)
-def test_the_traced_actions_cover_every_situation_that_a_rank_meets(plan):
+def test_the_traced_actions_cover_every_step_of_a_ranks_work(plan):
     for actions, hosting in actions_of(plan):
         kept = telling_actions(actions, hosting)
-        assert set(situations(kept, hosting)) >= set(situations(actions, hosting))
+        assert set(steps(kept, hosting)) >= set(steps(actions, hosting))
         assert kept == [action for action in actions if action in set(kept)]
 
 
@@ -105,4 +145,7 @@ def test_one_pass_runs_every_stage_that_a_rank_hosts(schedule):
 
 
 def test_places_are_named_after_another_ranks_layers():
-    assert renamed_layers("the gradient of layers.1.ffn_norm", {0: 4, 1: 15}) == "the gradient of layers.15.ffn_norm"
+    assert (
+        renamed_layers("the gradient of layers.1.ffn_norm", {0: 4, 1: 15}.__getitem__)
+        == "the gradient of layers.15.ffn_norm"
+    )

@@ -283,10 +283,9 @@ class Messages:
         embedding: tuple[float, ...] = ()
         if self.is_first(stage) and not self.spec.tied_embeddings:
             embedding = (self._table + self._beside(EMBEDDING),)
-        blocks = (
-            (mixture if traits.sparse else layer) + self._adapters_of_layer(traits) for traits in self.traits(stage)
-        )
-        return (*blocks, *embedding)
+        traits = self.traits(stage)
+        of_layer = {kind: (mixture if kind.sparse else layer) + self._adapters_of_layer(kind) for kind in set(traits)}
+        return (*(of_layer[kind] for kind in traits), *embedding)
 
     def _beside(self, table: str) -> int:
         """Return the parameters of the adapter on a matrix outside the layers."""
@@ -304,9 +303,10 @@ class Messages:
 
     def _is_tied_apart(self, stage: int) -> bool:
         """Return whether a stage holds an embedding that is tied to the head of another rank."""
+        if not (self.is_first(stage) and self.spec.tied_embeddings):
+            return False
         last = len(self.layers) - 1
-        together = any({stage, last} <= set(hosted) for hosted in self.placement)
-        return self.is_first(stage) and self.spec.tied_embeddings and not together
+        return not any({stage, last} <= set(hosted) for hosted in self.placement)
 
     def weights_per_pass(self, stage: int) -> PassTraffic:
         """Return the data-parallel transfers of every microbatch."""

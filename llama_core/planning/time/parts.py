@@ -98,9 +98,10 @@ class StepParts:
         """Return the time tensor parallelism adds to a pass."""
         if self.plan.tp == 1:
             return NO_TIME
-        added = self._exchanged(self.messages.tensor_parallel_ends(stage))
-        for mode in self.messages.modes[stage]:
-            added = added.plus(self._exchanged(self.messages.tensor_parallel(mode)))
+        added, modes = self._exchanged(self.messages.tensor_parallel_ends(stage)), self.messages.modes[stage]
+        of_layer = {mode: self._exchanged(self.messages.tensor_parallel(mode)) for mode in set(modes)}
+        for mode in modes:
+            added = added.plus(of_layer[mode])
         if self.messages.sums_partial_every_pass:
             added = added.plus(Pass(0.0, self.links.seconds([self.messages.partial_gradients(stage)])))
         return added

@@ -1,0 +1,166 @@
+"""Leave layers out of a trace that repeat their neighbours.
+
+In a stretch of equal layers, only those near its ends differ in what they hold: there weights are gathered ahead and
+gradients reduced late across the border. So a trace runs the layers near the ends, and the changes of the last one
+before the gap stand for each layer that is left out. If the layers on both sides of the gap do not change the same
+bytes, this does not hold, and all layers have to run.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from llama_core.config.models import ModelSpec
+from llama_core.models.layers import local_part
+from llama_core.models.llama import Llama
+from llama_core.planning.plan import ParallelPlan
+from llama_core.rehearsal.compose import Walk
+
+KEPT_AT_EACH_END = 3
+"""Layers that run at each end of a stretch. The third one gathers weights for no other layer than its like."""
+
+
+class FoldedStage:
+    """The layers of a stage without those that are left out; in a model it takes the place of their range.
+
+    Args:
+        layers: the layers of the stage.
+        gaps: the layers left out, each gap in the middle of equal layers.
+    """
+
+    def __init__(self, layers: range, gaps: Sequence[range]) -> None:
+        self.start, self.stop, self.gaps = layers.start, layers.stop, tuple(gaps)
+        left_out = {layer for gap in gaps for layer in gap}
+        self._kept = [layer for layer in layers if layer not in left_out]
+        self._places = {layer: place for place, layer in enumerate(self._kept)}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def watched(self) -> list[int]:
+        """The layers that run beside a gap, two on each side."""
+        return [
+            layer for gap in self.gaps for layer in (*range(gap.start - 2, gap.start), *range(gap.stop, gap.stop + 2))
+        ]
+
+    def unfolded(self, walks: Sequence[tuple[int | None, Walk]]) -> Walk | None:
+        """Return the walk through the whole stage; None if the layers on both sides of a gap differ.
+
+        Args:
+            walks: the walks of a trace, each with the watched layer that it begins with; None for the first.
+        """
+        parts: list[Walk] = []
+        for number, (layer, walk) in enumerate(walks):
+            parts.append(walk if layer is None else self._placed(walk, layer, layer))
+            if layer is None or number + 1 == len(walks):
+                continue
+            following, next_walk = walks[number + 1]
+            gap = self._gap_between(layer, following)
+            if gap is None or following is None:
+                continue
+            if _plainly(self._placed(walk, layer, 0)) != _plainly(self._placed(next_walk, following, 0)):
+                return None
+            parts += (self._placed(walk, layer, left_out) for left_out in (gap if layer < following else reversed(gap)))
+        return Walk.joined(parts)
+
+    def _gap_between(self, one: int | None, other: int | None) -> range | None:
+        sides = {one, other}
+        return next((gap for gap in self.gaps if sides == {gap.start - 1, gap.stop}), None)
+
+    def _placed(self, walk: Walk, layer: int, at: int) -> Walk:
+        """Return the walk of ``layer`` as if it were layer ``at``, with the layers around it numbered on."""
+        place = self._places[layer]
+        return walk.placed(lambda named: at + self._places[named] - place if named in self._places else named)
+
+
+def _plainly(walk: Walk) -> tuple[Any, ...]:
+    """Return what two walks have in common if they are alike, without zeros."""
+    rises = {phase: (+rise, -rise, where) for phase, (rise, where) in walk.rises.items()}
+    return +walk.growth, -walk.growth, rises, walk.flops, walk.transfers
+
+
+def folded_stage(plan: ParallelPlan, spec: ModelSpec, stage: int) -> FoldedStage:
+    """Return the layers of ``stage`` that a trace runs."""
+    layers, modes = plan.stage_layers(spec)[stage], plan.recompute_modes(spec)[stage]
+    kinds = dict(zip(layers, zip(modes, spec.layers[layers.start : layers.stop], strict=True), strict=True))
+    stretches = [list(equal) for _, equal in groupby(layers, key=kinds.__getitem__)]
+    gaps = [range(equal[0] + KEPT_AT_EACH_END, equal[-1] + 1 - KEPT_AT_EACH_END) for equal in stretches]
+    return FoldedStage(layers, [gap for gap in gaps if gap] if _repeats_layers(plan) else [])
+
+
+def _repeats_layers(plan: ParallelPlan) -> bool:
+    """Return whether the layers of a stage run one after the other throughout a step.
+
+    The weight gradients of a split backward are computed in a loop of their own. If a rank has several stages, the last
+    backward of a step ends with a loop over the layers of the others, which gathers of ZeRO 1 and 2 lasted until then.
+    """
+    several_stages = len(plan.layout.stages_of(0)) > 1
+    return not plan.splits_backward and not (several_stages and plan.uses_fully_shard and plan.effective_zero_stage < 3)
+
+
+class LeftOut:
+    """The layers of a model that a trace leaves out: they have weights, gradients and moments, but do not run.
+
+    Args:
+        model: a rank's part of the model.
+        stages: its stages.
+    """
+
+    def __init__(self, model: Llama, stages: Sequence[FoldedStage]) -> None:
+        self._model, blocks = model, model.layers
+        self._pairs = [
+            (blocks[str(gap.start - 1)], [blocks[str(layer)] for layer in gap])
+            for stage in stages
+            for gap in stage.gaps
+        ]
+        for stage in stages:
+            for gap in stage.gaps:
+                before, after = blocks[str(gap.start - 1)], blocks[str(gap.stop)]
+                if isinstance(before, FSDPModule) and isinstance(after, FSDPModule):
+                    before.set_modules_to_forward_prefetch([after])
+                    after.set_modules_to_backward_prefetch([before])
+
+    def hide(self) -> None:
+        """Keep ``fully_shard`` from ending the backward of layers that have none, once it knows all layers."""
+        if not isinstance(self._model, FSDPModule) or not self._pairs:
+            return
+        state_of: Any = getattr(fully_shard, "state")  # noqa: B009 - torch's annotations do not know it
+        hidden = {id(state_of(block)) for _, blocks in self._pairs for block in blocks}
+        states: list[Any] = state_of(self._model)._state_ctx.all_states
+        states[:] = [state for state in states if id(state) not in hidden]
+
+    def accumulate(self, own: dict[nn.Parameter, Tensor]) -> None:
+        """Give the layers gradients like those of the layer before the gap.
+
+        Args:
+            own: the memory for the gradients of some parameters.
+        """
+        for ran, blocks in self._pairs:
+            for block in blocks:
+                storages: dict[int, Tensor] = {}
+                for like, parameter in zip(ran.parameters(), block.parameters(), strict=True):
+                    if like.grad is not None:
+                        parameter.grad = own[parameter] if parameter in own else _another(like.grad, storages)
+
+
+def _another(gradient: Tensor, storages: dict[int, Tensor]) -> Tensor:
+    """Return a gradient of the same form; those that share memory with each other also do so here."""
+    local = local_part(gradient)
+    storage = local.untyped_storage()
+    if id(storage) not in storages:
+        storages[id(storage)] = torch.empty(storage.nbytes() // local.itemsize, dtype=local.dtype, device=local.device)
+    made = storages[id(storage)].as_strided(local.shape, local.stride(), local.storage_offset())
+    if not isinstance(gradient, DTensor):
+        return made
+    return DTensor.from_local(
+        made, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()
+    )
