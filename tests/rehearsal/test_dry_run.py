@@ -344,8 +344,7 @@ def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
     [
         (ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2), HALF),
         (ParallelPlan(cp=2, zero_stage=3, recompute="full"), HALF),
-        (ParallelPlan(cp=2, recompute="selective"), KERNEL),
-        wide(ParallelPlan(cp=2, tp=2, num_microbatches=2), KERNEL),
+        (ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
         wide(ParallelPlan(cp=4, zero_stage=3, recompute="full"), KERNEL),
         wide(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6), HALF),
         (pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3), HALF),
