@@ -49,7 +49,7 @@ TOKENISING_BYTES = 512 * MIB
 
 _REMEDIES = {
     "process": "a larger launch.nodes, for fewer ranks on each",
-    "checkpoint copy": "a larger launch.nodes, or parallel.zero_stage=1 or more, which divides the states",
+    "checkpoint copy": "a larger launch.nodes, or more ranks that shard the states (parallel.zero_stage=1 or more)",
     "offloaded states": "a larger launch.nodes, or parallel.offload=none",
     "batches": "a larger launch.nodes, or a smaller training.batch_size",
 }
