@@ -90,6 +90,17 @@ class TokenEmbedding(nn.Embedding):
         """Return None: a table that is also the head has no adapter."""
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """Return ``x`` with root mean square one along its last dim, times ``weight`` of the same dtype."""
+    # F.rms_norm itself widens half precision to fp32
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``."""
+    return F.silu(gate) * up
+
+
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square normalisation, computed in fp32 and returned in the dtype of its input.
 
@@ -101,8 +112,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` with root mean square one along its last dim, times the weight."""
-        # F.rms_norm itself widens half precision to fp32
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 class Rotation(NamedTuple):
@@ -262,7 +272,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward output, in the shape and dtype of ``x_BSD``."""
-        out_BSD: Tensor = self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        out_BSD: Tensor = self.w2(swiglu(self.w1(x_BSD), self.w3(x_BSD)))
         return out_BSD
 
 

@@ -463,8 +463,8 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
     return tuple(map(range, starts, starts[1:]))
 
 
-def fuses_loss(config: RunConfig) -> bool:
-    """Return whether the loss of a resolved ``config`` runs in kernels, which hold no logits in fp32: on CUDA."""
+def runs_on_cuda(config: RunConfig) -> bool:
+    """Return whether a resolved ``config`` runs on CUDA, whose kernels make loss and norms without copies in fp32."""
     return config.launch.device == "cuda"
 
 

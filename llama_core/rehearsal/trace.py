@@ -19,15 +19,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
-from llama_core.models import loss
 from llama_core.models.batch import Batch, Documents
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.planning.memory.peaks import Category, Phase
-from llama_core.planning.plan import ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
 from llama_core.rehearsal.compose import Closing, Hosting, Recording, Step, Walk, one_pass, steps, telling_actions
 from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage
+from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.labels import GradientBuckets, Labels
 from llama_core.rehearsal.transfers import axes_by_group, on_axes
 from llama_core.schedules.actions import Action
@@ -106,7 +106,7 @@ def trace_rank(
 def _traced(
     config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool, folds: bool, known: Collection[Step]
 ) -> Trace:
-    with _alone_among(plan.world_size, rank), _loss_of(config):
+    with _alone_among(plan.world_size, rank), kernels_of(config, plan):
         precision = config.training.precision
         dtype, fp8 = COMPUTE_DTYPES[precision], precision == "fp8"
         model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, fp8=fp8)
@@ -266,16 +266,6 @@ def _alone_among(world_size: int, rank: int) -> Iterator[None]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_clear_sharding_prop_cache)  # it caches meshes, but a later equal mesh has its own groups
         stack.callback(dist.destroy_process_group)
-        yield
-
-
-@contextmanager
-def _loss_of(config: RunConfig) -> Iterator[None]:
-    """Compute the loss in kernels if the run does so; on fake tensors, its operators launch none."""
-    if not fuses_loss(config):
-        yield
-        return
-    with replaced(loss, "uses_kernels", lambda hidden_TD: True):
         yield
 
 

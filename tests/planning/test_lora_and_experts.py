@@ -1,13 +1,19 @@
 """The estimate of adapters and experts, against the bytes that autograd saves and that a step counts."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from width import cases
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
@@ -121,12 +127,24 @@ def bytes_kept(block, spec, *, follows_trained=True):
     return sum(storage.nbytes() for place, storage in kept.items() if place not in elsewhere)
 
 
-def bytes_estimated(spec):
+def bytes_estimated(spec, plan=None):
     """Return the bytes that a first and a later layer keep."""
-    layers = tensors_by_layer(
-        replace(spec, num_layers=2), ParallelPlan(), seq_len=SEQ_LEN, precision="bf16", documents="none"
-    )
+    plan = ParallelPlan() if plan is None else plan
+    layers = tensors_by_layer(replace(spec, num_layers=2), plan, seq_len=SEQ_LEN, precision="bf16", documents="none")
     return [tensors.layer() for tensors in layers]
+
+
+@pytest.fixture
+def compiled():
+    """Compile a layer as inductor does, which chooses what to keep, but generate no code."""
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+    torch._dynamo.reset()
+    yield partial(torch.compile, backend=backend)
+    torch._dynamo.reset()
 
 
 def adapted_spec(name, rank=64, names=ATTENTION_MATRICES):
@@ -168,6 +186,27 @@ def test_the_estimate_of_a_layer_trained_in_part_matches_the_bytes_autograd_save
             parameter.normal_(std=0.1)
     kept = [bytes_kept(block, spec, follows_trained=later) for later in (False, True)]
     assert kept == pytest.approx(bytes_estimated(spec), abs=64)
+
+
+COMPILED = {
+    "dense": {},
+    "adapters": {"lora": LoRA(lora_rank=8, lora_dropout=0.1, target_modules=("q_proj", "up_proj", "down_proj"))},
+    "experts": {"moe": MoE(num_experts=4)},
+}
+
+
+@pytest.mark.parametrize("kind", cases(COMPILED, narrow={"dense"}))
+def test_the_estimate_of_a_compiled_layer_matches_the_bytes_its_partition_saves(kind, compiled):
+    spec = replace(TINY, **kind)
+    block = adapted_block(spec)
+    prepare_routers(block, torch.ones(()))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.1)
+    # the backward casts trained norms' weights again, and makes a token's probabilities, their sum and the gates again
+    again = (0 if spec.lora else 2 * 2 * spec.hidden_size) + (SEQ_LEN * (4 * 4 + 4 + 2 * 2) if spec.moe else 0)
+    kept = bytes_kept(compiled(block), spec)
+    assert kept == pytest.approx(bytes_estimated(spec, ParallelPlan(compile=True))[1] - again, abs=64)
 
 
 @pytest.mark.parametrize("seq_len", [256, 4096])

@@ -123,11 +123,18 @@ def on(device, precision="bf16"):
 
 
 @pytest.mark.parametrize(
-    ("model", "precision"),
-    [("medium", "fp8"), ("wide_vocabulary", "bf16"), wide("medium", "bf16"), wide("wide_vocabulary", "fp8")],
+    ("model", "precision", "compiled"),
+    [
+        ("medium", "fp8", "true"),
+        ("wide_vocabulary", "bf16", "false"),
+        wide("medium", "bf16", "false"),
+        wide("medium", "bf16", "true"),
+        wide("wide_vocabulary", "fp8", "true"),
+    ],
 )
-def test_the_estimate_of_a_run_on_cuda_is_as_close(model, precision):
-    rehearsed, estimated = rehearsed_and_estimated(request(model, *on("cuda", precision)))
+def test_the_estimate_of_a_run_on_cuda_is_as_close(model, precision, compiled):
+    config = request(model, *on("cuda", precision), f"parallel.compile={compiled}")
+    rehearsed, estimated = rehearsed_and_estimated(config)
     assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.01)
 
 
@@ -203,11 +210,15 @@ PLANS = {
     "chimera": pipeline("chimera"),
     "chimera zero2": pipeline("chimera", zero_stage=2, dp_shard=2),
     "tp2 1f1b zero3": pipeline("1f1b", tp=2, zero_stage=3, dp_shard=2, num_microbatches=2),
+    "compiled": ParallelPlan(compile=True, microbatch_size=8),
+    "compiled tp2 selective": ParallelPlan(compile=True, tp=2, recompute="selective", num_microbatches=2),
+    "compiled 1f1b zero3": pipeline("1f1b", compile=True, dp_shard=2, zero_stage=3),
 }
 PHASES = ("forward", "backward", "optimizer")
 PRECISE = ("training.precision=fp32", "data.document_mask=true")
 HALF = ("training.precision=bf16", "data.document_mask=false")
 KERNEL = ("training.precision=bf16", "data.document_mask=true", "launch.device=cuda")
+CUDA = (*HALF, "launch.device=cuda")
 NARROW = ("cp2", "zero2", "interleaved", "1f1b partly full", "tp2 1f1b zero3")
 CASES = [
     *(("medium", HALF, name) for name in NARROW),
@@ -215,6 +226,8 @@ CASES = [
     ("many_heads", KERNEL, "cp8 full"),
     *(wide("medium", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
     *(wide("many_heads", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
+    ("medium", CUDA, "compiled tp2 selective"),
+    *(wide("medium", CUDA, name) for name in PLANS if name != "compiled tp2 selective"),
     ("medium", PRECISE, "tp2"),
     wide("medium", PRECISE, "cp2"),
     *(wide("medium_tied", HALF, name) for name in ("zero3", "chimera")),

@@ -31,7 +31,7 @@ from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, St
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, fuses_loss
+from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
 from llama_core.schedules.actions import RELEASES, Action, Kind
 from llama_core.schedules.registry import schedule_type
 
@@ -50,8 +50,8 @@ class Sizes(TypedDict):
     supports."""
     documents: DocumentAttention
     """How attention is kept inside packed documents; a mask has ``seq_len`` squared elements."""
-    fused_loss: NotRequired[bool]
-    """Whether kernels make the loss; see ``plan.fuses_loss``. Default: they do not."""
+    on_cuda: NotRequired[bool]
+    """Whether CUDA's kernels make the loss and the norms. Default: they do not."""
 
 
 def sizes_of(config: RunConfig, plan: ParallelPlan) -> Sizes:
@@ -60,7 +60,7 @@ def sizes_of(config: RunConfig, plan: ParallelPlan) -> Sizes:
         "seq_len": config.seq_len,
         "precision": config.training.precision,
         "documents": document_attention(config, plan),
-        "fused_loss": fuses_loss(config),
+        "on_cuda": runs_on_cuda(config),
     }
 
 

@@ -50,9 +50,9 @@ class AdaptedTensors(Tensors):
         """Of each matrix and its adapter."""
         self.trained_parameters |= {name: prod(spec.matrix_shapes[name]) // plan.tp for name in self.whole_matrices}
         # a norm keeps its normalised input for the gradient of its weight, and a cast copy of a trained weight
-        self._trained_norm = self.wide + self.itemsize * self.casts * spec.hidden_size
-        self.norm += self._trained_norm * (ATTENTION_NORM in traits.trained) - self.wide
-        self.ffn_norm += self._trained_norm * (FFN_NORM in traits.trained) - self.wide
+        self._trained_norm = self.weight_norm + self.itemsize * self.casts * spec.hidden_size
+        self.norm += self._trained_norm * (ATTENTION_NORM in traits.trained) - self.weight_norm
+        self.ffn_norm += self._trained_norm * (FFN_NORM in traits.trained) - self.weight_norm
         norms = len(traits.trained.intersection((ATTENTION_NORM, FFN_NORM)))
         self.layer_trained = self._parameters(MATRICES) + norms * spec.hidden_size
         self.layer_parameters += self._parameters(self.targets)
@@ -98,8 +98,8 @@ class AdaptedTensors(Tensors):
         """Return the bytes one layer keeps for its backward."""
         if mode != "none":
             return super().layer(mode)
-        # rotated queries, rotated keys and values; gate, silu(gate) and up
-        needed = self.norm + self.ffn_norm + self.queries + 2 * self.keys + self.log_sum_exp + 3 * self.ffn
+        # rotated queries, rotated keys and values
+        needed = self.norm + self.ffn_norm + self.queries + 2 * self.keys + self.log_sum_exp + self.activation
         if "o_proj" not in self.reading:  # else attention's output is among the inputs
             needed += self.queries
         return needed + self._inputs() + self._beside(MATRICES) - (0 if self.follows_trained else self._unneeded())
@@ -114,10 +114,10 @@ class AdaptedTensors(Tensors):
             (self.norm, ATTENTION_NORM, ("q_proj", "k_proj", "v_proj")),
             (scores, None, ("o_proj",)),
             (self.ffn_norm, FFN_NORM, ("gate_proj", "up_proj")),
-            (3 * self.ffn, None, ("down_proj",)),
+            (self.activation, None, ("down_proj",)),
         ):
             if norm in self.traits.trained:  # its weight's gradient needs the normalised input
-                return unneeded + kept - self.wide
+                return unneeded + (kept - self.weight_norm if self.weight_norm else 0)
             first = self.trained_parameters.keys() & matrices
             unneeded += kept
             for name in first:
@@ -129,7 +129,10 @@ class AdaptedTensors(Tensors):
                 unneeded += self.itemsize * copied * self.casts
             if first:
                 # gate and up are each kept for the gradient of the other, and gate for its own too
-                return unneeded + {"up_proj": 2 * self.ffn, "gate_proj": self.ffn}.get("".join(first), 0)
+                spared = {"up_proj": self.activation - self.ffn}
+                if not self.fuses_activation:
+                    spared["gate_proj"] = self.ffn
+                return unneeded + spared.get("".join(first), 0)
         return unneeded
 
     def leaving(self, mode: RecomputeMode) -> int:
@@ -139,7 +142,7 @@ class AdaptedTensors(Tensors):
             return max(super().leaving("none"), (3 + up) * self.ffn + self.stream + self.whole)
         parts = self.stream * self.is_divided  # this rank's part of a tensor beside the whole one
         # the stream before and after attention, and the norm's output
-        entered = self.stream * (2 if self.narrow else 1) + self._entering + parts
+        entered = self.stream * (1 + self.widens) + self._entering + parts
         if "down_proj" in self.whole_matrices:
             joined = super().leaving("none") + self._entering
         elif down:  # w2's output, its adapter's, their sum and, after dropout, the product that both read
@@ -165,7 +168,7 @@ class AdaptedTensors(Tensors):
         down = "down_proj" in self.targets
         last = max((self.whole + self.ffn * self.dropped) * down, self._inside * self.ffn)
         gradient = self.whole * self.is_tensor_parallel  # of the output, over the whole sequence and all ranks
-        return last + self._entering + gradient + self.stream * (self.narrow + self.is_divided)
+        return last + self._entering + gradient + self.stream * (self.widens + self.is_divided)
 
     @property
     def _inside(self) -> int:
@@ -183,7 +186,7 @@ class AdaptedTensors(Tensors):
     @property
     def layer_before_norm(self) -> int:
         """Bytes left of a layer after the backward of all three matrices of its feed-forward."""
-        return self.layer_before_w2 - 3 * self.ffn - self._beside(("gate_proj", "up_proj"))
+        return self.layer_before_w2 - self.activation - self._beside(("gate_proj", "up_proj"))
 
 
 class AdaptedExpertTensors(ExpertTensors, AdaptedTensors):

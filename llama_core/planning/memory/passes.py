@@ -60,7 +60,7 @@ class StageMoments:
         self.weights, self.stage, self.tensors = weights, weights.stage, tensors
         self.layers = weights.stage.layers
         below = tensors.shared + tensors.looked_up * self.stage.is_first
-        if tensors.narrow and self.stage.modes[0] == "none" and not self.stage.is_first:
+        if tensors.widens and self.stage.modes[0] == "none" and not self.stage.is_first:
             below += tensors.stream  # the received tensor; otherwise the first layer keeps that same tensor
         kept = (layer.layer(mode) for layer, mode in zip(self.layers, self.stage.modes, strict=True))
         self._kept_below = list(accumulate(kept, initial=below))
@@ -171,12 +171,12 @@ class StageMoments:
             communication=communication,
             head=True,
         )
-        # the final norm: gradients of its output and of its saved tensors, in fp32
+        # the final norm: gradients of its output and, in fp32, of its saved tensors
         yield self._moment(
             around,
             gradients=weights.gradients_in_norm(when),
-            activations=self.kept - t.wide,
-            temporaries=max(5 * t.wide, 2 * t.whole + t.stream),
+            activations=self.kept - t.weight_norm,
+            temporaries=max(t.norm_working + t.weight_norm, 2 * t.whole + t.stream),
             communication=communication,
             head=True,
         )
@@ -186,7 +186,7 @@ class StageMoments:
         is_last, done = layer == weights.num_layers - 1, self._done_above(layer)
         recomputed = self.stage.modes[layer] != "none"
         below = self._kept_below[layer] + self._put_off_above(layer)
-        if recomputed and t.narrow:  # in fp32 the first norm keeps the same tensor as checkpointing
+        if recomputed and t.widens:  # else the first norm keeps the same tensor as checkpointing
             below += t.stream
         above = [*weights.trained.layers, weights.trained.head][layer + 1]
         buffer = weights.reduction_buffer(when, above) if weights.held.head or not is_last else around.buffer
@@ -199,8 +199,8 @@ class StageMoments:
             (t.layer(), t.recomputing * recomputed, 0),
             # after w2: gradients of the product, silu(gate) and up; or, with few tokens, w2's gradient before widening
             (t.layer_before_w2, max(3 * t.ffn, t.ffn + copy + t.whole * t.is_divided), matrix),
-            # after w1 and w3: two gradients of their input and the sum, or the norm before them in fp32
-            (t.layer_before_norm, max(3 * t.entering, 4 * t.wide - t.whole), 3 * matrix),
+            # after w1 and w3: two gradients of their input and the sum, or in the norm before them
+            (t.layer_before_norm, max(3 * t.entering, t.norm_working - t.whole), 3 * matrix),
             *([(t.layer_attending, t.attending[1], 3 * matrix)] if t.attending[1] else []),
             # after wq: the gradient of the queries, and two of its input
             (t.norm + t.whole, t.queries + 2 * t.whole, layer_trained),

@@ -1,8 +1,8 @@
 """The tensors of one microbatch on one rank: the bytes of each, and which of them are kept for the backward.
 
-Each term names its tensor in ``llama_core.models``, on a device without fused norms. Tensor-parallel ranks divide the
-heads, the feed-forward columns and the vocabulary, and with sequence parallelism the residual stream; the input of a
-matrix is whole on each of them. Context-parallel ranks divide every sequence.
+Each term names its tensor in ``llama_core.models``. Tensor-parallel ranks divide the heads, the feed-forward columns and
+the vocabulary, and with sequence parallelism the residual stream; the input of a matrix is whole on each of them.
+Context-parallel ranks divide every sequence.
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by saved tensor.
 """
@@ -62,7 +62,7 @@ class Tensors:
         seq_len: tokens per sequence.
         itemsize: bytes per element of activations.
         documents: how attention is kept inside packed documents.
-        fused_loss: whether kernels make the loss, as on CUDA.
+        on_cuda: whether CUDA's kernels make the loss and the norms.
     """
 
     recomputing = 0
@@ -76,7 +76,7 @@ class Tensors:
         seq_len: int,
         itemsize: int,
         documents: DocumentAttention,
-        fused_loss: bool = False,
+        on_cuda: bool = False,
     ) -> None:
         self.spec, self.itemsize = spec, itemsize
         self.narrow = itemsize < FP32_BYTES
@@ -96,10 +96,7 @@ class Tensors:
         self.ffn = tokens * spec.ffn_size // tp * itemsize  # [B, S, F]
         self.queries = tokens * spec.q_size // tp * itemsize  # [B, N, S, H]
         self.keys = tokens * spec.kv_size // tp * itemsize  # keys, or values, [B, K, S, H]
-        self.norm = 2 * self.wide + stream_tokens * FP32_BYTES  # the input in fp32, the input normalised, its scale
-        self.ffn_norm = self.norm
-        # only the gradient of a norm's weight needs the normalised input
-        self.final_norm = self.norm if spec.trains_final_norm else self.norm - self.wide
+        self._set_norms(plan, stream_tokens, on_cuda=on_cuda)
         # for its backward, attention also keeps a sum per query, or, in the math kernel, which computes in fp32 with
         # as many key heads as query heads, the scores and its inputs in that form
         self.scores = tokens * seq_len * spec.num_heads // tp * FP32_BYTES if plan.attention == "math" else 0
@@ -133,7 +130,7 @@ class Tensors:
             self.shared += tokens * own_seq * itemsize * (plan.cp + 1) // 2
         # the rows of its part of the table that a rank looked up, and the tokens that are not in its part
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
-        self._set_loss(plan, tokens, fused_loss=fused_loss)
+        self._set_loss(plan, tokens, fused=on_cuda)
 
     def _attending(self, num_gathered: int) -> tuple[int, int]:
         """Return the bytes held in the midst of attention, forward and backward, beside what it keeps.
@@ -150,6 +147,19 @@ class Tensors:
         seen = self.keys * (2 * num_gathered + 1) // 2
         return (num_gathered + 1) * self.keys + 2 * seen + self.stream, 4 * seen + 2 * self.queries
 
+    def _set_norms(self, plan: ParallelPlan, stream_tokens: int, *, on_cuda: bool) -> None:
+        # fused kernels, CUDA's and those of a compiled block, compute in fp32 without writing it
+        self.fuses_norms, self.fuses_activation = on_cuda or plan.compile, plan.compile
+        self.widens = self.narrow and not self.fuses_norms  # whether norms copy the stream to fp32
+        # the input, in fp32, normalised, and its scale
+        self.norm = (self.stream if self.fuses_norms else 2 * self.wide) + stream_tokens * FP32_BYTES
+        self.norm_working = 2 * self.stream if self.fuses_norms else 4 * self.wide
+        """Bytes of the gradients inside a norm, of its output and its input."""
+        self.weight_norm = 0 if self.fuses_norms else self.wide
+        """The normalised input: what a norm keeps for the gradient of its weight alone."""
+        self.ffn_norm = self.norm
+        self.final_norm = self.norm - (0 if self.spec.trains_final_norm else self.weight_norm)
+
     def _set_tables(self, tp: int) -> None:
         spec = self.spec
         self.table_parameters = spec.embedding_parameters // tp  # of the embedding or the head, without adapters
@@ -163,7 +173,7 @@ class Tensors:
         self.head_trained = self.head_parameters if spec.trains_head else beside_head
         self.head_norm_trained = spec.hidden_size if spec.trains_final_norm else 0
 
-    def _set_loss(self, plan: ParallelPlan, tokens: int, *, fused_loss: bool) -> None:
+    def _set_loss(self, plan: ParallelPlan, tokens: int, *, fused: bool) -> None:
         spec = self.spec
         vocab_size = spec.vocab_size // plan.tp
         limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
@@ -178,10 +188,10 @@ class Tensors:
             + chunk * vocab_size * self.itemsize  # logits of one chunk, then their gradients
             + tokens * FP32_BYTES  # losses
         )
-        if not fused_loss:  # fp32 rows for the softmax; targets, and which of them are ignored
+        if not fused:  # fp32 rows for the softmax; targets, and which of them are ignored
             self.loss_working += -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES + tokens * (INT64_BYTES + 1)
         if spec.trains_head:
-            if not fused_loss:  # hidden states with ignored targets zeroed, and rows of the head's gradient
+            if not fused:  # hidden states with ignored targets zeroed, and rows of the head's gradient
                 self.loss_working += self.whole + -(-vocab_size // LOSS_NUM_BLOCKS) * spec.hidden_size * self.itemsize
         elif spec.lora and sum(self.head_adapter):
             rank, dropped = spec.lora.lora_rank, spec.lora.lora_dropout > 0
@@ -191,7 +201,7 @@ class Tensors:
             self.loss_saved += kept
             # A's output, scaled, and, unless fused, again with ignored targets zeroed; without dropout A's input is the
             # hidden states, which are there already
-            self.loss_working += kept + (2 - fused_loss) * width * rank - (0 if dropped else self.whole)
+            self.loss_working += kept + (2 - fused) * width * rank - (0 if dropped else self.whole)
 
     def layer(self, mode: RecomputeMode = "none") -> int:
         """Return the bytes one layer keeps for its backward."""
@@ -210,17 +220,24 @@ class Tensors:
             + self.queries  # the output: input of wo
             + self.log_sum_exp
         )
-        # the norm's output: input of w1 and w3; then gate, silu(gate), up, and their product: input of w2
-        feed_forward = self.ffn_norm + self.whole + 4 * self.ffn
+        # the norm's output: input of w1 and w3; then the product of silu(gate) and up: input of w2
+        feed_forward = self.ffn_norm + self.whole + self.activation + self.ffn
         return attention + feed_forward + (self.itemsize * self.layer_parameters if self.casts else 0)
+
+    @property
+    def activation(self) -> int:
+        """Bytes kept of gate, up and, unless one kernel makes the product, silu(gate)."""
+        return (2 if self.fuses_activation else 3) * self.ffn
 
     def leaving(self, mode: RecomputeMode) -> int:
         """Return the bytes one layer holds at the end of its forward on top of those it keeps."""
         # the stream before it, w2's output (with a divided sequence also its parts), and their sum
-        joined = self.stream * (2 if self.narrow else 1) + self.whole * (2 if self.is_divided else 1)
+        joined = self.stream * (1 + self.widens) + self.whole * (2 if self.is_divided else 1)
         if mode == "none":
             return joined
-        return max(joined, 3 * self.ffn + self.stream + self.whole)  # silu(gate), up, their product; the norm's output
+        # silu(gate), or gate unless it is kept, up, their product; the norm's output
+        inside = 2 if self.fuses_activation and mode == "selective" else 3
+        return max(joined, inside * self.ffn + self.stream + self.whole)
 
     @property
     def layer_before_w2(self) -> int:
@@ -230,7 +247,7 @@ class Tensors:
     @property
     def layer_before_norm(self) -> int:
         """Bytes left of a layer after the backward of all three matrices of its feed-forward."""
-        return self.layer() - 4 * self.ffn - 3 * self.itemsize * self.ffn_parameters * self.casts
+        return self.layer() - self.activation - self.ffn - 3 * self.itemsize * self.ffn_parameters * self.casts
 
     @property
     def layer_attending(self) -> int:

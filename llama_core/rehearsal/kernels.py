@@ -1,0 +1,82 @@
+"""Stand-ins for fused operators, with the bytes these hold and without values: for fake tensors.
+
+On CUDA, torch's norm is one kernel. A compiled block computes its norms and its SwiGLU in a few kernels, and keeps for
+its backward what is cheapest to keep.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from llama_core.config.run import RunConfig
+from llama_core.models import layers, loss, moe
+from llama_core.planning.plan import ParallelPlan, runs_on_cuda
+from llama_core.rehearsal.byte_counter import replaced
+
+
+@contextmanager
+def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
+    """Run the kernels of a CUDA run and of compiled blocks, where a run has them."""
+    on_cuda = runs_on_cuda(config)
+    with ExitStack() as stack:
+        if on_cuda:  # on fake tensors, the operators of the loss launch no kernel
+            stack.enter_context(replaced(loss, "uses_kernels", lambda hidden_TD: True))
+        if on_cuda or plan.compile:
+            stack.enter_context(replaced(layers, "rms_norm", _rms_norm))
+        if plan.compile:
+            for owner in (layers, moe):
+                stack.enter_context(replaced(owner, "swiglu", _SwiGLU.apply))
+        yield
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
+        return _apply_norm(x, weight)
+    # a rank's tokens give a part of the gradient of the weight
+    mesh, divided = x.device_mesh, any(place.is_shard() for place in x.placements)
+    part = weight.to_local(grad_placements=[Partial() if divided else Replicate()])
+    return DTensor.from_local(_apply_norm(x.to_local(), part), mesh, x.placements, run_check=False)
+
+
+def _apply_norm(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input and the fp32 scale of every row, as ``aten::_fused_rms_norm`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return _gradients(ctx, x, weight)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps gate and up, or only gate if it needs no gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up if ctx.needs_input_grad[0] else None)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad, grad)
+
+
+def _gradients(ctx: Any, *like: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(torch.empty_like(x) if needed else None for x, needed in zip(like, ctx.needs_input_grad, strict=True))
