@@ -68,6 +68,7 @@ def _draw(chance: random.Random) -> Case | None:
             microbatch_size=chance.choice((1, 1, 2)),
             num_microbatches=chance.choice((1, 2, pp, 2 * pp)),
             recompute=mode,
+            compile=chance.random() < 0.5,
         )
         config = RunConfig.from_mapping(
             {
@@ -102,6 +103,8 @@ def row(case: Case, estimated: int, counted: int) -> str:
     what = f"{config.model}, {config.seq_len} tokens, {config.training.precision}"
     if config.data.document_mask:
         what += ", documents"
+    if plan.compile:
+        what += ", compiled"
     return (
         f"| {what} | {plan.summary()} | {case.pp_rank} | {format_bytes(counted)} | {format_bytes(estimated)} | "
         f"{estimated / counted - 1:+.2%} |"
