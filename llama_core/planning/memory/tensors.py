@@ -1,7 +1,7 @@
 """The tensors of one microbatch on one rank: the bytes of each, and which of them are kept for the backward.
 
-Each term names its tensor in ``llama_core.models``. Tensor-parallel ranks divide the heads, the feed-forward columns and
-the vocabulary, and with sequence parallelism the residual stream; the input of a matrix is whole on each of them.
+Each term names its tensor in ``llama_core.models``. Tensor-parallel ranks divide the heads, the feed-forward columns
+and the vocabulary, and with sequence parallelism the residual stream; the input of a matrix is whole on each of them.
 Context-parallel ranks divide every sequence.
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by saved tensor.
