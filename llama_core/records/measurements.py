@@ -33,7 +33,8 @@ class StepRecord:
     optimizer_seconds: float
     """Part of the step spent updating the weights."""
     mfu: float | None
-    """Model FLOP/s divided by the devices' peak, with attention counted in full; None if the peak is unknown."""
+    """Model FLOP/s divided by the devices' peak or, on the CPU, their rate of matrix products. Attention counts in
+    full. None if the peak is unknown."""
     memory_allocated_bytes: int
     """Memory alive now: what the CUDA allocator or, on the CPU, the C library has handed out."""
     memory_peak_bytes: int

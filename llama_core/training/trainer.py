@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama_core.config.hardware import DeviceSpec, recognise_gpu
+from llama_core.config.hardware import recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
@@ -43,7 +44,7 @@ from llama_core.records.metrics import drop_metrics_after
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
-from llama_core.training.measure import MemoryMeter, StepClock, time_steps
+from llama_core.training.measure import MemoryMeter, StepClock, product_rate, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
 from llama_core.training.profile import profiled
@@ -375,11 +376,16 @@ class Trainer:
     def _mfu(self, tokens_per_second: float) -> float | None:
         config = self.config
         return model_flops_utilisation(
-            tokens_per_second, config.spec, config.seq_len, self.plan.world_size, self._device_spec()
+            tokens_per_second, config.spec, config.seq_len, self.plan.world_size, self._peak_flops
         )
 
-    def _device_spec(self) -> DeviceSpec | None:
-        return recognise_gpu(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+    @cached_property
+    def _peak_flops(self) -> float | None:
+        """The device's peak in bf16; on the CPU, the rate of matrix products, measured; None for an unknown GPU."""
+        if self.device.type == "cpu":
+            return product_rate(self.config.training.precision)
+        gpu = recognise_gpu(torch.cuda.get_device_name(self.device))
+        return gpu.bf16_flops if gpu else None
 
 
 @dataclass(frozen=True, eq=False)

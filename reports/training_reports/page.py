@@ -203,11 +203,13 @@ def _mfu(contents: RunContents) -> Card:
     if mfu is None or pd.isna(mfu):
         return Card(title, None, "", ["No MFU: the peak FLOP/s of this device is unknown."])
     source = "training" if benchmark is None else "timed"
+    on_cpu = contents.setting("launch", "device") == "cpu"
+    peak = "the rate at which this machine multiplies matrices" if on_cpu else "the peak FLOP/s"
     return Card(
         title,
         f"{mfu:.1%}",
         "MFU",
-        [f"Share of the peak FLOP/s in the {source} steps; counts attention in full, but no recomputation."],
+        [f"Share of {peak} in the {source} steps; counts attention in full, but no recomputation."],
     )
 
 

@@ -67,7 +67,7 @@ def test_without_recomputation_the_hardware_does_what_the_model_needs():
 def test_a_run_at_the_devices_peak_has_a_utilisation_of_one():
     spec, device = model_spec("llama3_8b"), gpu_spec("h100")
     tokens_per_second = 8 * 989e12 / flops_per_token(spec, 8192)
-    assert model_flops_utilisation(tokens_per_second, spec, 8192, 8, device) == pytest.approx(1)
+    assert model_flops_utilisation(tokens_per_second, spec, 8192, 8, device.bf16_flops) == pytest.approx(1)
 
 
 def test_utilisation_is_unknown_if_the_peak_is():
@@ -223,7 +223,7 @@ def test_time_and_money_follow_from_the_tokens_per_second():
     assert time.price(1e12, 3.0) == pytest.approx(time.training_time(1e12) / 3600 * 8 * 3.0)
     assert time.tokens_per_second_per_device * 8 == pytest.approx(time.tokens / time.total)
     assert time.mfu == pytest.approx(
-        model_flops_utilisation(time.tokens_per_second, SPEC, SEQ_LEN, 8, gpu_spec("h100"))
+        model_flops_utilisation(time.tokens_per_second, SPEC, SEQ_LEN, 8, gpu_spec("h100").bf16_flops)
     )
 
 

@@ -50,17 +50,17 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
 
 
 def model_flops_utilisation(
-    tokens_per_second: float, spec: ModelSpec, seq_len: int, num_devices: int, device: DeviceSpec | None
+    tokens_per_second: float, spec: ModelSpec, seq_len: int, num_devices: int, peak_flops: float | None
 ) -> float | None:
-    """Return model FLOP/s over the devices' peak bf16 rate, from 0 to 1; None if that peak is unknown.
+    """Return model FLOP/s over the devices' peak rate, from 0 to 1; None if that peak is unknown.
 
     Attention is counted in full; recomputation is not counted.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    if device is None:
+    if peak_flops is None:
         return None
-    return tokens_per_second * flops_per_token(spec, seq_len) / (num_devices * device.bf16_flops)
+    return tokens_per_second * flops_per_token(spec, seq_len) / (num_devices * peak_flops)
 
 
 @dataclass(frozen=True)
