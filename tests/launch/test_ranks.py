@@ -1,9 +1,6 @@
 """Real runs of several ranks through the launcher, and how they end when a rank fails."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +12,7 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.jobs import submission
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
+from llama_core.records.profiles import read_profiles
 
 pytestmark = pytest.mark.wide
 
@@ -32,7 +30,7 @@ def submit(cache, tmp_path):
     """Start a run under a plan, and kill its remaining processes at the end of the test."""
     handles = []
 
-    def start(name, *, resume=False, launch=None, training=None, **parallel):
+    def start(name, *, resume=False, launch=None, training=None, benchmark=None, **parallel):
         config = RunConfig.from_mapping(
             {
                 "architecture": FEW_PARAMETERS,
@@ -41,7 +39,7 @@ def submit(cache, tmp_path):
                 "data": {"cache_dir": str(cache)},
                 "launch": {"device": "cpu"} | (launch or {}),
                 "tracking": {"tensorboard": False},
-                "benchmark": {"warmup_steps": 0, "steps": 1},
+                "benchmark": {"warmup_steps": 0, "steps": 1} | (benchmark or {}),
             }
         )
         run = prepare_run(config, tmp_path / name, resume=resume)
@@ -74,15 +72,16 @@ def losses(run):
     return read_metrics(run).column("loss").to_pylist()
 
 
-def test_the_script_of_the_debugging_page_profiles_ranks_that_shard_the_model(submit, tmp_path):
-    handle = submit("run", gpus=2, zero_stage=3)
+@pytest.mark.parametrize(
+    ("parallel", "profiled"), [({"gpus": 2, "zero_stage": 3}, [0]), ({"gpus": 2, "pp": 2}, [0, 1])]
+)
+def test_the_first_rank_of_every_stage_is_profiled(submit, parallel, profiled):
+    handle = submit("run", benchmark={"profile": True}, **parallel)
     assert handle.wait().status == "finished"
-    page = (Path(__file__).parents[2] / "docs/debugging.md").read_text()
-    (script,) = re.findall(r"```python\n(# trace\.py .*?)```", page, re.DOTALL)
-    (tmp_path / "trace.py").write_text(script)
-    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "trace.py", str(handle.run.path))
-    subprocess.run(command, cwd=tmp_path, check=True)
-    assert len(list(tmp_path.glob("trace-[01].json.gz"))) == 2
+    records = read_profiles(handle.run)
+    assert [record.rank for record in records] == profiled
+    assert all("communication" in record.seconds for record in records)
+    assert len(list(handle.run.trace.glob("*.json.gz"))) == len(profiled)
 
 
 ENDLESS = {"steps": 10_000, "checkpoint_every": 10_000}
