@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.pages import rewrite_between
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.errors import ConfigError, PlanError
 from llama_core.planning.memory.estimate import estimate_memory, sizes_of
@@ -128,9 +129,7 @@ def main() -> None:
     )
     header = "| model | plan | pipeline rank | dry run | estimate | error |\n| --- | --- | --- | --- | --- | --- |"
     table = "\n".join((summary, "", header, *rows))
-    page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    rewrite_between(PAGE, BEGIN, END, table)
     sys.stdout.write(summary + "\n")
 
 

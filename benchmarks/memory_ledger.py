@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pages import rewrite_between
 from benchmarks.published import ledger, read_rows, write_predictions
-from benchmarks.published.comparison import Ledger
 from benchmarks.published.tables import remarks, rows_table, section, summary_table
 from llama_core.errors import TrainingInfraError
 
@@ -35,16 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return getattr(error, "exit_code", 1)
     if options.page is not None:
-        _rewrite(options.page, result)
+        rewrite_between(options.page, BEGIN, END, section(result))
     lines = [rows_table(result), summary_table(result), *remarks(result), f"predictions: {options.out}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
-
-
-def _rewrite(page: Path, result: Ledger) -> None:
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n{section(result)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

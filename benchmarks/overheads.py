@@ -10,6 +10,7 @@ import argparse
 import io
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pages import rewrite_between
+from llama_core.machine.detect import cpu_model
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- overheads -->", "<!-- end of overheads -->"
@@ -75,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = as_markdown(_machine(), rows)
     sys.stdout.write("\n" + table)
     if options.page is not None:
-        before, rest = options.page.read_text(encoding="utf-8").split(BEGIN)
-        _, after = rest.split(END)
-        options.page.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
+        rewrite_between(options.page, BEGIN, END, table)
     return int(any("failed" in row for row in rows))
 
 
@@ -108,9 +110,7 @@ def _environment() -> dict[str, str]:
 
 
 def _machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else 'unknown'}, {len(models)} cores, Python {sys.version.split()[0]}"
+    return f"{cpu_model()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 # --- processes

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.pages import rewrite_between
 from benchmarks.peers.turns import BATCHES, STEP
 from llama_core.config.run import Precision, RunConfig
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, worker_environment
-from llama_core.machine.detect import available_cores
+from llama_core.machine.detect import available_cores, cpu_model
 from llama_core.models.hf import config_json
 from llama_core.planning.time.step_time import flops_per_token
 from llama_core.training.measure import product_rate
@@ -133,9 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = as_markdown(machine, rows)
     sys.stdout.write("\n" + table)
     if options.page is not None:
-        before, rest = options.page.read_text(encoding="utf-8").split(BEGIN)
-        _, after = rest.split(END)
-        options.page.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
+        rewrite_between(options.page, BEGIN, END, table)
     return int(any("failed" in row for row in rows))
 
 
@@ -163,13 +162,8 @@ def _python(peer: str, environments: Path) -> Path | None:
 
 
 def _machine(peaks: Mapping[Precision, float]) -> dict[str, Any]:
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
     return {
-        "cpu": models[0] if models else "unknown",
+        "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "product_gflops": {precision: peak / 1e9 for precision, peak in peaks.items()},

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from llama_core.config.run import DATALOADER, RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError
@@ -21,7 +20,7 @@ from llama_core.records.checkpoints import (
     newest_step,
 )
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import by_dotted_key, read_json
 
 RUNS = Path("runs")
 
@@ -153,12 +152,9 @@ def _name(config: RunConfig) -> str:
 
 def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
     fingerprint = config.fingerprint()
-    pattern = f"{glob.escape(_name(config))}-*-{fingerprint[:4]}*/config.yaml"
-    candidates = sorted(RUNS.glob(pattern), key=lambda path: path.stat().st_mtime)
-    for path in reversed(candidates):
-        run = RunDirectory(path.parent)
+    for run in _newest_first(f"{glob.escape(_name(config))}-*-{fingerprint[:4]}*"):
         seen_to_its_end = is_finished(run) and run.report.exists()
-        if RunConfig.load(path).fingerprint() == fingerprint and not seen_to_its_end:
+        if load_config(run).fingerprint() == fingerprint and not seen_to_its_end:
             return run
     return None
 
@@ -167,12 +163,17 @@ def _newest_shorter(config: RunConfig) -> RunDirectory | None:
     """Return the newest run that differs from ``config`` only in its length and has taken fewer than its steps."""
     if config.training.steps is None:
         return None
-    candidates = sorted(RUNS.glob(f"{glob.escape(_name(config))}-*/config.yaml"), key=lambda path: path.stat().st_mtime)
-    for run in (RunDirectory(path.parent) for path in reversed(candidates)):
+    for run in _newest_first(f"{glob.escape(_name(config))}-*"):
         if 0 < newest_step(run) < config.training.steps and _is_of_other_length(run, config):
             _check_extension(run, config.training.steps)
             return run
     return None
+
+
+def _newest_first(pattern: str) -> list[RunDirectory]:
+    """Return the runs in ``RUNS`` whose names match, the last configured first."""
+    found = sorted(RUNS.glob(f"{pattern}/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [RunDirectory(path.parent) for path in found]
 
 
 def _is_of_other_length(run: RunDirectory, config: RunConfig) -> bool:
@@ -190,15 +191,8 @@ def _never_began(run: RunDirectory) -> bool:
 
 def _differences(one: RunConfig, other: RunConfig) -> Iterable[tuple[str, str]]:
     """Yield each key in which two runs differ, and a clause with both values."""
-    left, right = _flat(one.identity()), _flat(other.identity())
+    left, right = by_dotted_key(one.identity()), by_dotted_key(other.identity())
     for key in sorted(left | right):
         if left.get(key) != right.get(key):
             there, here = (repr(side[key]) if key in side else "unset" for side in (left, right))
             yield key, f"{key} is {there} there, {here} here"
-
-
-def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

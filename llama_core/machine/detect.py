@@ -8,7 +8,6 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -72,12 +71,20 @@ def code_commit() -> str | None:
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
 
 
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def software_versions() -> dict[str, str]:
     """Return the versions of the software that decides how fast a step is: python, torch, this package, its commit."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "llama-training-infra"):
-        with suppress(importlib.metadata.PackageNotFoundError):  # run from a checkout that is not installed
-            versions[package] = importlib.metadata.version(package)
+        if (version := package_version(package)) is not None:  # a checkout need not be installed
+            versions[package] = version
     if (commit := code_commit()) is not None:
         versions["commit"] = commit
     if gpus := installed_gpus():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from llama_core.machine.detect import gpu_links, visible_gpus
+from llama_core.machine.detect import gpu_links, package_version, visible_gpus
 from llama_core.units import GIB, MIB, format_bytes, format_duration
 
 FEW_FILES = 1024
@@ -103,7 +103,7 @@ def _cuda() -> Iterator[Finding]:
     gpus = visible_gpus()
     if built_for is None or not gpus:
         return
-    nccl = next((v for p in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(p))), "torch's own")
+    nccl = next((v for p in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := package_version(p))), "torch's own")
     fact = f"torch is built for {built_for}, driver {gpus[0].driver}, NCCL {nccl}"
     yield Finding("cuda", fact, driver_problem(built_for, gpus[0].driver))
 
@@ -235,10 +235,3 @@ def _prefect() -> Finding:
         problem = f"PREFECT_API_URL={url} does not answer ({error}); start it with make serve, or unset the variable"
         return Finding("prefect server", f"{url} does not answer", problem)
     return Finding("prefect server", f"{url} answers")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,7 +1,5 @@
 """Check what this machine lacks for a run and what will slow it down, without torch."""
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -14,7 +12,14 @@ from llama_core.config.hardware import recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.defaults import resolve_machine_defaults
-from llama_core.machine.detect import Machine, code_commit, cpu_model, detect_machine, visible_gpus
+from llama_core.machine.detect import (
+    Machine,
+    code_commit,
+    cpu_model,
+    detect_machine,
+    package_version,
+    visible_gpus,
+)
 from llama_core.machine.flash import describe_flash_attention
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
@@ -107,25 +112,18 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path, *, s
         _check_extras(found, config)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _check_packages(found: Findings) -> None:
     found.facts["python"] = f"Python {platform.python_version()}"
     found.facts["interpreter"] = sys.executable
     if (commit := code_commit()) is not None:
         found.facts["commit"] = commit
     for package, purpose in _REQUIRED.items():
-        version = _version(package)
+        version = package_version(package)
         if version is None:
             found.errors.append(f"{package} is not installed but is needed to {purpose}; pip install {package}")
         else:
             found.facts[package] = f"{package} {version}"
-    installed = {package: _version(package) for package in _OPTIONAL}
+    installed = {package: package_version(package) for package in _OPTIONAL}
     found.facts["optional packages"] = ", ".join(f"{name} {version or 'absent'}" for name, version in installed.items())
     _check_torch(found)
 
@@ -137,7 +135,7 @@ def _check_extras(found: Findings, config: RunConfig) -> None:
         "deepspeed": (config.parallel.zero_backend == "deepspeed", "parallel.zero_backend=deepspeed"),
     }
     for package, (is_used, setting) in uses.items():
-        if is_used and _version(package) is None:
+        if is_used and package_version(package) is None:
             found.errors.append(f"{setting} needs {package}, which is not installed; {how_to_install(package)}")
     if config.tracking.wandb == "online" and not has_wandb_key():
         found.errors.append(
@@ -146,7 +144,7 @@ def _check_extras(found: Findings, config: RunConfig) -> None:
 
 
 def _check_torch(found: Findings) -> None:
-    version = _version("torch")
+    version = package_version("torch")
     if version is None:
         return
     oldest, newest = TESTED_TORCH
@@ -169,7 +167,7 @@ def _describe_machine(found: Findings, machine: Machine) -> None:
     found.facts["devices"] = "; ".join(listed) or "no CUDA device"
     if listed and not machine.gpus:
         found.warnings.append(
-            f"torch {_version('torch')} is built without CUDA and cannot use the {len(listed)} GPUs here; "
+            f"torch {package_version('torch')} is built without CUDA and cannot use the {len(listed)} GPUs here; "
             "install a CUDA build (https://pytorch.org/get-started)"
         )
     found.facts["cpu"] = (

@@ -66,6 +66,14 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in nested.items():
+        values |= by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
+
+
 def write_json(path: Path, record: object, *, durable: bool = True) -> None:
     """Write a mapping or dataclass atomically as JSON with its ``schema_version``; see ``atomic_write``."""
     payload = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record

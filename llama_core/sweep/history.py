@@ -19,7 +19,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError, RegressionError, RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, read_json, write_json
+from llama_core.records.files import atomic_write, by_dotted_key, read_json, write_json
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
 from llama_core.sweep.grid import CADENCE, LEARNING
@@ -219,7 +219,7 @@ class Judgement:
 
 def work_fingerprint(config: RunConfig) -> str:
     """Return 16 hex digits that are equal for configurations whose timed steps do the same work in the same way."""
-    work = _flat({**config.identity(), "parallel": config.parallel.model_dump()})
+    work = by_dotted_key({**config.identity(), "parallel": config.parallel.model_dump()})
     work = {key: value for key, value in work.items() if key not in LEARNING | CADENCE}
     work |= {"launch.nodes": config.launch.nodes, "launch.device": config.launch.device}
     work |= {"benchmark.profile": config.benchmark.profile}
@@ -257,7 +257,7 @@ def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
         fingerprint=work_fingerprint(config),
         ended_at=read_outcome(run).ended_at,
         versions=timed.versions,
-        settings=_flat({**config.model_dump(mode="json"), "plan": read_json(run.plan)}),
+        settings=by_dotted_key({**config.model_dump(mode="json"), "plan": read_json(run.plan)}),
         tokens_per_step=timed.tokens_per_step,
         tokens_per_second=tuple(timed.tokens_per_step / seconds for seconds in timed.step_seconds),
         memory_peak_bytes=timed.memory_peak_bytes,
@@ -460,10 +460,3 @@ def _schema() -> "pa.Schema":
         "waiting_share": pa.float64(),
     }
     return pa.schema([(field.name, others.get(field.name, pa.string())) for field in fields(Result)])
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -10,6 +10,7 @@ import pandas as pd
 
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import by_dotted_key
 from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import HELD_OUT
 from llama_core.units import format_bytes, format_count, format_duration
@@ -41,7 +42,7 @@ class ComparedRun:
         facts = (contents.environment or {}).get("facts", {})
         software = {name: facts[name] for name in _SOFTWARE if name in facts}
         device = {"device": contents.benchmark.device} if contents.benchmark else {}
-        return _flat({**(contents.config or {}), "plan": contents.plan or {}} | software | device)
+        return by_dotted_key({**(contents.config or {}), "plan": contents.plan or {}} | software | device)
 
     @property
     def seconds(self) -> "pd.Series[float]":
@@ -297,10 +298,3 @@ def _last(values: "pd.Series[Any]") -> float | None:
 
 def _number(value: Any) -> float | None:
     return None if pd.isna(value) else float(value)
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -1,6 +1,6 @@
 """The report of one run: a single HTML file that opens offline, made from the run directory alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import by_dotted_key
 from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
@@ -36,7 +37,8 @@ def write_report(run: RunDirectory) -> Path:
     if not run.path.is_dir():
         raise RunDirectoryError(f"{str(run.path)!r} is not a directory; give the directory of a run")
     contents = RunContents.read(run)
-    outcome, settings, defaults = contents.outcome, _flat(contents.config), _flat(RunConfig().model_dump(mode="json"))
+    outcome, settings = contents.outcome, by_dotted_key(contents.config or {})
+    defaults = by_dotted_key(RunConfig().model_dump(mode="json"))
     return write_page(
         run.report,
         "run.html",
@@ -58,7 +60,7 @@ def write_report(run: RunDirectory) -> Path:
         attempts=_attempts(contents),
         settings=settings,
         changed=[key for key, value in settings.items() if value != defaults.get(key, value)],
-        plan=_flat(contents.plan),
+        plan=by_dotted_key(contents.plan or {}),
     )
 
 
@@ -396,14 +398,6 @@ def _attempts(contents: RunContents) -> tuple[list[str], list[list[object]]] | N
     keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
     rows = [[number, *(attempt.get(key) for key in keys)] for number, attempt in enumerate(attempts, 1)]
     return ["Attempt", *(key.replace("_", " ").capitalize() for key in keys)], rows
-
-
-def _flat(record: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key; empty for None."""
-    values: dict[str, Any] = {}
-    for key, value in (record or {}).items():
-        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return values
 
 
 def _last(rows: pd.DataFrame, column: str) -> Any:
