@@ -230,7 +230,10 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         "--resume --sweep-dir sweeps/mine",
     )
     sweep.add_argument(
-        "--config", type=Path, metavar="sweep.yaml", help="the sweep: name, base, grid, exclude, objective, tokens"
+        "--config",
+        type=Path,
+        metavar="sweep.yaml",
+        help="the sweep: name, base, grid, exclude, include, objective, tokens",
     )
     sweep.add_argument(
         "--objective",

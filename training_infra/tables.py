@@ -102,16 +102,19 @@ def print_cost(planned: "PlannedRun", cost: "Cost | None") -> None:
 def print_comparison(comparison: "Comparison") -> None:
     """Print a line for each element: measured or predicted, with its figures, or the reason why it has none."""
     keys = [key.rpartition(".")[2] for key in comparison.rows[0].settings]
-    settings = [" ".join(map(str, row.settings.values())) for row in comparison.rows]
-    width = max(map(len, (" ".join(keys), *settings))) + 2
-    print(f"{' '.join(keys):<{width}}{'how':<11}{'tokens/s':>12}{'step':>10}{'MFU':>8}{'memory':>13}  plan, or why not")
+    given = [["-" if value is None else str(value) for value in row.settings.values()] for row in comparison.rows]
+    widths = [max(map(len, column)) + 2 for column in zip(keys, *given, strict=True)]
+    heading, *settings = (
+        "".join(value.ljust(width) for value, width in zip(line, widths, strict=True)) for line in (keys, *given)
+    )
+    print(f"{heading}{'how':<11}{'tokens/s':>12}{'step':>10}{'MFU':>8}{'memory':>13}  plan, or why not")
     for row, values in zip(comparison.rows, settings, strict=True):
         rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         step = "" if row.step_seconds is None else _short_duration(row.step_seconds)
         mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
         memory = "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
         told = f"{row.plan} on {row.device}" if row.status == "finished" else f"{row.status}: {row.reason}"
-        print(f"{values:<{width}}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
+        print(f"{values}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
 
 
 def print_runs(comparison: "RunComparison") -> None:

@@ -117,7 +117,7 @@ def litgpt(job: dict[str, Any], weights: Weights) -> Step:
 def torchtitan(job: dict[str, Any], weights: Weights) -> Step:
     """The Llama 3 of torchtitan with its loss; when tuned, blocks and loss are compiled, as its trainer does."""
     from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
@@ -131,6 +131,7 @@ def torchtitan(job: dict[str, Any], weights: Weights) -> Step:
         multiple_of=32,
         ffn_dim_multiplier=(shape["ffn_size"] + 0.5) / int(8 * shape["hidden_size"] / 3),
         rope_theta=shape["rope_theta"],
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),  # by default the frequencies are those of Llama 3.1
         norm_eps=shape["norm_eps"],
         max_seq_len=job["seq_len"],
     )

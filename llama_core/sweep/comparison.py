@@ -84,9 +84,7 @@ def compare(
     rows = {element.name: row for element in elements if (row := _without_running(element, config.base)) is not None}
     sweep = None
     if len(rows) < len(elements):
-        elsewhere = [dict(element.settings) for element in elements if element.name in rows]
-        left = SweepConfig.from_mapping(config.model_dump() | {"exclude": [*config.exclude, *elsewhere]})
-        sweep = sweeps.prepare(left, sweep_dir, resume=resume)
+        sweep = sweeps.prepare(config.without(rows), sweep_dir, resume=resume)
         try:
             run_sweep(sweep, steps)
         except StoppedError:

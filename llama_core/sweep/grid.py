@@ -5,9 +5,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +18,7 @@ from llama_core.config.names import keys_meant
 from llama_core.config.run import RunConfig, config_keys, parse_yaml
 from llama_core.config.section import Section
 from llama_core.errors import ConfigError, ask_for, did_you_mean
+from llama_core.records.files import by_dotted_key
 
 LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
@@ -84,6 +85,8 @@ class SweepConfig(Section):
     """Values to try for keys of the run configuration, such as {parallel.microbatch_size: [1, 2, 4]}."""
     exclude: list[dict[str, GridValue]] = Field(default_factory=list)
     """Combinations to leave out: each excludes every element that has all its values."""
+    include: list[dict[str, GridValue]] = Field(default_factory=list)
+    """Elements to add: values for keys of the grid, and the base's for the others. One given again is run again."""
     objective: Objective = "throughput"
     """What ranks the elements: throughput (of timed steps), or loss (each trains, and its held-out loss counts)."""
     tokens: int | None = Field(None, ge=1)
@@ -97,8 +100,9 @@ class SweepConfig(Section):
     @model_validator(mode="after")
     def _grid_is_possible(self) -> Self:
         problems = [*_grid_problems(self.grid), *_exclude_problems(self.exclude, self.grid)]
+        problems += _include_problems(self.include, self.grid)
         problems += self._problems_of_objective()
-        num_elements = math.prod(map(len, self.grid.values()))
+        num_elements = math.prod(map(len, self.grid.values())) + len(self.include)
         if num_elements > MOST_ELEMENTS:
             problems.append(f"grid has {num_elements:,} elements; at most {MOST_ELEMENTS:,} are possible")
         if not problems and not self.elements():
@@ -108,7 +112,10 @@ class SweepConfig(Section):
         return self
 
     def _problems_of_objective(self) -> Iterator[str]:
-        compared = [key for key, values in self.grid.items() if len(values) > 1]
+        added = {
+            key for settings in self.include for key, value in settings.items() if value not in self.grid.get(key, ())
+        }
+        compared = [key for key, values in self.grid.items() if len(values) > 1 or key in added]
         if self.objective == "throughput":
             if self.tokens is not None:
                 yield "tokens needs objective=loss: timed steps train nothing"
@@ -150,13 +157,25 @@ class SweepConfig(Section):
         return config.with_overrides(f"training.steps={steps}")
 
     def elements(self) -> list[Element]:
-        """Return one element for each combination that is not excluded; the last key varies fastest."""
-        every = (dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values()))
-        return [
-            Element(_element_name(settings), settings)
-            for settings in every
-            if not any(unwanted.items() <= settings.items() for unwanted in self.exclude)
-        ]
+        """Return the combinations that are not excluded (the last key varies fastest), then the included elements."""
+        every = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
+        kept = [one for one in every if not any(unwanted.items() <= one.items() for unwanted in self.exclude)]
+        base = by_dotted_key(self.base.model_dump(mode="json")) if self.include else {}
+        added = [{key: settings.get(key, base.get(key)) for key in self.grid} for settings in self.include]
+        elements: dict[str, Element] = {}
+        for settings in (*kept, *added):
+            names = (_element_name(settings, time) for time in count(1))
+            name = next(name for name in names if name not in elements)
+            elements[name] = Element(name, settings)
+        return list(elements.values())
+
+    def without(self, names: Container[str]) -> Self:
+        """Return the sweep without the elements of these names."""
+        elements = self.elements()
+        of_grid, added = elements[: len(elements) - len(self.include)], elements[len(elements) - len(self.include) :]
+        exclude = [*self.exclude, *(dict(element.settings) for element in of_grid if element.name in names)]
+        include = [settings for settings, element in zip(self.include, added, strict=True) if element.name not in names]
+        return self.from_mapping(self.model_dump() | {"exclude": exclude, "include": include})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -226,6 +245,17 @@ def _exclude_problems(
             yield "exclude: an empty combination would leave out every element"
 
 
+def _include_problems(
+    include: Iterable[Mapping[str, GridValue]], grid: Mapping[str, Sequence[GridValue]]
+) -> Iterator[str]:
+    for settings in include:
+        for key, value in settings.items():
+            if key not in grid:
+                yield f"include: {key!r} is not a key of the grid; add it there with the value of the other elements"
+            else:
+                yield from (problem.replace("grid.", "include: ", 1) for problem in _value_problems(key, value))
+
+
 def _describe(detail: ErrorDetails) -> Sequence[str]:
     """Return the sentences for one of Pydantic's error details."""
     cause = detail.get("ctx", {}).get("error")
@@ -239,12 +269,17 @@ def _describe(detail: ErrorDetails) -> Sequence[str]:
     return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
 
 
-def _element_name(settings: Mapping[str, GridValue]) -> str:
-    """Return a name that is unique in the grid, and does not change when the grid gets more values."""
+def _element_name(settings: Mapping[str, GridValue], time: int) -> str:
+    """Return a name that is unique in the grid, and does not change when the grid gets more values.
+
+    Args:
+        settings: the element's values.
+        time: 1, or 2 for an element that is run a second time.
+    """
     endings = Counter(_ending(key) for key in settings)
     written = ",".join(
         f"{_ending(key) if endings[_ending(key)] == 1 else key}={_text(value)}" for key, value in settings.items()
-    )
+    ) + (f",run={time}" if time > 1 else "")
     safe = re.sub(r"[^A-Za-z0-9_.,=+-]", "-", written)
     if safe == written and len(safe) <= LONGEST_NAME:
         return safe

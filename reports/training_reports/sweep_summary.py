@@ -137,7 +137,8 @@ def _look_for(judgement: Judgement) -> Iterator[str]:
 
 def _edges(best: ElementRecord, record: SweepRecord) -> Iterator[str]:
     """Yield a sentence for each setting of the best element that is the largest or smallest in the grid."""
-    for key, values in record.sweep_config.grid.items():
+    for key in record.sweep_config.grid:
+        values = {element.settings[key] for element in record.elements}
         numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
         value = best.settings[key]
         if len(numbers) < 2 or len(numbers) < len(values):

@@ -75,6 +75,28 @@ def test_excluding_part_of_a_combination_excludes_every_element_that_shares_it()
     assert [element.name for element in kept] == ["tp=1,microbatch_size=1", "tp=1,microbatch_size=2"]
 
 
+@given(grids, st.data())
+def test_each_included_element_is_added_with_the_base_for_what_it_leaves_out(grid, data):
+    some = [{key: data.draw(st.sampled_from(grid[key])) for key in list(grid)[1:]} for _ in range(3)]
+    every, longer = sweep(grid).elements(), sweep(grid, include=some).elements()
+    assert longer[: len(every)] == every
+    first = next(iter(grid))
+    at_base = getattr(getattr(RunConfig(), first.partition(".")[0]), first.partition(".")[2])
+    assert [element.settings for element in longer[len(every) :]] == [{first: at_base} | one for one in some]
+    assert len({element.name for element in longer}) == len(longer)
+    assert all(len(element.name) <= LONGEST_NAME for element in longer)
+
+
+def test_an_element_that_is_included_again_is_run_again():
+    again = sweep({"parallel.tp": [1, 2]}, include=[{"parallel.tp": 2}, {"parallel.tp": 2}, {"parallel.tp": 4}])
+    assert [element.name for element in again.elements()] == ["tp=1", "tp=2", "tp=2,run=2", "tp=2,run=3", "tp=4"]
+    assert [element.name for element in again.without({"tp=1", "tp=2,run=3"}).elements()] == [
+        "tp=2",
+        "tp=2,run=2",
+        "tp=4",
+    ]
+
+
 def test_names_are_short_unless_two_keys_end_alike():
     grid = {"training.warmup_steps": [1], "benchmark.warmup_steps": [2], "parallel.tp": [None]}
     (element,) = sweep(grid).elements()
@@ -111,6 +133,12 @@ def test_contradictory_values_make_only_their_element_impossible():
             "grid has 262,144 elements; at most 4,096 are possible",
         ),
         ({"exclude": [{"parallel.tp": 4}]}, "exclude: parallel.tp=4 is not in the grid"),
+        ({"include": [{"parallel.pp": 2}]}, "include: 'parallel.pp' is not a key of the grid; add it there"),
+        ({"include": [{"parallel.tp": 0.5}]}, "include: parallel.tp"),
+        (
+            {"include": [{"training.seed": 2}], "grid": {"training.seed": [1]}},
+            "training.seed cannot change the throughput",
+        ),
         ({"exclude": [{}]}, "would leave out every element"),
         ({"exclude": [{"parallel.tp": 1}, {"parallel.tp": 2}]}, "leaves no element"),
         ({"name": "../elsewhere"}, "name='../elsewhere'"),
