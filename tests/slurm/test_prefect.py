@@ -57,11 +57,20 @@ def job_of(run):
     return JobRecord(**read_json(run.job))
 
 
+def deployed_config(serving, name):
+    """Return the configuration of a deployment in ``prefect.yaml``."""
+    deployments = yaml.safe_load((serving.checkout / "prefect.yaml").read_text())["deployments"]
+    (config,) = (one["parameters"]["config"] for one in deployments if one["name"] == name)
+    return config
+
+
 def test_the_deployment_of_the_smoke_test_trains_on_two_nodes_and_its_report_arrives(serving):
-    told = serving.prefect("deployment", "run", "train/tiny_llama3_50m_slurm", "--watch")
-    assert told.returncode == 0, told.stdout + told.stderr
-    (path,) = serving.checkout.glob("runs/tiny_llama3_50m-*/job.json")
-    run = RunDirectory(path.parent)
+    """With a smaller model, which saves minutes."""
+    config = deployed_config(serving, "tiny_llama3_50m_slurm")
+    del config["model"]
+    flow_run = serving.deploy("train/tiny_llama3_50m_slurm", f"config={json.dumps(config | {'architecture': SMALL})}")
+    run = serving.submitted(flow_run)
+    assert serving.end(flow_run) == "Completed"
     assert read_outcome(run).status == "finished"
     hosts = [rank["host"] for rank in read_json(run.environment)["ranks"]]
     assert len(hosts) == 4
@@ -120,8 +129,7 @@ def test_a_job_cancelled_in_slurm_shows_as_cancelled(serving):
 def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serving):
     with cluster.held_node():  # or it would start 64 ranks here
         # Rehearse one rank of one microbatch: the full plan would take many minutes here.
-        named = yaml.safe_load((serving.checkout / "prefect.yaml").read_text())["deployments"]
-        (config,) = (one["parameters"]["config"] for one in named if one["name"] == "llama3_405b")
+        config = deployed_config(serving, "llama3_405b")
         config["parallel"]["pp"] = 1
         config["training"]["batch_size"] = 16
         config["launch"]["force"] = True  # this disk has no room for a checkpoint
