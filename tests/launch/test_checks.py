@@ -1,5 +1,6 @@
 """The checks that ranks make on their nodes."""
 
+import resource
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,13 @@ from distributed import run_ranks
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.launch.rank.checks import RankFacts, check_own_device, check_ranks_agree, disagreements
+from llama_core.launch.rank.checks import (
+    RankFacts,
+    allow_open_files,
+    check_own_device,
+    check_ranks_agree,
+    disagreements,
+)
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 
@@ -108,3 +115,13 @@ def test_a_node_without_the_planned_device_says_so(monkeypatch):
     check_own_device(config.with_overrides("launch.device=cpu"))
     with pytest.raises(EnvironmentMismatchError, match=r"^rank 3 on .*: torch .* sees no CUDA device"):
         check_own_device(config)
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows():
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -43,10 +43,11 @@ def test_an_old_driver_gets_the_index_of_builds_that_it_runs(driver, build):
 
 
 def test_a_low_open_file_limit_is_a_warning(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 8192))
-    assert found()["open files"].warning.endswith("exceed; run ulimit -n 8192")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert found()["open files"] == ("open files", "ulimit -n unlimited", "")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 512))
+    assert found()["open files"].warning.startswith("at most 512 open files are allowed here")
+    for most, told in ((8192, "8192"), (resource.RLIM_INFINITY, "unlimited")):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, most=most: (256, most))
+        assert found()["open files"] == ("open files", f"ulimit -Hn {told}", "")
 
 
 def test_little_shared_memory_is_a_warning_for_several_ranks(monkeypatch):

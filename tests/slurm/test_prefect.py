@@ -11,7 +11,6 @@ import yaml
 from launch_harness import eventually
 
 from llama_core.launch.outcome import read_outcome
-from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.job import JobRecord
 

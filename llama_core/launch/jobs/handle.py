@@ -24,6 +24,9 @@ from llama_core.records.metrics import read_heartbeat
 
 WORKER = (sys.executable, "-m", "llama_core.launch.rank.worker")  # a command line, so that submitting needs no torch
 
+LOOKING_SHARE = 0.05
+"""Most of the time that is spent looking at logs."""
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -51,7 +54,7 @@ class JobHandle(ABC):
     poll_seconds = 0.2
     """Seconds between checks of its records."""
     log_seconds = 0.2
-    """Seconds between checks of the logs of all its ranks."""
+    """Seconds between checks of the logs of all its ranks, or more if there are so many that a check takes long."""
     kill_seconds = 10.0
     """Seconds that its processes may take to end once they are killed."""
 
@@ -98,7 +101,7 @@ class JobHandle(ABC):
             expected: returns a clause on how long a step should take, for such a line.
         """
         newest: StepRecord | None = None
-        waits_for, looked_at = "", time.monotonic()
+        waits_for, looked_at, pause = "", time.monotonic(), self.log_seconds
         logs = LogFollower(self.run)
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         silence = Silence(self.run, submitted, expected)
@@ -109,10 +112,12 @@ class JobHandle(ABC):
                 newest = step
                 if on_progress is not None:
                     on_progress(step)
-            if on_output is not None and (not running or time.monotonic() - looked_at >= self.log_seconds):
-                looked_at = time.monotonic()
+            if on_output is not None and (not running or time.monotonic() - looked_at >= pause):
+                began = time.monotonic()
                 for rank, line in logs.notable_lines():
                     on_output(rank, line)
+                looked_at = time.monotonic()
+                pause = max(self.log_seconds, (looked_at - began) / LOOKING_SHARE)
             if on_waiting is not None and self.waits_for != waits_for:
                 waits_for = self.waits_for
                 on_waiting(f"for {waits_for}" if waits_for else "Slurm has started the job")

@@ -122,6 +122,15 @@ def limit_own_memory(config: RunConfig) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
 
 
+def allow_open_files() -> None:
+    """Raise the limit on open files as far as the system allows.
+
+    The first rank keeps a connection to each other rank, and so does every rank in a group of gloo.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
     """Gather and record the facts of all ranks, and refuse to train if they differ.
 

@@ -4,6 +4,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from pathlib import Path
 
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import current_attempt, read_rank_exits
@@ -34,16 +35,21 @@ class Siblings(Watcher):
 
     def gives_up(self) -> bool:
         """Return whether some rank has been neither running nor finished for ``SURVIVOR_SECONDS``."""
-        import psutil
-
-        present = 0
-        for child in psutil.Process(os.getppid()).children():
-            with suppress(psutil.NoSuchProcess):
-                present += child.status() != psutil.STATUS_ZOMBIE
-        finished = sum(not rank_exit.failed for rank_exit in read_rank_exits(self.run, self.job, self.restart))
-        if present + finished >= self.num_ranks:
+        missing = self.num_ranks - _num_children(os.getppid())
+        if missing <= 0 or missing <= sum(
+            not rank_exit.failed for rank_exit in read_rank_exits(self.run, self.job, self.restart)
+        ):
             self.complete_at = time.monotonic()
         return time.monotonic() - self.complete_at > SURVIVOR_SECONDS
+
+
+def _num_children(pid: int) -> int:
+    """Return how many children a process has; Linux lists those that its main thread started in one file."""
+    with suppress(OSError):
+        return len(Path(f"/proc/{pid}/task/{pid}/children").read_bytes().split())
+    import psutil
+
+    return len(psutil.Process(pid).children())
 
 
 class Successor(Watcher):

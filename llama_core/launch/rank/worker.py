@@ -26,7 +26,7 @@ from llama_core.data.datasets import BatchStream, load_datasets, validation_batc
 from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
 from llama_core.launch.attempts import own_host, own_job
 from llama_core.launch.outcome import record_outcome
-from llama_core.launch.rank.checks import check_own_device, check_ranks_agree, limit_own_memory
+from llama_core.launch.rank.checks import allow_open_files, check_own_device, check_ranks_agree, limit_own_memory
 from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.launch.verdict import (
     LESS_MEMORY,
@@ -159,6 +159,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
 
     check_own_device(config)
     limit_own_memory(config)
+    allow_open_files()
     tell("waiting for the other ranks")
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
     check_ranks_agree(run, config)

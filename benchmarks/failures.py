@@ -1,0 +1,153 @@
+"""Simulate a month of training on a cluster whose nodes fail: ``python -m benchmarks.failures``.
+
+Failures come at random with a constant rate, as published runs saw them. Each costs the work since the last durable
+checkpoint, and a restart; its node is away until it is repaired, and a spare one takes its place if there is one. The
+table tells the share of the time that became progress (goodput) for intervals between checkpoints, bandwidths of the
+storage and numbers of spare nodes.
+"""
+
+import argparse
+import heapq
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.pages import rewrite_between
+
+BEGIN, END = "<!-- failures -->", "<!-- end of failures -->"
+GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
+"""419 unexpected interruptions in 54 days on 16,384 GPUs. Source: Llama Team, The Llama 3 Herd of Models, 2024."""
+CHECKPOINT_BYTES = 12 * 405.85e9
+"""Weights and both moments of Llama 3 405B in fp32."""
+DAYS = 30
+MONTHS = 40
+"""Simulated months behind each figure."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A job, the nodes that it may use, and how they fail; times in seconds."""
+
+    gpus: int = 16384
+    gpus_per_node: int = 8
+    spare_nodes: int = 16
+    repair_s: float = 24 * 3600
+    """Until a failed node is back."""
+    bandwidth: float = 1e12
+    """Bytes per second that the storage takes and gives, all nodes together."""
+    interval_s: float = 600
+    """From the start of one checkpoint to the start of the next; at least as long as one takes."""
+    stall_s: float = 2
+    """Time that steps wait while a checkpoint is copied to the host; it is written while they go on."""
+    restart_s: float = 300
+    """From a failure to the first step, without loading the checkpoint: notice, requeue, start, build."""
+
+    @property
+    def save_s(self) -> float:
+        """Time to write or read a checkpoint."""
+        return CHECKPOINT_BYTES / self.bandwidth
+
+    @property
+    def mean_time_s(self) -> float:
+        """Mean time between two failures of the job."""
+        return GPU_HOURS_PER_FAILURE * 3600 / self.gpus
+
+
+@dataclass
+class Shares:
+    """Where the time went, in seconds."""
+
+    progress: float = 0.0
+    saving: float = 0.0
+    lost: float = 0.0
+    """Work that was done again."""
+    restarting: float = 0.0
+    without_nodes: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that became progress."""
+        return self.progress / (self.progress + self.saving + self.lost + self.restarting + self.without_nodes)
+
+
+def simulate(cluster: Cluster, seconds: float, seed: int = 0) -> Shares:
+    """Return where the time of a run of at least ``seconds`` went."""
+    dice, shares = random.Random(seed), Shares()
+    interval = max(cluster.interval_s, cluster.save_s + cluster.stall_s)
+    now, repaired, spare = 0.0, [], cluster.spare_nodes
+    while now < seconds:
+        lasts = min(dice.expovariate(1 / cluster.mean_time_s), seconds - now)
+        fails = now + lasts < seconds
+        begun = int(lasts // interval)  # checkpoints begun, each after interval - stall of work
+        durable = begun if lasts - begun * interval >= cluster.save_s + cluster.stall_s else max(begun - 1, 0)
+        worked = lasts - begun * cluster.stall_s
+        kept = durable * (interval - cluster.stall_s) if fails else worked
+        shares.saving += begun * cluster.stall_s
+        shares.progress += kept
+        shares.lost += worked - kept
+        now += lasts
+        if not fails:
+            break
+        while repaired and repaired[0] <= now:
+            heapq.heappop(repaired)
+            spare += 1
+        heapq.heappush(repaired, now + cluster.repair_s)
+        if spare:
+            spare -= 1
+        else:
+            back = heapq.heappop(repaired)
+            shares.without_nodes += back - now
+            now = back
+        restart = cluster.restart_s + cluster.save_s
+        shares.restarting += restart
+        now += restart
+    return shares
+
+
+def goodput(cluster: Cluster) -> float:
+    """Return the goodput over many months."""
+    months = [simulate(cluster, DAYS * 86400, seed) for seed in range(MONTHS)]
+    return sum(month.goodput for month in months) / MONTHS
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Return the lines of the table: what is varied, its value, and the goodput for 1,024, 4,096 and 16,384 GPUs."""
+    usual = Cluster()
+    varied: list[tuple[str, str, dict[str, float]]] = [
+        ("interval between checkpoints", text, {"interval_s": 60 * minutes})
+        for minutes, text in ((1, "1 min"), (5, "5 min"), (10, "10 min *"), (30, "30 min"), (120, "2 h"))
+    ]
+    varied += [
+        ("storage", text, {"bandwidth": bandwidth})
+        for bandwidth, text in ((1e10, "10 GB/s"), (1e11, "100 GB/s"), (1e12, "1 TB/s *"))
+    ]
+    varied += [
+        ("spare nodes", text, {"spare_nodes": nodes}) for nodes, text in ((0, "0"), (4, "4"), (8, "8"), (16, "16 *"))
+    ]
+    varied += [
+        ("restart", text, {"restart_s": 60 * minutes})
+        for minutes, text in ((2, "2 min"), (5, "5 min *"), (15, "15 min"), (30, "30 min"))
+    ]
+    return [
+        (name, value, *(f"{goodput(replace(usual, gpus=gpus, **change)):.1%}" for gpus in (1024, 4096, 16384)))
+        for name, value, change in varied
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, and write it into a page if one is named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--page", type=Path, help="a page whose table is rewritten, such as docs/scale.md")
+    options = parser.parse_args(arguments)
+    lines = ["| varied | value | 1,024 GPUs | 4,096 | 16,384 |", "|---|---|---|---|---|"]
+    text = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())]) + "\n"
+    sys.stdout.write(text)
+    if options.page is not None:
+        rewrite_between(options.page, BEGIN, END, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
