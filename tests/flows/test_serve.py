@@ -1,7 +1,8 @@
 """``make serve`` as people use it: runs from another terminal, killed, cancelled and refused runs, and shutdown."""
 
+import httpx
 import pytest
-from serving import SECRET, Serving, slowed
+from serving import SECRET, Serving, slowed, until
 
 from llama_core.chain import steps
 from llama_core.launch.outcome import read_outcome
@@ -77,6 +78,14 @@ def test_a_wrong_parameter_is_refused_before_anything_is_scheduled(serving, para
     assert told.returncode == 1
     assert problem in told.stdout + told.stderr
     assert "UUID" not in told.stdout
+
+
+def test_the_nightly_sweep_is_planned_for_two_oclock(serving):
+    """By the server's scheduler, which needs up to a minute after its start."""
+    nightly, runs = {"deployments": {"name": {"any_": ["tiny_llama3_50m_throughput"]}}}, []
+    until(lambda: runs.extend(httpx.post(f"{serving.url}/flow_runs/filter", json=nightly).json()) or runs)
+    assert {run["state"]["type"] for run in runs} == {"SCHEDULED"}
+    assert {run["expected_start_time"][11:16] for run in runs} == {"02:00"}
 
 
 def test_an_interrupt_stops_everything_and_leaves_a_resumable_run(serving):
