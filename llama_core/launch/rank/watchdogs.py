@@ -35,12 +35,15 @@ class Siblings(Watcher):
 
     def gives_up(self) -> bool:
         """Return whether some rank has been neither running nor finished for ``SURVIVOR_SECONDS``."""
-        missing = self.num_ranks - _num_children(os.getppid())
-        if missing <= 0 or missing <= sum(
-            not rank_exit.failed for rank_exit in read_rank_exits(self.run, self.job, self.restart)
-        ):
-            self.complete_at = time.monotonic()
-        return time.monotonic() - self.complete_at > SURVIVOR_SECONDS
+        missing, now = self.num_ranks - _num_children(os.getppid()), time.monotonic()
+        if missing > 0 and now - self.complete_at <= SURVIVOR_SECONDS:
+            return False  # the ranks' records are read once, and not every second by all of them
+        if missing > 0:
+            exits = read_rank_exits(self.run, self.job, self.restart)
+            missing -= sum(not rank_exit.failed for rank_exit in exits)
+        if missing <= 0:
+            self.complete_at = now
+        return missing > 0
 
 
 def _num_children(pid: int) -> int:
