@@ -79,7 +79,8 @@ class Parser(argparse.ArgumentParser):
         """Exit with one line that suggests the flag that was meant."""
         hint = ""
         if message.startswith("unrecognized arguments: "):
-            hint = self._suggestion(message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0])
+            unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+            hint = self._suggestion(unknown.partition("=")[0])
         elif message.startswith("the following arguments are required"):
             hint = f"; see {self.prog} --help"
         self.exit(2, f"error: {safe(message)}{hint}\n")
