@@ -62,6 +62,6 @@ def test_any_sweep_is_one_or_one_line(tmp_path):
 def test_a_few_lines_cannot_stand_for_billions_of_values(tmp_path):
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 14)]
     merged = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}, *a{n - 1}]}}" for n in range(1, 14)]
-    for text in ("\n".join(lines), "\n".join(merged), "model: &m [*m]", "[" * 1200, "a: " + "{b: " * 1200):
+    for text in ("\n".join(lines), "\n".join(merged), "model: &m [*m]", "[" * 500, "a: " + "{b: " * 500):
         write(tmp_path / "run.yaml", text.encode())
         keep_the_law([partial(RunConfig.load, tmp_path / "run.yaml")], tmp_path, names=["run.yaml"])
