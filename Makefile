@@ -2,9 +2,10 @@
 # make serve      a Prefect server, every deployment and a worker, until Ctrl-C
 # make test       every law in its cheapest form: under ten minutes on two cores
 # make test-wide  the other tests: wide matrices, kills, real Slurm, PostgreSQL, a browser (all of it needs Debian and root)
+# make fuzz       thousands of malformed files and command lines: no traceback, no write elsewhere, an end (FUZZ_CASES=3000)
 # make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-wide check clean
+.PHONY: help demo serve test test-wide fuzz check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -30,6 +31,9 @@ test: $(VENV)/installed-dev
 
 test-wide: $(VENV)/installed-dev
 	$(PYTEST) -m wide $(PYTEST_ARGS)
+
+fuzz: $(VENV)/installed-dev
+	FUZZ_CASES=$(or $(FUZZ_CASES),3000) $(PYTEST) tests/fuzz --timeout 7200 $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

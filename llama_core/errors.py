@@ -7,11 +7,19 @@ traceback means a bug.
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from llama_core.redaction import one_line, redacted
+
 
 class TrainingInfraError(Exception):
-    """Base class of every error that the user can fix."""
+    """Base class of every error that the user can fix.
+
+    Its message may quote a file or a value from anywhere, so it is kept to one printable line without secrets.
+    """
 
     exit_code = 1
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*(safe(part) if isinstance(part, str) else part for part in parts))
 
 
 class RequestError(TrainingInfraError):
@@ -31,7 +39,7 @@ class ConfigError(RequestError, ValueError):
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
-        self.problems = problems
+        self.problems = tuple(map(safe, problems))
 
 
 class PlanError(RequestError):
@@ -86,6 +94,11 @@ class StoppedError(TrainingFailedError):
     """Training was asked to stop and saved a checkpoint: resume it."""
 
     exit_code = 130
+
+
+def safe(text: str) -> str:
+    """Return ``text`` on one line that a terminal can show, without secrets."""
+    return one_line(redacted(text))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

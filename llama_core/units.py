@@ -45,7 +45,7 @@ def parse_count(text: str) -> float:
 
 def format_duration(seconds: float) -> str:
     """Return ``seconds`` in readable form, such as ``'1 h 02 min'`` or ``'3.2 s'``."""
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

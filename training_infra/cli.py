@@ -5,6 +5,7 @@ commands import what they need.
 """
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from llama_core.errors import (
     EnvironmentMismatchError,
     StoppedError,
     TrainingInfraError,
+    safe,
 )
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
@@ -52,6 +54,8 @@ _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; see ``training-infra --help``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     options = _parser().parse_args(arguments)
     # Treat SIGTERM like Ctrl-C: stop the job with a checkpoint instead of leaving it behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -74,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         full = is_disk_full(error)
         where = f" writing {error.filename}" if error.filename else ""
-        print(f"error: {f'a disk is full{where}; free some space' if full else error}", file=sys.stderr)
+        print(f"error: {f'a disk is full{where}; free some space' if full else safe(str(error))}", file=sys.stderr)
         return 1
 
 

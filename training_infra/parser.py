@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from llama_core.config.names import keys_called
 from llama_core.config.run import config_keys
-from llama_core.errors import ask_for, did_you_mean
+from llama_core.errors import ask_for, did_you_mean, safe
 from training_infra.flags import Flag, group_of
 
 _WIDEST = 110
@@ -79,10 +79,11 @@ class Parser(argparse.ArgumentParser):
         """Exit with one line that suggests the flag that was meant."""
         hint = ""
         if message.startswith("unrecognized arguments: "):
-            hint = self._suggestion(message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0])
+            unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+            hint = self._suggestion(unknown.partition("=")[0])
         elif message.startswith("the following arguments are required"):
             hint = f"; see {self.prog} --help"
-        self.exit(2, f"error: {message}{hint}\n")
+        self.exit(2, f"error: {safe(message)}{hint}\n")
 
     def _suggestion(self, unknown: str) -> str:
         keys = keys_called(unknown.lstrip("-"), config_keys()) if self._flags and unknown.startswith("--") else []

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import StepRecord
+from llama_core.redaction import redacted
 from llama_core.units import format_bytes
 
 
@@ -21,7 +22,7 @@ class Announcer:
     def __call__(self, step: str, text: str) -> None:
         """Print ``text`` after the name of the step."""
         # A single print, so that a progress bar below is not redrawn in between.
-        self.console.print(Text.assemble((f"{step:<10}", "bold"), text))
+        self.console.print(Text.assemble((f"{step:<10}", "bold"), redacted(text)))
 
     @property
     def can_redraw(self) -> bool:

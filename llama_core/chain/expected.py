@@ -9,7 +9,7 @@ from llama_core.errors import TrainingInfraError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import hardware_flops_per_token, step_time
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import intact, read_json
 from llama_core.units import TFLOP, format_duration
 
 SLOW_STEP_SECONDS = 180.0
@@ -32,7 +32,10 @@ def expected_time(run: RunDirectory) -> str:
     config = load_config(run)
     if config.launch.device != "cpu" or not config.launch.is_here:
         return ""
-    num_tokens = read_json(run.data)["num_tokens"] if run.data.exists() else None
+    num_tokens = None
+    if run.data.exists():
+        with intact(run.data):
+            num_tokens = int(read_json(run.data)["num_tokens"])
     return slow_steps(config, load_plan(run), _rate_here(config.training.precision), num_tokens)
 
 

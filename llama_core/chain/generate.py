@@ -146,10 +146,12 @@ def _encode(
         )
     template = chat_format(config.data, tokenizer, config.spec, files=()).template
     try:
-        text = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        text = checked_text(template.render([{"role": "user", "content": prompt}], add_generation_prompt=True))
         end = template.end_of_turn
     except TemplateRefusalError as error:
         raise DataError(f"chat template {template.name!r} refuses the prompt: {error}") from None
+    except UnusableRecordError as error:
+        raise DataError(f"chat template {template.name!r} renders what is {error}; name another") from None
     encoded = [tuple(tokens.ids.tolist()) for tokens in tokenizer.encode_rendered([text, end])]
     return list(encoded[0]), ends | ({encoded[1]} if end else set())
 

@@ -15,7 +15,7 @@ from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, write_json
+from llama_core.records.files import atomic_write, user_path, write_json
 
 _ALL_THE_SAME = "or run it anyway with --force (launch.force=true)"
 
@@ -120,7 +120,7 @@ def _seen_from_anywhere(config: RunConfig) -> RunConfig:
     by_name = {SAMPLE, DATALOADER, BYTES, *BUILT_IN}
     keys = {"source", "validation", "tokenizer", "chat_template", "cache_dir"}
     paths = {
-        key: str(Path(value).expanduser().absolute())
+        key: str(user_path(value).absolute())
         for key, value in config.data.model_dump(include=keys).items()
         if value is not None and value not in by_name
     }

@@ -20,7 +20,7 @@ from llama_core.records.checkpoints import (
     newest_step,
 )
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import by_dotted_key, read_json
+from llama_core.records.files import by_dotted_key, read_typed
 
 RUNS = Path("runs")
 
@@ -38,7 +38,7 @@ def load_config(run: RunDirectory) -> RunConfig:
 
 def load_plan(run: RunDirectory) -> ParallelPlan:
     """Return the plan of ``run``."""
-    return ParallelPlan.from_dict(read_json(run.plan))
+    return read_typed(run.plan, ParallelPlan)
 
 
 def resume_command(run: RunDirectory, source: str | None) -> str:

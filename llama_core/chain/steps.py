@@ -34,7 +34,7 @@ from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import intact, read_json, read_typed, write_json
 from llama_core.records.job import Outcome, Part
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_heartbeat
@@ -48,7 +48,10 @@ NOT_REHEARSED = "skipped: DeepSpeed needs real ranks"
 
 def reasons(run: RunDirectory) -> list[str]:
     """Return the reasons for the run's plan, a sentence for each choice; empty if no plan was searched for."""
-    return list(read_json(run.choice)["reasons"].values()) if run.choice.exists() else []
+    if not run.choice.exists():
+        return []
+    with intact(run.choice):
+        return list(map(str, read_json(run.choice)["reasons"].values()))
 
 
 def validate(run: RunDirectory, *, saves: bool = True) -> EnvironmentReport:
@@ -72,7 +75,8 @@ def validate(run: RunDirectory, *, saves: bool = True) -> EnvironmentReport:
 
 def estimate(run: RunDirectory) -> MemoryEstimate:
     """Return the memory estimate of a rank, made when the run was prepared."""
-    return MemoryEstimate.from_dict(read_json(run.estimate))
+    with intact(run.estimate):
+        return MemoryEstimate.from_dict(read_json(run.estimate))
 
 
 def asked_memory(run: RunDirectory) -> str:
@@ -284,8 +288,7 @@ def check_outcome(outcome: Outcome) -> Outcome:
 
 def benchmark(run: RunDirectory) -> BenchmarkRecord:
     """Return the steps timed at the end of the run's job, in the same allocation."""
-    record = read_json(run.benchmark)
-    return BenchmarkRecord(**record | {"step_seconds": tuple(record["step_seconds"])})
+    return read_typed(run.benchmark, BenchmarkRecord)
 
 
 def timed_steps(run: RunDirectory) -> BenchmarkRecord | None:
@@ -309,7 +312,7 @@ def training_summary(run: RunDirectory) -> TrainingSummary:
     Raises:
         RunDirectoryError: if training has not finished.
     """
-    return TrainingSummary(**read_json(run.training))
+    return read_typed(run.training, TrainingSummary)
 
 
 def records(run: RunDirectory) -> dict[str, Any]:
@@ -352,12 +355,17 @@ def say_data(run: RunDirectory) -> None:
     if run.data.exists():
         if load_config(run).data.source == SAMPLE:
             say("data", "no data was given: this trains on the sample, the source of Python's standard library")
-        data = read_json(run.data)
-        say("data", data["summary"])
-        for note in data["notes"]:
+        with intact(run.data):
+            data = read_json(run.data)
+            summary, notes = str(data["summary"]), list(map(str, data["notes"]))
+        say("data", summary)
+        for note in notes:
             say("note", note)
-    elif "data" in (facts := read_json(run.environment)["facts"]):
-        say("data", facts["data"])
+        return
+    with intact(run.environment):
+        facts = dict(read_json(run.environment)["facts"])
+    if "data" in facts:
+        say("data", str(facts["data"]))
 
 
 def say_extension(run: RunDirectory) -> None:

@@ -26,6 +26,7 @@ from llama_core.config.models import (
 )
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
+from llama_core.records.files import user_path
 
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
@@ -80,7 +81,7 @@ def read_folder(model: str) -> ModelSpec:
         config = (_MixtralJson if given.get("model_type") == "mixtral" else _LlamaJson).model_validate(given)
     except ValidationError as error:
         problems = [problem for detail in error.errors() for problem in _describe(detail)]
-        if given.get("model_type", "llama") not in {"llama", "mixtral"}:  # other models name their sizes differently
+        if given.get("model_type", "llama") not in ("llama", "mixtral"):  # other models name their sizes differently
             problems = [problem for problem in problems if not problem.endswith(_MISSING)]
         raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
     return ModelSpec(
@@ -105,10 +106,7 @@ def read_folder(model: str) -> ModelSpec:
 
 
 def _folder(model: str) -> Path:
-    try:
-        return Path(model).expanduser()
-    except RuntimeError:  # no user of this name
-        return Path(model)
+    return user_path(model)
 
 
 def _refuse_other_folders(folder: Path, model: str) -> None:
@@ -141,7 +139,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:  # invalid JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
         raise ConfigError(f"{file} is not JSON: {error}; copy it again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is not a mapping of keys to values; copy it again")

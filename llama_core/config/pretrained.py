@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llama_core.config.hugging_face import is_folder, read_folder
 from llama_core.config.strategy import PARTS
+from llama_core.config.strict_yaml import parse_yaml
 from llama_core.errors import ConfigError
+from llama_core.records.files import DAMAGE, user_path
 
 _PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 """Maps keys of PEFT's ``adapter_config.json`` to ours."""
@@ -23,15 +23,15 @@ def settings_of_weights(path: str) -> dict[str, Any]:
     Args:
         path: a Hugging Face folder, a folder of PEFT's adapters, a run's directory or one of its checkpoints.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path).absolute()
     try:
         if (folder / "config.yaml").is_file():
-            return _of_run(yaml.safe_load((folder / "config.yaml").read_bytes()))
+            return _of_run(parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"), "config.yaml"))
         if (folder / "config.json").is_file():
             return {"model": str(folder)} | _tokenizer(folder)
         if (folder / "adapter_config.json").is_file():
             return _of_adapters(folder, json.loads((folder / "adapter_config.json").read_bytes()))
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+    except (OSError, *DAMAGE):
         pass  # a damaged file, or not a mapping
     return {}
 

@@ -7,7 +7,6 @@ twice is an error too.
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -38,6 +37,7 @@ from llama_core.config.pretrained import with_experts_of_folder, with_settings_o
 from llama_core.config.section import Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults
+from llama_core.config.strict_yaml import parse_yaml
 from llama_core.errors import ConfigError, ask_for, did_you_mean
 from llama_core.schedules.registry import schedule_names
 from llama_core.units import divisors
@@ -560,7 +560,10 @@ class RunConfig(Section):
         Raises:
             ConfigError: naming every unknown key (with the nearest known one), wrong type and contradiction.
         """
-        merged = json.loads(json.dumps(dict(mapping), default=str))  # Python callers may pass paths
+        try:
+            merged = json.loads(json.dumps(dict(mapping), default=str))  # Python callers may pass paths
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"the configuration is not a mapping of names to plain values: {error}") from None
         problems: list[str] = []
         for override in overrides:
             problems.extend(_apply_override(merged, override))
@@ -569,10 +572,12 @@ class RunConfig(Section):
             try:
                 config = cls.model_validate(merged)
             except ValidationError as error:
+                before = json.dumps(merged)
                 for detail in error.errors():
                     problems.extend(_describe(detail))
                     _drop(merged, detail["loc"])
-                if any(detail["loc"] == () for detail in error.errors()):
+                # a problem of the whole, or of settings that the weights brought
+                if any(detail["loc"] == () for detail in error.errors()) or json.dumps(merged) == before:
                     raise ConfigError(*problems) from None
             else:
                 break
@@ -589,7 +594,7 @@ class RunConfig(Section):
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no name of a file
             raise ConfigError(f"cannot read configuration {str(path)!r}: {error}") from None
         mapping = parse_yaml(text, str(path))
         if mapping is None:
@@ -622,45 +627,6 @@ _NULLS = ("null", "Null", "NULL", "~")
 _CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps")
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML 1.1 as people mean it: 1e-4 is a number, 2026-01-31 and 1:30 are text, a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ConfigError(f"{node.start_mark.name}: key {twice[0]!r} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-_StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-for _digit in "0123456789":  # the first pattern that matches counts; YAML 1.1 reads 1:30 as 90
-    _StrictLoader.yaml_implicit_resolvers[_digit].insert(0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d+)+$")))
-
-
-def parse_yaml(text: str, name: str) -> Any:
-    """Return the YAML value in ``text``; errors call its source ``name``.
-
-    Raises:
-        ConfigError: if it is not YAML, or a mapping holds a key twice.
-    """
-    try:
-        loader = _StrictLoader(text)
-        loader.name = name
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
 def _apply_override(mapping: dict[str, Any], override: str) -> list[str]:
     key, separator, text = override.partition("=")
     if not separator:
@@ -691,13 +657,16 @@ def _describe(detail: ErrorDetails) -> Iterable[str]:
     if detail["type"] == "extra_forbidden":
         return [f"unknown key {key!r}{ask_for(keys_meant(key, config_keys()))}"]
     if detail["type"] == "model_type":
-        return [f"{key}={detail['input']!r}: this is a section of keys, not a value"]
+        return [f"{key}={_shown(detail['input'])}: this is a section of keys, not a value"]
     message = detail["msg"]
     if detail["loc"][-1:] == ("[key]",):
         return [f"{key.removesuffix('.[key]')}: {message[0].lower()}{message[1:]}"]
-    given = repr(detail["input"])
-    given = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}..."
-    return [f"{key}={given}: {message[0].lower()}{message[1:]}"]
+    return [f"{key}={_shown(detail['input'])}: {message[0].lower()}{message[1:]}"]
+
+
+def _shown(value: object) -> str:
+    given = repr(value)
+    return given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}..."
 
 
 def _drop(mapping: dict[str, Any], location: tuple[int | str, ...]) -> None:

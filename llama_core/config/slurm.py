@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.section import Section
+from llama_core.redaction import assigns_secret
 
 CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK = 4, 8
 """Cores of a rank if the request names none; those of a CUDA rank if Slurm does not say what a node has."""
@@ -33,6 +34,16 @@ def _one_line(text: str) -> str:
     return text
 
 
+def _without_secret(line: str) -> str:
+    if assigns_secret(line):
+        raise PydanticCustomError(
+            "secret",
+            "input should hold no secret, since it is written to files: read it from a private one, or set it "
+            "in the environment of sbatch",
+        )
+    return line
+
+
 def _option(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
         raise PydanticCustomError("option", "input should be the long name of an option, such as 'reservation'")
@@ -46,7 +57,7 @@ def _value(value: Any) -> Any:
         raise PydanticCustomError("value", "input should be text, an integer, or true for an option without a value")
     if value is False:
         raise PydanticCustomError("value", "leave the option out, or give it the value true")
-    return _one_line(value) if isinstance(value, str) else value
+    return _without_secret(_one_line(value)) if isinstance(value, str) else value
 
 
 def _minutes(value: Any) -> Any:
@@ -65,7 +76,7 @@ def _minutes(value: Any) -> Any:
 SlurmName = Annotated[str, AfterValidator(_one_word)]
 OptionName = Annotated[str, AfterValidator(_option)]
 OptionValue = Annotated[str | int | bool, BeforeValidator(_value)]
-Line = Annotated[str, AfterValidator(_one_line)]
+Line = Annotated[str, AfterValidator(_one_line), AfterValidator(_without_secret)]
 
 
 class SlurmConfig(Section):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -27,6 +26,7 @@ from llama_core.data.chat_template import (
 from llama_core.data.corpus import Document, SourceFile, Turns, UnusableRecordError, checked_text, json_type
 from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
 from llama_core.errors import DataError
+from llama_core.records.files import user_path
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """The known roles; a template may accept fewer."""
@@ -146,7 +146,7 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
         source = tokenizer.chat_template
     else:
         name = name or OF_FAMILY.get(spec.family) or ("llama2" if missing else "llama3")
-        source = BUILT_IN.get(name) or TemplateSource(read_template(Path(name).expanduser()), name)
+        source = BUILT_IN.get(name) or TemplateSource(read_template(user_path(name)), name)
     newest = max((file.mtime_ns // 10**9 for file in files), default=time.time())
     template = ChatTemplate(source, tokenizer.named_tokens, datetime.fromtimestamp(newest, UTC).date())
     return ChatFormat(template, data.loss_on, missing_markers=tuple(missing) if name == "llama3" else ())

@@ -6,9 +6,11 @@ find it by rendering the conversation turn by turn.
 
 import hashlib
 import json
+import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from datetime import date
 from functools import cached_property
 from typing import Any, NoReturn
@@ -85,6 +87,14 @@ OF_FAMILY: Mapping[Family, str] = {
 """The published format of each known family."""
 LLAMA3_MARKERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 """The special tokens that Llama 3's format spells out."""
+
+MOST_STEPS = 1_000_000
+"""Most turns of loops, and calls, of one rendering; a conversation of a thousand messages takes thousands."""
+MOST_SECONDS = 60
+"""Most time of one rendering."""
+LARGEST_BITS = 4096
+"""Most bits of a number that a template computes."""
+_COUNTED = "counted"
 
 _BEGIN, _END = (f"\0{secrets.token_hex(8)}\0" for _ in range(2))  # no conversation holds these
 _HAS_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -172,6 +182,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         template = self._template
         try:
+            self._sandbox.begin()
             return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._variables)
         except Exception as error:  # a template is a program and may raise anything
             reason = " ".join(str(error).split())
@@ -181,20 +192,75 @@ class ChatTemplate:
             ) from None
 
     @cached_property
+    def _sandbox(self) -> "_Sandbox":
+        sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+        sandbox.filters["tojson"] = _to_json
+        sandbox.globals["raise_exception"] = _raise_exception
+        sandbox.globals["strftime_now"] = self._today.strftime
+        return sandbox
+
+    @cached_property
     def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = self._today.strftime
         try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
+            return self._sandbox.from_string(self.source)
+        except Exception as error:  # Python's compiler, too, refuses some of what Jinja makes of a template
+            where = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise DataError(
-                f"chat template {self.name!r} is not valid Jinja: line {error.lineno}: {error.message}; fix it, or "
-                "name another as data.chat_template"
+                f"chat template {self.name!r} is not valid Jinja: {where}{error}; fix it, or name another as "
+                "data.chat_template"
             ) from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, with a limit on the work of one rendering: a template comes with somebody's tokenizer."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._steps, self._ends_at = 0, math.inf
+        self.filters[_COUNTED] = jinja2.pass_context(lambda context, value: self._count())
+
+    def begin(self) -> None:
+        """Count the steps of a rendering that begins now."""
+        self._steps, self._ends_at = 0, time.monotonic() + MOST_SECONDS
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            step = nodes.Filter(nodes.Const(True), _COUNTED, [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(step).set_lineno(loop.lineno))
+            loop.test = loop.test and nodes.And(step, loop.test)
+        return tree
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call something in a template."""
+        self._count()
+        return super().call(context, called, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute a product, a power, a remainder or a formatted text, unless it may be very large."""
+        self._count()
+        if _is_large(operator, left, right):
+            raise jinja2.TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def _count(self) -> bool:
+        self._steps += 1
+        if self._steps > MOST_STEPS or time.monotonic() > self._ends_at:
+            raise jinja2.TemplateError(f"it takes more than {MOST_STEPS:,} steps, or {MOST_SECONDS} s")
+        return True
+
+
+def _is_large(operator: str, left: Any, right: Any) -> bool:
+    if operator == "%":
+        return isinstance(left, str) and re.search(r"\*|\d{5}", left) is not None
+    if isinstance(left, int) and isinstance(right, int):
+        factor = right if operator == "**" else 1
+        return abs(factor) > LARGEST_BITS or left.bit_length() * abs(factor) + right.bit_length() > LARGEST_BITS
+    lengths = [len(side) for side in (left, right) if isinstance(side, Sized)]
+    numbers = [side for side in (left, right) if isinstance(side, int)]
+    return operator == "*" and math.prod([*lengths, *numbers]) > MOST_STEPS
 
 
 class _GenerationTag(jinja2.ext.Extension):

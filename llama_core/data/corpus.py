@@ -6,6 +6,7 @@ A record with ``messages`` is a conversation, whatever else it holds; any other 
 import gzip
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama_core.errors import DataError
+from llama_core.records.files import user_path
 from llama_core.units import MIB
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -125,7 +127,7 @@ def find_files(source: str) -> list[SourceFile]:
     Raises:
         DataError: if there is no file, or one cannot be accessed.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     with _reading(path):
         if path.is_dir():
             paths = sorted(_walk(path))
@@ -141,7 +143,10 @@ def find_files(source: str) -> list[SourceFile]:
         else:
             paths = [path]
         stats = [(path, path.stat()) for path in paths]
-    return [SourceFile(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        for path, found in stats:
+            if not stat.S_ISREG(found.st_mode):  # such as a pipe, which would be waited for
+                raise DataError(f"{path} is not a regular file; write the data into a file")
+    return [SourceFile(path, found.st_size, found.st_mtime_ns) for path, found in stats]
 
 
 def read_documents(
@@ -252,7 +257,7 @@ def _parsed(read_record: Callable[[], object]) -> object:
         raise UnusableRecordError("invalid UTF-8", f"{error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise UnusableRecordError("invalid JSON", f"{error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
+    except (ArithmeticError, ValueError, RecursionError) as error:
         raise UnusableRecordError("invalid JSON", str(error)) from None
 
 
@@ -289,6 +294,8 @@ def _parquet_records(path: Path, text_field: str) -> Iterator[_Record]:
     try:
         with path.open("rb") as handle, pq.ParquetFile(handle) as file:
             columns = file.schema_arrow.names
+            if twice := [name for name in (text_field, CONVERSATION_FIELD) if columns.count(name) > 1]:
+                raise DataError(f"{path} has two columns {twice[0]!r}; keep one")
             names = [name for name in dict.fromkeys((text_field, CONVERSATION_FIELD)) if name in columns]
             if not names:
                 raise DataError(

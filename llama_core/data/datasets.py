@@ -24,7 +24,7 @@ from llama_core.data.token_cache import TokenCache, cached_tokens
 from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError
 from llama_core.models.batch import IGNORE_INDEX, Batch
-from llama_core.records.files import cache_directory, is_disk_full, no_room, read_json, write_json
+from llama_core.records.files import cache_directory, is_disk_full, no_room, read_typed, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: T
     digest = hashlib.sha256(np.packbits(documents).tobytes()).hexdigest()[:16]
     path = cache.path / f"entropy-{digest}.json"
     with suppress(RunDirectoryError):
-        return Entropies(**read_json(path))
+        return read_typed(path, Entropies)
     entropies = token_entropies(cache.tokens, cache.offsets, documents, tokenizer.vocab_size, cache.ignored)
     with suppress(OSError):  # if the cache is not writable, the next run only has to count again
         write_json(path, entropies)

@@ -15,7 +15,7 @@ import uuid
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from errno import EEXIST, ENOTEMPTY
 from io import BufferedWriter
 from pathlib import Path
@@ -28,7 +28,7 @@ from llama_core.data.chat import ChatFormat, ConversationCounts, encode
 from llama_core.data.corpus import BadLines, Document, OnProgress, SourceFile, UnusableRecordError, read_documents
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError, RunDirectoryError
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import read_typed, write_json
 from llama_core.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,18 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 ABANDONED_AFTER_SECONDS = 24 * 3600
 _OFFSET_DTYPE, _HASH_DTYPE = "<i8", "<u8"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What ``cache.json`` holds."""
+
+    num_documents: int
+    num_tokens: int
+    tokenizer: str
+    bad_lines: dict[str, int]
+    bad_line_examples: list[str]
+    conversations: ConversationCounts | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +111,8 @@ def cached_tokens(
     cache = opened()
     if cache is None:
         for entry in entries.values():
+            if entry.is_symlink() or entry.is_file():
+                entry.unlink()
             shutil.rmtree(entry, ignore_errors=True)
         has_conversations = False
 
@@ -142,26 +156,29 @@ def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
     if not entry.exists():
         return None
     try:
-        record = read_json(entry / "cache.json")
-        num_documents, conversations = record["num_documents"], record["conversations"]
+        record = read_typed(entry / "cache.json", _Record)
+        num_documents, conversations = record.num_documents, record.conversations
         masks: dict[str, Any] = {}
         if conversations is not None:
             masks = {
-                "ignored": _map(entry / "ignored.bin", np.dtype(np.bool_), record["num_tokens"]),
+                "ignored": _map(entry / "ignored.bin", np.dtype(np.bool_), record.num_tokens),
                 "is_conversation": _map(entry / "is_conversation.bin", np.dtype(np.bool_), num_documents),
-                "conversations": ConversationCounts(**conversations),
+                "conversations": conversations,
             }
+        offsets = _map(entry / "offsets.bin", np.dtype(_OFFSET_DTYPE), num_documents + 1)
+        if offsets[0] != 0 or offsets[-1] != record.num_tokens or (np.diff(offsets) < 0).any():
+            raise ValueError("offsets.bin does not hold ascending offsets")
         return TokenCache(
-            tokens=_map(entry / "tokens.bin", _token_dtype(tokenizer), record["num_tokens"]),
-            offsets=_map(entry / "offsets.bin", np.dtype(_OFFSET_DTYPE), num_documents + 1),
+            tokens=_map(entry / "tokens.bin", _token_dtype(tokenizer), record.num_tokens),
+            offsets=offsets,
             text_hashes=_map(entry / "text_hashes.bin", np.dtype(_HASH_DTYPE), num_documents),
             fingerprint=made_by,
             eos_id=tokenizer.eos_id,
-            bad_lines=BadLines(record["bad_lines"], record["bad_line_examples"]),
+            bad_lines=BadLines(record.bad_lines, record.bad_line_examples),
             path=entry,
             **masks,
         )
-    except (RunDirectoryError, FileNotFoundError, KeyError, TypeError, ValueError) as error:
+    except (RunDirectoryError, OSError, ValueError) as error:
         logger.warning("token cache %s is damaged (%s); building it again", entry, error)
         return None
 
@@ -210,14 +227,14 @@ def _write(
         with (folder / name).open("wb") as file:
             file.write(np.asarray(values, stored_as).tobytes())
             _sync(file)
-    record = {
-        "num_documents": len(hashes),
-        "num_tokens": offsets[-1],
-        "tokenizer": tokenizer.name,
-        "bad_lines": bad_lines.counts,
-        "bad_line_examples": bad_lines.examples,
-        "conversations": asdict(conversations) if conversations.num_conversations else None,
-    }
+    record = _Record(
+        num_documents=len(hashes),
+        num_tokens=offsets[-1],
+        tokenizer=tokenizer.name,
+        bad_lines=bad_lines.counts,
+        bad_line_examples=bad_lines.examples,
+        conversations=conversations if conversations.num_conversations else None,
+    )
     write_json(folder / "cache.json", record)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.machine.packages import how_to_install
+from llama_core.records.files import user_path
 
 if TYPE_CHECKING:
     import tokenizers
@@ -154,7 +156,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         config = _tokenizer_config(file.with_name("tokenizer_config.json"))
         self.chat_template = _chat_template(file.parent, config.get("chat_template"))
         self.bos_id = _special_id(self._tokenizer, file, config.get("bos_token"), LLAMA_BOS_TOKENS)
@@ -176,14 +178,16 @@ class HuggingFaceTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """Return uint32 ids of each text, between BOS (if there is one) and EOS; runs on all cores."""
         before = [] if self.bos_id is None else [self.bos_id]
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._working():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return uint32 ids of each text, which spells its own special tokens; runs on all cores."""
         self._tokenizer.encode_special_tokens = False
         try:
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            with self._working():
+                encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         tokens = ((encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings)
@@ -191,7 +195,15 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special and unknown ids are left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self._working():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # as in the parser
+            raise DataError(f"tokenizer {self.name!r} does not work: {error}; copy it again") from None
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -203,7 +215,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     """
     if source == BYTES:
         return ByteTokenizer()
-    path = Path(source).expanduser()
+    path = user_path(source)
     wanted = path / "tokenizer.json" if path.is_dir() else path
     if not wanted.is_file():
         raise DataError(
@@ -254,8 +266,8 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {error}; copy it again") from None
     if not isinstance(config, dict):
         raise DataError(f"{str(path)!r} is not a JSON object")
     return config
@@ -293,7 +305,7 @@ def _chat_template(folder: Path, configured: object) -> TemplateSource | None:
         return TemplateSource(read_template(file), str(file))
     name = str(folder / "tokenizer_config.json")
     if isinstance(configured, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+        by_name = {str(entry.get("name")): entry.get("template") for entry in configured if isinstance(entry, dict)}
         configured = by_name.get("default")
         if configured is None:
             raise DataError(

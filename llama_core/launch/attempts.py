@@ -9,10 +9,14 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from llama_core.config.run import MOST_DEVICES
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import now, read_json, write_json
+from llama_core.records.files import Time, intact, now, read_json, read_typed, write_json
 from llama_core.records.job import JobRecord
 
 JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
@@ -37,7 +41,7 @@ class Attempt:
     """Number of earlier starts of the job."""
     nodes: str
     """The job's nodes, as Slurm abbreviates them; empty for a local job."""
-    started_at: str
+    started_at: Time
 
     def is_of(self, job: JobRecord) -> bool:
         """Return whether this is an attempt of ``job``; the id alone is not enough, as a fresh cluster reuses ids."""
@@ -48,7 +52,7 @@ class Attempt:
 class RankExit:
     """How one rank's worker process ended, as its supervisor saw it."""
 
-    rank: int
+    rank: Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
     exit_code: int | None
     """Exit code; None if a signal ended it."""
     signal: int | None
@@ -57,7 +61,7 @@ class RankExit:
     """Whether the kernel's out-of-memory killer struck on the machine when the process was killed."""
     stopped: bool
     """Whether the supervisor ended it because another rank had failed, or a later attempt had begun."""
-    num_ranks: int
+    num_ranks: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     """Ranks of the job."""
     ended_at: float
     """Seconds since the epoch."""
@@ -80,7 +84,7 @@ def attempt_path(run: RunDirectory) -> Path:
 def current_attempt(run: RunDirectory, job: JobRecord | None) -> Attempt | None:
     """Return the newest attempt of ``job``; None before its ranks have started."""
     path = attempt_path(run)
-    attempt = Attempt(**read_json(path)) if path.exists() else None
+    attempt = read_typed(path, Attempt) if path.exists() else None
     return attempt if attempt is not None and job is not None and attempt.is_of(job) else None
 
 
@@ -102,7 +106,7 @@ def exit_path(run: RunDirectory, job: JobRecord, restart: int, rank: int) -> Pat
 def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[RankExit]:
     """Return how the ranks of an attempt ended, in order of time; ranks that left no record are missing."""
     folder = exit_path(run, job, restart, 0).parent
-    exits = [RankExit(**read_json(path)) for path in folder.glob("rank-*.json")]
+    exits = [read_typed(path, RankExit) for path in folder.glob("rank-*.json")]
     return sorted(exits, key=lambda rank_exit: rank_exit.ended_at)
 
 
@@ -113,7 +117,7 @@ def request_cancellation(run: RunDirectory, job: JobRecord) -> None:
 
 def is_cancellation_requested(run: RunDirectory, job: JobRecord) -> bool:
     """Return whether ``job`` was asked to end for good."""
-    with suppress(RunDirectoryError):
+    with suppress(RunDirectoryError), intact(_cancel_path(run)):
         asked = read_json(_cancel_path(run))
         return (asked["job_id"], asked["submitted_at"]) == (job.job_id, job.submitted_at)
     return False
@@ -128,7 +132,7 @@ def own_job(run: RunDirectory) -> JobRecord | None:
     job_id = os.environ.get(JOB_ID_VARIABLE)
     if job_id is None or not run.job.exists():
         return None
-    job = JobRecord(**read_json(run.job))
+    job = read_typed(run.job, JobRecord)
     return job if job.job_id == job_id else None
 
 
@@ -150,12 +154,15 @@ def end_of_log(run: RunDirectory, rank: int) -> str:
 def submission_log(job: JobRecord) -> str:
     """Return the end of ``job``'s output outside its ranks: messages of submitit, srun and slurmstepd."""
     folder = Path(job.folder)
-    paths = sorted([*folder.glob(f"{job.job_id}_*log.*"), *folder.glob("controller.log")]) if job.folder else []
+    try:
+        paths = sorted([*folder.glob(f"{job.job_id}_*log.*"), *folder.glob("controller.log")]) if job.folder else []
+    except (OSError, ValueError):  # no path of this system
+        return ""
     return "\n".join(_tail(path) for path in paths)
 
 
 def _tail(path: Path) -> str:
-    if not path.exists():
+    if not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

@@ -1,5 +1,6 @@
 """Follow the output of the ranks, line by line while they print it."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ NOTABLE = ("WARNING ", "ERROR ", "CRITICAL ")
 """Prefixes of the lines that are shown to someone who waits for a run."""
 
 _MOST_BYTES = 1 << 20
+_NAME = re.compile(r"rank-[0-9]{5,9}\.log")
 
 
 class LogFollower:
@@ -48,7 +50,7 @@ class LogFollower:
         return ((rank, line) for rank, line in self.new_lines() if line.startswith(NOTABLE))
 
     def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob(self.pattern))
+        return sorted(path for path in self.folder.glob(self.pattern) if _NAME.fullmatch(path.name) and path.is_file())
 
 
 def _start(path: Path, last_lines: int | None) -> int:

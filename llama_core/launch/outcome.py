@@ -1,6 +1,7 @@
 """Why a run's job ended: recorded by the worker if it could, else worked out from what the job left behind."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -13,7 +14,7 @@ from llama_core.launch.attempts import (
 )
 from llama_core.launch.verdict import RESUME, VERDICT_OF_STATE, Verdict, verdict_of_ranks
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import now, read_json, write_json
+from llama_core.records.files import Time, checked_record, now, read_typed, write_json
 from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
 from llama_core.records.metrics import read_heartbeat, read_metrics
 
@@ -35,7 +36,7 @@ def record_outcome(
 
 def record_refusal(run: RunDirectory, reason: str, next_action: str) -> None:
     """Write why a run was refused before its job started; a finished run and a job at work keep their records."""
-    if run.job.exists() and concluded(run, JobRecord(**read_json(run.job))) is None:
+    if run.job.exists() and concluded(run, read_typed(run.job, JobRecord)) is None:
         return
     if run.outcome.exists() and read_outcome(run).status == "finished":
         return
@@ -106,8 +107,7 @@ def read_outcome(run: RunDirectory) -> Outcome:
     Raises:
         RunDirectoryError: if no job of it has ended.
     """
-    record = read_json(run.outcome)
-    return Outcome(**record | {"attempts": tuple(record["attempts"])})
+    return read_typed(run.outcome, Outcome)
 
 
 def _restart(run: RunDirectory, job: JobRecord | None) -> int:
@@ -122,8 +122,23 @@ def _verdict(run: RunDirectory, job: JobRecord, restart: int, scheduled: Verdict
     return scheduled or verdict_of_ranks(run, job, restart)
 
 
+@dataclass
+class _AttemptRecord:
+    """What is read of an attempt's record."""
+
+    job_id: str | None
+    submitted_at: str | None
+    restart: int
+    requeued: bool
+    ended_at: Time
+
+
 def _attempts(run: RunDirectory) -> tuple[Mapping[str, Any], ...]:
-    return read_outcome(run).attempts if run.outcome.exists() else ()
+    if not run.outcome.exists():
+        return ()
+    attempts = read_outcome(run).attempts
+    checked_record(attempts, tuple[_AttemptRecord, ...], run.outcome)
+    return attempts
 
 
 def _is_of(attempt: Mapping[str, Any], job: JobRecord | None) -> bool:

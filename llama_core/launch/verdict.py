@@ -196,7 +196,7 @@ def _evidence(text: str, job: JobRecord, rank_exit: RankExit) -> Evidence | None
 
 
 def _of_signal(run: RunDirectory, rank: int, number: int) -> Verdict:
-    name = signal.Signals(number).name
+    name = next((known.name for known in signal.Signals if known == number), "unknown here")
     match number:
         case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
             return Verdict("cancelled", f"rank {rank} was stopped by {name} before it could save", RESUME)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from llama_core.machine.detect import gpu_links, package_version, visible_gpus
+from llama_core.redaction import redacted
 from llama_core.units import GIB, MIB, format_bytes, format_duration
 
 FEW_FILES = 1024
@@ -227,11 +228,12 @@ def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         return Finding("prefect server", "PREFECT_API_URL is not set; --flow starts a server for the duration of a run")
-    parts = urlsplit(url)
+    shown = redacted(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), timeout=2).close()
     except (OSError, ValueError) as error:
-        problem = f"PREFECT_API_URL={url} does not answer ({error}); start it with make serve, or unset the variable"
-        return Finding("prefect server", f"{url} does not answer", problem)
-    return Finding("prefect server", f"{url} answers")
+        problem = f"PREFECT_API_URL={shown} does not answer ({error}); start it with make serve, or unset the variable"
+        return Finding("prefect server", f"{shown} does not answer", problem)
+    return Finding("prefect server", f"{shown} answers")

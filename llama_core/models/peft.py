@@ -15,6 +15,7 @@ from llama_core.config.strategy import EMBEDDING, TARGETS, LoRA
 from llama_core.errors import WeightsError
 from llama_core.models.hf import check_shapes
 from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
+from llama_core.records.files import user_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
@@ -115,7 +116,7 @@ def base_of(folder: Path) -> Path:
         WeightsError: if ``adapter_config.json`` cannot be read or does not name an existing folder.
     """
     named = _read_config(folder).base_model_name_or_path or ""
-    base = Path(named).expanduser()
+    base = user_path(named)
     if not (base.is_absolute() and base.is_dir()):  # a job may start in another directory
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={named!r}, which is not the absolute path of a "

@@ -14,7 +14,7 @@ from llama_core.models.peft import adapter_shapes, adapter_weights, base_of, che
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, complete_state, newest_checkpoint
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import read_json, user_path
 
 _CONFIG = "config.yaml"
 _FIXED = ("num_heads", "tied_embeddings")
@@ -40,7 +40,7 @@ def resolve_pretrained(path: str) -> str:
 
     A run's configuration then says which weights it started from, even if the other run continues.
     """
-    absolute = Path(path).expanduser().absolute()
+    absolute = user_path(path).absolute()
     return str(newest_checkpoint(RunDirectory(absolute)) or absolute)
 
 

@@ -7,12 +7,13 @@ Source: https://github.com/huggingface/safetensors, "Format"; the index is trans
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_core.errors import WeightsError
+from llama_core.records.files import DAMAGE
 
 WHOLE = "model.safetensors"
 """The weights file of an unsharded model."""
@@ -112,12 +113,15 @@ def _check_alone(folder: Path, files: set[str]) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        placed = json.loads(index.read_bytes())["weight_map"]
+        placed = dict(json.loads(index.read_bytes())["weight_map"])
         if not all(isinstance(text, str) for text in (*placed, *placed.values())):
             raise TypeError("not names")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise WeightsError(f"cannot read {index}: {error!r}; {_AGAIN}") from None
-    return dict(placed)
+    for file in set(placed.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise WeightsError(f"{index} names {file!r}, which is not the name of a safetensors file; {_AGAIN}")
+    return placed
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -142,8 +146,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        expected = 8 + length + _end_of_data([entry["data_offsets"] for entry in header.values()])
+    except DAMAGE:
         raise WeightsError(f"{file} is not a safetensors file; {_AGAIN}") from None
     if size != expected:
         raise WeightsError(f"{file} has {size:,} of {expected:,} bytes; {_AGAIN}")
@@ -151,10 +155,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, first: int, entry: Mapping[str, Any]) -> StoredTensor:
-    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), entry["data_offsets"]
+    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("not sizes")
     if dtype in FLOAT_BYTES and end - begin != math.prod(shape) * FLOAT_BYTES[dtype]:
         raise ValueError("bytes and shape disagree")
     return StoredTensor(file, dtype, shape, first + begin)
+
+
+def _end_of_data(offsets: Sequence[tuple[int, int]]) -> int:
+    """Return the end of the last tensor; tensors neither overlap nor leave a gap."""
+    reached = 0
+    for begin, end in sorted(offsets):
+        if begin != reached or end < begin:
+            raise ValueError("a gap or an overlap")
+        reached = end
+    return reached
 
 
 def new_header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:

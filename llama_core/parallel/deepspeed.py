@@ -20,6 +20,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Ren et al. 2021, arXiv:2101.0
 """
 
 import os
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -259,6 +260,7 @@ class DeepSpeedModel:
 
         Raises:
             PlanError: if the number of ranks, the ZeRO stage or the compute dtype differs from the writer's.
+            CheckpointError: if other users may have written it.
         """
         layout, own = read_json(folder / LAYOUT) if (folder / LAYOUT).exists() else None, self._layout()
         if layout != own:
@@ -266,6 +268,7 @@ class DeepSpeedModel:
                 f"{folder} was written by {_in_words(layout)}; DeepSpeed can resume it only under the same plan, "
                 f"but this one is of {_in_words(own)}"
             )
+        _refuse_pickles_of_others(folder)
         self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
 
     def _layout(self) -> dict[str, Any]:
@@ -287,15 +290,18 @@ class DeepSpeedModel:
 def saved_weights(folder: Path) -> Callable[[str], Tensor]:
     """Return a function that reads one trained weight of a checkpoint by name: whole, in fp32, without the ranks.
 
-    The files are memory-mapped and pickled: opening a checkpoint runs any code that its writer put there.
+    The files are memory-mapped and pickled: opening a checkpoint runs any code that its writer put there. So those of
+    other users are refused.
 
     Args:
         folder: the folder that ``DeepSpeedModel.save`` wrote to.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
-        CheckpointError: if the checkpoint cannot be read. The function raises it for a weight that is not there.
+        CheckpointError: if the checkpoint cannot be read, or others may have written it. The function raises it for a
+            weight that is not there.
     """
+    _refuse_pickles_of_others(folder)
     _import_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -314,6 +320,16 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
         return weight
 
     return read
+
+
+def _refuse_pickles_of_others(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        found = path.stat()
+        if found.st_uid not in {os.getuid(), 0} or found.st_mode & stat.S_IWOTH:
+            raise CheckpointError(
+                f"{path} may have been written by another user, and DeepSpeed's files are pickles, which run code when "
+                "they are read; ask for the weights as exported by export-hf"
+            )
 
 
 def _import_deepspeed(device_type: str) -> Any:

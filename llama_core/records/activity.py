@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import read_typed, write_json
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,6 @@ def record_activity(run: RunDirectory, doing: str) -> None:
 
 def read_activity(run: RunDirectory) -> Activity | None:
     """Return what the first rank has recorded last, or None if it has recorded nothing."""
-    with suppress(RunDirectoryError, TypeError):
-        return Activity(**read_json(run.activity))
+    with suppress(RunDirectoryError):
+        return read_typed(run.activity, Activity)
     return None

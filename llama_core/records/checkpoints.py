@@ -1,15 +1,17 @@
 """List a run's checkpoints on disk and check that they are complete. Reads no weights and needs no torch."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from llama_core.errors import CheckpointError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import checked_record, read_json
 
 BYTES_PER_TRAINED_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
 PREFIX = "step-"
+_NAME = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 STATE = "state.json"
 LATEST = "latest"
 LAYOUT = "deepspeed.json"
@@ -23,7 +25,8 @@ def checkpoint_name(step: int) -> str:
 
 def list_checkpoints(run: RunDirectory) -> list[Path]:
     """Return the directories of all checkpoints, oldest first, complete or not."""
-    return sorted(path for path in run.checkpoints.glob(f"{PREFIX}*") if path.is_dir())
+    found = (path for path in run.checkpoints.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(found)
 
 
 def newest_checkpoint(run: RunDirectory) -> Path | None:
@@ -59,12 +62,14 @@ def complete_state(path: Path) -> dict[str, Any]:
     """
     try:
         state = read_json(path / STATE)
+        files = checked_record(state.pop("files", None), dict[str, int], path / STATE)
     except RunDirectoryError as error:
         raise CheckpointError(str(error)) from None
-    for name, size in state.pop("files").items():
-        file = path / name
-        if not file.exists():
-            raise CheckpointError(f"{name} is missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{name} has {file.stat().st_size} of {size} bytes")
+    for name, size in files.items():
+        try:
+            found = (path / name).stat().st_size
+        except (OSError, ValueError):  # ValueError: no name of a file
+            raise CheckpointError(f"{name} is missing") from None
+        if found != size:
+            raise CheckpointError(f"{name} has {found} of {size} bytes")
     return state

@@ -8,14 +8,33 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+
 from llama_core.errors import RunDirectoryError
+from llama_core.redaction import redacted_values
 from llama_core.units import format_bytes
 
 SCHEMA_VERSION = 1
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Python raises at a record whose keys or values are not those that this software writes."""
+T = TypeVar("T")
+
+
+def _iso_time(text: str) -> str:
+    try:
+        datetime.fromisoformat(text).timestamp()
+    except OverflowError:
+        raise ValueError("no time that this machine can count") from None
+    return text
+
+
+Time = Annotated[str, AfterValidator(_iso_time)]
+"""A time as ISO 8601."""
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -75,12 +94,16 @@ def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def write_json(path: Path, record: object, *, durable: bool = True) -> None:
-    """Write a mapping or dataclass atomically as JSON with its ``schema_version``; see ``atomic_write``."""
+    """Write a mapping or dataclass atomically as JSON with its ``schema_version`` and without secrets.
+
+    See ``atomic_write`` and ``redacted``.
+    """
     payload = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
     if not isinstance(payload, Mapping):
         raise TypeError(f"a record is a mapping or a dataclass, not {type(record).__name__}")
     with atomic_write(path, durable=durable) as temporary:
-        temporary.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2) + "\n")
+        record = {"schema_version": SCHEMA_VERSION, **redacted_values(payload)}
+        temporary.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,19 +113,78 @@ def read_json(path: Path) -> dict[str, Any]:
         RunDirectoryError: if the file is missing, damaged, or of another schema version.
     """
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(), parse_int=_integer)
     except FileNotFoundError:
         raise RunDirectoryError(f"{path} does not exist; run the step that writes it first") from None
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
+        raise damaged(path, error) from None
     if not isinstance(record, dict) or record.pop("schema_version", None) != SCHEMA_VERSION:
         raise RunDirectoryError(f"{path} was written by another version of this software; start a new run")
     return record
 
 
+def _integer(digits: str) -> int:
+    number = int(digits)
+    if abs(number) >= 2**63:
+        raise ValueError(f"an integer of {len(digits)} digits is too large")
+    return number
+
+
+def read_typed(path: Path, kind: type[T]) -> T:
+    """Return the record in ``path`` as ``kind``, a dataclass or any other type, with its keys and types checked.
+
+    A dataclass may have defaults for keys of newer versions; keys that it lacks are ignored.
+
+    Raises:
+        RunDirectoryError: as ``read_json``, or naming the first key that is missing or wrong.
+    """
+    return checked_record(read_json(path), kind, path)
+
+
+def checked_record(record: object, kind: type[T], path: Path) -> T:
+    """Return a record that was read from ``path`` as ``kind``; see ``read_typed``."""
+    try:
+        checked: T = _adapter(kind).validate_python(record)  # type: ignore[arg-type]  # every type is hashable
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(map(str, detail["loc"]))
+        raise damaged(path, f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}") from None
+    return checked
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@contextmanager
+def intact(path: Path) -> Iterator[None]:
+    """Turn what Python raises at wrong keys or values of the record in ``path`` into one line that names the file."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def damaged(path: Path, problem: object) -> RunDirectoryError:
+    """Return the error of a file that is not as this software writes it."""
+    return RunDirectoryError(f"{path} is damaged ({problem}); restore it from a backup, or remove it")
+
+
+def user_path(text: str | Path) -> Path:
+    """Return the path of ``text``, where ``~`` is the home directory of a user who exists."""
+    path = Path(text)
+    try:
+        return path.expanduser()
+    except RuntimeError:  # no user of this name
+        return path
+
+
 def cache_directory(configured: str | None) -> Path:
     """Return where caches are kept: as configured, else below $XDG_CACHE_HOME, else below ~/.cache."""
     if configured is not None:
-        return Path(configured).expanduser()
+        return user_path(configured)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "llama-training-infra"

@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints
+
+from llama_core.records.files import Time
 
 OutcomeStatus = Literal[
     "finished",
@@ -18,6 +22,8 @@ OutcomeStatus = Literal[
 ]
 
 
+JobId = Annotated[str, StringConstraints(pattern=r"^\w[\w.+-]*$")]
+"""Part of the names of files, so it holds no separator."""
 Part = Literal["train", "benchmark"]
 """The part of its work that a job does, if it does not do all."""
 
@@ -27,11 +33,11 @@ class JobRecord:
     """The current or last job of a run: enough to find it again."""
 
     launcher: str
-    job_id: str
+    job_id: JobId
     """Slurm's job id, or the process id of the local controller."""
     host: str
     """Machine it was submitted from."""
-    submitted_at: str
+    submitted_at: Time
     name: str = ""
     """Its name in Slurm's queue."""
     cluster: str = ""
@@ -53,7 +59,7 @@ class Outcome:
     """Last completed optimizer step."""
     next_action: str
     """What to try next; empty when the run finished."""
-    ended_at: str
+    ended_at: Time
     attempts: tuple[Mapping[str, Any], ...] = ()
     """Every attempt at this run, oldest first: job id, number of earlier starts by Slurm, status, reason, first and
     last step, and whether the job was requeued."""

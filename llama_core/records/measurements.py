@@ -2,8 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from llama_core.units import format_bytes, format_count, format_duration
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A time that a quotient may be taken by."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,9 @@ class BenchmarkRecord:
     device: str
     """The maker's name for the device."""
     warmup_steps: int
-    step_seconds: tuple[float, ...]
+    step_seconds: Annotated[tuple[Seconds, ...], Field(min_length=1)]
     """Wall time of each timed step."""
-    median_seconds: float
+    median_seconds: Seconds
     spread_seconds: float
     """Interquartile range of ``step_seconds``."""
     tokens_per_step: int

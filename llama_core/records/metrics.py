@@ -4,6 +4,7 @@ A Parquet file cannot be read until it is closed, and the process may be killed 
 """
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, read_json
+from llama_core.records.files import DAMAGE, atomic_write, checked_record, damaged, read_typed
 from llama_core.records.measurements import StepRecord
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def write_metrics_part(run: RunDirectory, records: Sequence[StepRecord]) -> Path
 def _write_part(run: RunDirectory, table: "pa.Table") -> Path:
     import pyarrow.parquet as pq
 
-    number = 1 + max((int(path.stem.removeprefix("part-")) for path in _parts(run)), default=-1)
+    number = 1 + max(map(_number, _parts(run)), default=-1)
     path = run.metrics / f"part-{number:05d}.parquet"
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary)
@@ -43,7 +44,11 @@ def _write_part(run: RunDirectory, table: "pa.Table") -> Path:
 
 
 def read_metrics(run: RunDirectory) -> "pa.Table":
-    """Return the run's ``StepRecord`` rows ordered by step; an empty table if there are none."""
+    """Return the run's ``StepRecord`` rows ordered by step; an empty table if there are none.
+
+    Raises:
+        RunDirectoryError: naming a file that is damaged.
+    """
     import pyarrow as pa
 
     return pa.concat_tables(_parts_and_tail(run)).sort_by("step")
@@ -51,8 +56,8 @@ def read_metrics(run: RunDirectory) -> "pa.Table":
 
 def read_heartbeat(run: RunDirectory) -> StepRecord | None:
     """Return the record of the last completed step, or None if none can be read."""
-    with suppress(RunDirectoryError, TypeError):  # TypeError: a version whose steps have other fields wrote it
-        return StepRecord(**read_json(run.heartbeat))
+    with suppress(RunDirectoryError):
+        return read_typed(run.heartbeat, StepRecord)
     return None
 
 
@@ -69,7 +74,7 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
         _write_part(run, tail)
     run.metrics_tail.unlink(missing_ok=True)
     for path in _parts(run):
-        table = pq.read_table(path, schema=_metrics_schema())
+        table = _read_part(path)
         kept = table.filter(pc.field("step") <= step)
         if kept.num_rows == 0:
             path.unlink()
@@ -79,18 +84,35 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
 
 
 def _parts(run: RunDirectory) -> list[Path]:
-    return sorted(run.metrics.glob("part-*.parquet"))
+    return sorted(path for path in run.metrics.glob("part-*.parquet") if _number(path) >= 0)
+
+
+def _number(path: Path) -> int:
+    """Return the number of a part; -1 if the name has none."""
+    digits = path.stem.removeprefix("part-")
+    return int(digits) if re.fullmatch("[0-9]{1,18}", digits) else -1
 
 
 def _parts_and_tail(run: RunDirectory) -> tuple["pa.Table", "pa.Table"]:
     """Return the rows of all parts, and those that are in none yet."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = _appended(run)  # read first: a part that is written meanwhile repeats them
-    parts = pa.concat_tables([_table([]), *(pq.read_table(path, schema=_metrics_schema()) for path in _parts(run))])
+    parts = pa.concat_tables([_table([]), *map(_read_part, _parts(run))])
     known = set(parts.column("step").to_pylist())
     return parts, _table([row for row in rows if row["step"] not in known])
+
+
+def _read_part(path: Path) -> "pa.Table":
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.is_dir():
+        raise damaged(path, "a folder")
+    try:
+        return pq.read_table(path, schema=_metrics_schema())
+    except (OSError, pa.ArrowException, *DAMAGE) as error:
+        raise damaged(path, error) from None
 
 
 def _appended(run: RunDirectory) -> list[dict[str, Any]]:
@@ -99,7 +121,13 @@ def _appended(run: RunDirectory) -> list[dict[str, Any]]:
         complete = run.metrics_tail.read_text().rpartition("\n")[0]
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in complete.splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(run.metrics_tail, error) from None
+    try:
+        rows = [json.loads(line) for line in complete.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise damaged(run.metrics_tail, error) from None
+    return [asdict(row) for row in checked_record(rows, list[StepRecord], run.metrics_tail)]
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> "pa.Table":

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import read_typed, write_json
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ProfileRecord:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return a row for each kind of work, the longest first: its name, its time and its share."""
-        total = self.span_seconds or sum(self.seconds.values())
+        total = self.span_seconds or sum(self.seconds.values()) or 1.0
         parts = dict(sorted(self.seconds.items(), key=lambda part: -part[1]))
         if self.exposed_seconds:
             parts["communication that no computing hides"] = self.exposed_seconds
@@ -39,8 +39,12 @@ def write_profile(run: RunDirectory, record: ProfileRecord) -> None:
 
 
 def read_profiles(run: RunDirectory) -> list[ProfileRecord]:
-    """Return the records of the profiled ranks, in order."""
-    return [ProfileRecord(**read_json(path)) for path in sorted(run.trace.glob("rank-*.json"))]
+    """Return the records of the profiled ranks, in order.
+
+    Raises:
+        RunDirectoryError: naming a file that is damaged.
+    """
+    return [read_typed(path, ProfileRecord) for path in sorted(run.trace.glob("rank-*.json"))]
 
 
 def trace_file(run: RunDirectory, rank: int, suffix: str) -> Path:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
 
 from llama_core.chain.runs import is_finished
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import read_typed, write_json
 from llama_core.sweep.grid import GridValue, Objective, SweepConfig
 
 
@@ -43,11 +45,15 @@ class SweepDirectory:
         return RunDirectory(self.path / "runs" / element)
 
 
+ElementName = Annotated[str, StringConstraints(pattern=r"^[\w,=+-][\w.,=+-]*$")]
+"""The name of a run's directory, so it holds no separator."""
+
+
 @dataclass(frozen=True)
 class ElementRecord:
     """One element of a sweep."""
 
-    name: str
+    name: ElementName
     settings: Mapping[str, GridValue]
     """Its value for each key of the grid."""
     skipped: str = ""
@@ -90,8 +96,7 @@ def read_record(sweep: SweepDirectory) -> SweepRecord:
     Raises:
         RunDirectoryError: if the directory holds no sweep.
     """
-    record = read_json(sweep.record)
-    return SweepRecord(record["config"], tuple(ElementRecord(**element) for element in record["elements"]))
+    return read_typed(sweep.record, SweepRecord)
 
 
 def is_timed(run: RunDirectory) -> bool:

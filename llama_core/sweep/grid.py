@@ -15,8 +15,9 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator,
 from pydantic_core import ErrorDetails
 
 from llama_core.config.names import keys_meant
-from llama_core.config.run import RunConfig, config_keys, parse_yaml
+from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.section import Section
+from llama_core.config.strict_yaml import parse_yaml
 from llama_core.errors import ConfigError, ask_for, did_you_mean
 from llama_core.records.files import by_dotted_key
 
@@ -198,7 +199,7 @@ class SweepConfig(Section):
         """
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no name of a file
             raise ConfigError(f"cannot read sweep {str(path)!r}: {error}") from None
         mapping = parse_yaml(text, str(path))
         if not isinstance(mapping, dict):

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
+
+from pydantic import StringConstraints
 
 from llama_core.chain import steps
 from llama_core.chain.console import say
@@ -19,7 +21,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError, RegressionError, RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, by_dotted_key, read_json, write_json
+from llama_core.records.files import DAMAGE, atomic_write, by_dotted_key, read_json, read_typed, user_path, write_json
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
 from llama_core.sweep.grid import CADENCE, LEARNING
@@ -175,7 +177,7 @@ class Judgement:
     """How the results of a sweep or a benchmark compare with the history."""
 
     folder: str
-    part: str
+    part: Annotated[str, StringConstraints(pattern=r"^part-[\w.-]+\.parquet$")]
     """Its own file in the folder."""
     since: str
     """When the latest earlier result was measured; empty without any."""
@@ -191,14 +193,8 @@ class Judgement:
         """Return the judgement in a ``history.json``; None if there is none, or another version wrote it."""
         if not path.exists():
             return None
-        with suppress(RunDirectoryError, TypeError, KeyError):
-            record = read_json(path)
-            elements = [
-                ComparedElement(**one | {"earlier": tuple(map(tuple, one["earlier"])), "notes": tuple(one["notes"])})
-                for one in record["elements"]
-            ]
-            changes = [Change(**one | {"elements": tuple(one["elements"])}) for one in record["changes"]]
-            return cls(**record | {"elements": tuple(elements), "changes": tuple(changes)})
+        with suppress(RunDirectoryError):
+            return read_typed(path, cls)
         return None
 
     def lines(self) -> Iterator[str]:
@@ -229,7 +225,7 @@ def work_fingerprint(config: RunConfig) -> str:
 def history_folder(config: RunConfig, directory: Path) -> Path:
     """Return the folder of the history, for results in a run's or sweep's directory."""
     configured = config.benchmark.history
-    return directory.absolute().parent / HISTORY if configured is None else Path(configured).expanduser()
+    return directory.absolute().parent / HISTORY if configured is None else user_path(configured)
 
 
 def check_folder(folder: Path) -> None:
@@ -425,7 +421,7 @@ def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, wit
         try:
             rows = pq.read_table(path, filters=wanted).to_pylist()
             results += [_parsed(row) for row in rows]
-        except (OSError, pa.ArrowException, TypeError, ValueError, KeyError) as error:
+        except (OSError, pa.ArrowException, *DAMAGE) as error:
             say("warning", f"{path} is left out of the comparison: {' '.join(str(error).split())}")
     return results
 

@@ -26,6 +26,7 @@ from llama_core.parallel.ranks import PATIENCE
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.optimizer import build_optimizer
+from llama_core.training.reading import PlainPlanner, PlainReader
 from llama_core.training.saving import BackgroundSaver
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
@@ -192,7 +193,13 @@ class NativeEngine:
                 "continue with parallel.zero_backend=deepspeed, or start a run from its weights (training.init_from)"
             )
         state = self._state()
-        dcp.load(state, checkpoint_id=folder, process_group=self._writers, no_dist=self._writers is None)
+        dcp.load(
+            state,
+            storage_reader=PlainReader(folder),
+            planner=PlainPlanner(),
+            process_group=self._writers,
+            no_dist=self._writers is None,
+        )
         set_state_dict(
             self.model,
             self.optimizer,

@@ -1,5 +1,6 @@
 """Sinks for the record of every step: Parquet, a heartbeat file, TensorBoard, Weights & Biases, and a line of text."""
 
+import re
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Protocol, Self
@@ -106,7 +107,7 @@ class WandbSink:
         self._run = wandb.init(
             project=config.tracking.wandb_project,
             name=run.name,
-            id=f"{run.name}-{config.fingerprint()}",
+            id=re.sub(r"[/\\#?%:]", "-", f"{run.name}-{config.fingerprint()}"),  # W&B takes no others
             resume="allow",
             mode="online" if config.tracking.wandb == "online" else "offline",
             dir=run.logs,

@@ -12,12 +12,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -45,6 +44,7 @@ from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.training.checkpoint import one_line
+from llama_core.training.reading import PlainPlanner, PlainReader
 from llama_core.units import format_bytes, format_duration
 
 logger = logging.getLogger(__name__)
@@ -297,11 +297,11 @@ class _Checkpoint:
     """Reads weights from a checkpoint written by any number of ranks under any plan; needs no other rank."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._reader = folder, _Remembering(folder)
+        self._folder, self._reader = folder, PlainReader(folder)
 
     def read(self, name: str, into: Tensor) -> None:
         try:
-            dcp.load({f"model.{name}": into}, storage_reader=self._reader, no_dist=True)
+            dcp.load({f"model.{name}": into}, storage_reader=self._reader, planner=PlainPlanner(), no_dist=True)
         except dcp.CheckpointException as error:
             raise CheckpointError(f"cannot read {name} from {self._folder}: {one_line(error)}") from None
 
@@ -314,17 +314,6 @@ class _DeepSpeedCheckpoint:
 
     def read(self, name: str, into: Tensor) -> None:
         _copy_part(self._weight(name), into)
-
-
-class _Remembering(dcp.FileSystemReader):
-    """A reader that parses the checkpoint's metadata once instead of once per tensor."""
-
-    _parsed: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._parsed is None:
-            self._parsed = super().read_metadata(*args, **kwargs)
-        return self._parsed
 
 
 class _Progress:

@@ -57,7 +57,7 @@ class ComparedRun:
     @property
     def num_devices(self) -> int:
         """Devices, or processes on a CPU."""
-        return int(self.contents.setting("parallel", "gpus") or 1)
+        return int(self.contents.number("parallel", "gpus") or 1)
 
     @property
     def device_hours(self) -> float | None:
@@ -67,7 +67,7 @@ class ComparedRun:
     @property
     def dollars(self) -> float | None:
         """The price of the time in steps at ``launch.dollars_per_gpu_hour``; None without GPUs."""
-        hours, price = self.device_hours, self.contents.setting("launch", "dollars_per_gpu_hour")
+        hours, price = self.device_hours, self.contents.number("launch", "dollars_per_gpu_hour")
         if hours is None or price is None or self.contents.setting("launch", "device") != "cuda":
             return None
         return float(hours * price)

@@ -1,18 +1,21 @@
 """The records of a run directory for a report, and a sentence for each record that is missing."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import pandas as pd
 import pyarrow as pa
 
-from llama_core.config.run import parse_yaml
+from llama_core.config.section import LARGEST
+from llama_core.config.strict_yaml import parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.planning.memory.host import FREED
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import DAMAGE, checked_record, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
@@ -63,25 +66,25 @@ class RunContents:
         elif steps.empty:
             missing["steps"] = "No metrics yet: no step was completed."
         config = load("config", "configuration", run.config, _read_yaml)
-        benchmark = load("benchmark", "benchmark", run.benchmark, lambda path: BenchmarkRecord(**read_json(path)))
+        benchmark = load("benchmark", "benchmark", run.benchmark, lambda path: read_typed(path, BenchmarkRecord))
         if benchmark is None and not run.benchmark.exists() and _times_none(config):
             missing["benchmark"] = "No benchmark: benchmark.steps=0."
         return cls(
             steps=steps,
             config=config,
             plan=load("plan", "plan", run.plan, read_json),
-            choice=load("choice", "search for a plan", run.choice, read_json),
-            environment=load("environment", "check of the environment", run.environment, read_json),
+            choice=load("choice", "search for a plan", run.choice, partial(_read_as, kind=_Choice)),
+            environment=load(
+                "environment", "check of the environment", run.environment, partial(_read_as, kind=_Environment)
+            ),
             estimate=load("estimate", "memory estimate", run.estimate, _read_profile),
             dry_run=load("dry_run", "dry run", run.dry_run, _read_profile),
             data=load("data", "statistics of the data", run.data, _read_data),
-            job=load("job", "job", run.job, lambda path: JobRecord(**read_json(path))),
-            heartbeat=load("heartbeat", "heartbeat", run.heartbeat, lambda path: StepRecord(**read_json(path))),
-            training=load(
-                "training", "training summary", run.training, lambda path: TrainingSummary(**read_json(path))
-            ),
+            job=load("job", "job", run.job, lambda path: read_typed(path, JobRecord)),
+            heartbeat=load("heartbeat", "heartbeat", run.heartbeat, lambda path: read_typed(path, StepRecord)),
+            training=load("training", "training summary", run.training, lambda path: read_typed(path, TrainingSummary)),
             benchmark=benchmark,
-            outcome=load("outcome", "outcome", run.outcome, lambda path: Outcome(**read_json(path))),
+            outcome=load("outcome", "outcome", run.outcome, lambda path: read_typed(path, Outcome)),
             missing=missing,
         )
 
@@ -126,8 +129,13 @@ class RunContents:
         settings = (self.config or {}).get(section)
         return settings.get(key) if isinstance(settings, dict) else None
 
+    def number(self, section: str, key: str) -> float | None:
+        """Return a number of the configuration, or None if there is none."""
+        value = self.setting(section, key)
+        return value if isinstance(value, int | float) and abs(value) < LARGEST else None
 
-_DAMAGE = (RunDirectoryError, ConfigError, OSError, ValueError, LookupError, TypeError, pa.ArrowException)
+
+_DAMAGE = (RunDirectoryError, ConfigError, OSError, pa.ArrowException, *DAMAGE)
 """Errors of reading a file that was cut short, edited, or written by another version."""
 
 
@@ -147,13 +155,75 @@ def _read_yaml(path: Path) -> Record:
     return dict(parse_yaml(path.read_text(encoding="utf-8"), path.name))
 
 
-def _read_data(path: Path) -> Record:
+@dataclass
+class _Environment:
+    errors: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass
+class _Step:
+    step_seconds: float
+    tp_seconds: float = 0
+    cp_seconds: float = 0
+    ep_seconds: float = 0
+    dp_seconds: float = 0
+    pp_seconds: float = 0
+
+
+@dataclass
+class _Choice:
+    step: _Step | None = None
+
+
+@dataclass
+class _Data:
+    summary: str
+    notes: tuple[str, ...]
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_validation_documents: int = 0
+    num_validation_tokens: int = 0
+    bad_lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bad_line_examples: tuple[str, ...] = ()
+
+
+@dataclass
+class _Host:
+    on_cuda: bool
+    num_ranks: int
+    node_bytes: int
+    parts: Mapping[str, int]
+
+
+@dataclass
+class _Profile:
+    phases: Mapping[str, Mapping[str, int]]
+    peak_phase: str
+    peak_bytes: int
+    device: str = ""
+    fits: bool = True
+    usable_bytes: int = 0
+    headroom_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    host: _Host | None = None
+
+
+def _read_as(path: Path, kind: Any) -> Record:
+    """Return a record whose keys in ``kind`` have the types that a page needs."""
     record = read_json(path)
+    checked_record(record, kind, path)
+    return record
+
+
+def _read_data(path: Path) -> Record:
+    record = _read_as(path, _Data)
     return record | {"sentences": [f"{sentence}." for sentence in (record["summary"], *record["notes"])]}
 
 
 def _read_profile(path: Path) -> Record:
-    record = read_json(path)
+    record = _read_as(path, _Profile)
     if sum(dict(record["phases"][record["peak_phase"]]).values()) != record["peak_bytes"]:
         raise ValueError("the categories of its peak phase do not add up to its peak")
     return record

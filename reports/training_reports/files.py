@@ -10,15 +10,16 @@ from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import end_of_log, log_path, submission_log
 from llama_core.records.checkpoints import checkpoint_step, is_complete, list_checkpoints
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import read_typed
 from llama_core.records.job import JobRecord, Outcome
+from llama_core.redaction import redacted
 
 LOG_LINES = 20
 """Lines of a log on the page."""
 MOST_LOGS = 8
 """Most logs of ranks with a link of their own."""
 
-_RANK = re.compile(r"\brank (\d+)")
+_RANK = re.compile(r"\brank (\d{1,9})\b")
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ def end_of_culprits_log(run: RunDirectory, outcome: Outcome | None) -> tuple[Lin
     log, link = end_of_log(run, rank).rstrip(), _link(run, log_path(run, rank))
     if not log:
         try:
-            log, link = submission_log(JobRecord(**read_json(run.job))).rstrip(), None
-        except (RunDirectoryError, TypeError):  # no job yet, or one of another version
+            log, link = submission_log(read_typed(run.job, JobRecord)).rstrip(), None
+        except RunDirectoryError:  # no job yet, or one of another version
             return None
-    return (link, "\n".join(log.splitlines()[-LOG_LINES:])) if log else None
+    return (link, redacted("\n".join(log.splitlines()[-LOG_LINES:]))) if log else None
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[Link | None]:

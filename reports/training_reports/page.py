@@ -67,7 +67,7 @@ def write_report(run: RunDirectory) -> Path:
 def _profiles(run: RunDirectory) -> list[ProfileRecord]:
     try:
         return read_profiles(run)
-    except (RunDirectoryError, TypeError):  # damaged, or of another version
+    except RunDirectoryError:  # damaged, or of another version
         return []
 
 
@@ -121,7 +121,7 @@ def _source(contents: RunContents) -> str | None:
         for key, what in (("num_documents", "documents"), ("num_tokens", "tokens"))
         if key in data
     ]
-    return ", ".join([Path(source).name, *sizes])
+    return ", ".join([Path(str(source)).name, *sizes])
 
 
 def _data(contents: RunContents) -> list[tuple[str, object]]:
@@ -150,7 +150,10 @@ def _last_signs(contents: RunContents) -> Iterator[str]:
     if job is not None:
         yield f"Job {job.job_id} ({job.launcher}) was submitted from {job.host}, {job.submitted_at}."
     if latest is not None:
-        seen = datetime.fromtimestamp(latest.time, UTC).isoformat(timespec="seconds")
+        try:
+            seen = datetime.fromtimestamp(latest.time, UTC).isoformat(timespec="seconds")
+        except (OSError, OverflowError, ValueError):
+            seen = "at an unknown time"
         yield f"Last sign of life: step {latest.step} with a loss of {latest.loss:.4f}, {seen}."
 
 
@@ -327,7 +330,7 @@ def _time_shares(steps: pd.DataFrame) -> str:
 
 def _planned_communication(contents: RunContents) -> Iterator[str]:
     """Yield a sentence on the communication of the planned step, if the plan was searched for and there is any."""
-    step = (contents.choice or {}).get("step", {})
+    step = (contents.choice or {}).get("step") or {}
     added = {axis: step.get(f"{axis}_seconds", 0.0) for axis in ("tp", "cp", "ep", "dp", "pp")}
     if sum(added.values()) > 0:
         share = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in added.items() if seconds > 0)

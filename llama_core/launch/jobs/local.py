@@ -45,7 +45,9 @@ class LocalJobHandle(JobHandle):
 
         # Its command line names the job's own folder, which no other process with a reused id does. A start time would
         # change when the machine's clock is set.
-        with suppress(psutil.Error):
+        if not self.record.folder:
+            return None
+        with suppress(psutil.Error, ValueError, OverflowError):  # ValueError: not the number of a process
             process = psutil.Process(int(self.record.job_id))
             if self.record.folder in process.cmdline():
                 return process

@@ -20,7 +20,7 @@ from llama_core.launch.outcome import conclude, concluded, record_refusal
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, timestamp, write_json
+from llama_core.records.files import intact, read_json, timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 
 FIRST_POLL_SECONDS = 5.0
@@ -150,7 +150,8 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
 def _host_bytes(run: RunDirectory) -> int:
     """Return the estimated host memory of a node's ranks; 0 for a run without an estimate."""
     estimate = read_json(run.estimate) if run.estimate.exists() else {}
-    return int((estimate.get("host") or {}).get("node_bytes", 0))
+    with intact(run.estimate):
+        return int((estimate.get("host") or {}).get("node_bytes", 0))
 
 
 def _can_see(record: JobRecord) -> bool:

@@ -23,7 +23,7 @@ from llama_core.launch.jobs.slurm import SLURM
 from llama_core.launch.outcome import concluded
 from llama_core.launch.scheduler import Ask, job_status
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import damaged, read_typed, write_json
 from llama_core.records.job import JobRecord, Part
 
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (LOCAL, SLURM)}
@@ -60,7 +60,7 @@ def submit(
         if at_work is not None:
             return at_work
         LAUNCHERS[config.launch.launcher].start(_fresh_folder(run.logs), [submission], run.name, lock)
-    return _handle(run, JobRecord(**read_json(run.job)))
+    return _handle(run, read_typed(run.job, JobRecord))
 
 
 def submit_array(
@@ -93,7 +93,7 @@ def submit_array(
         for submission in submissions:
             _refuse_second_job(submission.run, ask)
         launcher.start(_fresh_folder(logs), submissions, folder.name, lock)
-    return [_handle(s.run, JobRecord(**read_json(s.run.job)), ask) for s in submissions]
+    return [_handle(s.run, read_typed(s.run.job, JobRecord), ask) for s in submissions]
 
 
 def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
@@ -110,8 +110,8 @@ def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
     """
     if not run.job.exists():
         return None
-    record = JobRecord(**read_json(run.job))
-    if not LAUNCHERS[record.launcher].can_see(record):
+    record = read_typed(run.job, JobRecord)
+    if not _launcher(run, record).can_see(record):
         if concluded(run, record) is not None:
             return None
         raise RunDirectoryError(
@@ -134,7 +134,14 @@ def _submission(
 
 
 def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobHandle:
-    return LAUNCHERS[record.launcher].handle(run, record, ask)
+    return _launcher(run, record).handle(run, record, ask)
+
+
+def _launcher(run: RunDirectory, record: JobRecord) -> Launcher:
+    try:
+        return LAUNCHERS[record.launcher]
+    except KeyError:
+        raise damaged(run.job, f"launcher {record.launcher!r} is none of {', '.join(LAUNCHERS)}") from None
 
 
 def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
@@ -149,7 +156,7 @@ def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
 def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
     """Record the job of a submitter that was killed between the scheduler's answer and writing ``job.json``."""
     folders = submission_folders(run.logs)
-    if not folders or (run.job.exists() and JobRecord(**read_json(run.job)).folder == str(folders[-1])):
+    if not folders or (run.job.exists() and read_typed(run.job, JobRecord).folder == str(folders[-1])):
         return
     found = LAUNCHERS[config.launch.launcher].find_unrecorded(folders[-1], run.name, config)
     if found is not None:
@@ -172,13 +179,14 @@ def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
 
 
 def private_place(logs: Path) -> Path:
-    """Return a folder for the pickles that the ranks of a run load, where nobody else may write.
+    """Return a folder for the pickles that the ranks of a run load, which nobody else may open.
 
     Raises:
         RunDirectoryError: if there is none.
     """
     place = _place_of_submissions(logs)
     place.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    place.chmod(_PRIVATE)
     return place
 
 
@@ -192,8 +200,8 @@ def _fresh_folder(logs: Path) -> Path:
 
     submitit returns the old result of a job id it has seen before, and a fresh cluster counts ids from 1 again.
     """
-    folder = _place_of_submissions(logs) / f"submission-{len(submission_folders(logs)):05d}"
-    folder.mkdir(mode=_PRIVATE, parents=True)
+    folder = private_place(logs) / f"submission-{len(submission_folders(logs)):05d}"
+    folder.mkdir(mode=_PRIVATE)
     return folder
 
 

@@ -23,7 +23,7 @@ from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.ranks import from_first_rank, is_first_rank, own_rank
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import read_typed
 from llama_core.records.measurements import StepRecord
 from llama_core.training.metrics import print_record
 from llama_core.training.trainer import Trainer
@@ -53,7 +53,7 @@ def loader_trainer(
         should_stop: called after every step.
         on_step: called with the record of every step on rank 0.
     """
-    config, plan = RunConfig.load(run.config), ParallelPlan.from_dict(read_json(run.plan))
+    config, plan = RunConfig.load(run.config), read_typed(run.plan, ParallelPlan)
     total_steps = config.training.steps
     if total_steps is None:
         raise ValueError(f"{run.config} has no training.steps; prepare the run with prepare_loader_run")

@@ -35,7 +35,7 @@ from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Wat
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import cache_directory, now, read_json, write_json
+from llama_core.records.files import cache_directory, now, read_typed, write_json
 from llama_core.records.job import JobRecord
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT)
@@ -197,7 +197,7 @@ class _Rank:
     @property
     def job(self) -> JobRecord:
         """The job, as its submitter recorded it."""
-        return JobRecord(**read_json(self.run_directory.job))
+        return read_typed(self.run_directory.job, JobRecord)
 
     def is_recorded(self) -> bool:
         """Wait until ``job.json`` names this job; False after a timeout, since an unrecorded job must not run."""

@@ -49,8 +49,9 @@ from llama_core.parallel.ranks import (
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import record_activity
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import no_room, now, read_json, write_json
+from llama_core.records.files import no_room, now, read_typed, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
+from llama_core.redaction import redacted
 from llama_core.training.checkpoint import lacks_room
 from llama_core.training.trainer import Trainer
 
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=get_args(Part), help="do only this part of the work")
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to get the stacks of a hanging worker
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+    console = logging.StreamHandler(sys.stdout)
+    console.setFormatter(_Formatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[console])
     run = RunDirectory(options.run_dir)
     with ExitStack() as ranks:
         try:
@@ -88,6 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.shutdown()
             os._exit(code)  # threads that still wait for the other ranks would keep this process from ending
     return code
+
+
+class _Formatter(logging.Formatter):
+    """Writes messages and tracebacks without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        return redacted(super().format(record))
 
 
 class LostPeersError(Exception):
@@ -150,7 +161,7 @@ def _of_rank(reason: str) -> str:
 def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool], loader: Path | None) -> Trainer:
     config = RunConfig.load(run.config)
     training = config.training
-    plan = ParallelPlan.from_dict(read_json(run.plan))
+    plan = read_typed(run.plan, ParallelPlan)
     alone = plan.zero_backend == "deepspeed"
 
     def tell(doing: str) -> None:

@@ -1,0 +1,106 @@
+"""Hugging Face folders from anywhere: sizes, tokenizers, headers of weights, adapters."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import tokenizers
+from malformed import cases, changed, damaged, damaged_json, keep_the_law, naming, write
+
+from llama_core.config.hugging_face import read_folder
+from llama_core.config.run import RunConfig
+from llama_core.data.tokenizer import load_tokenizer
+from llama_core.errors import ConfigError, WeightsError
+from llama_core.models.hf import config_json, hugging_face_shapes
+from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_shapes, peft_name
+from llama_core.models.pretrained import check_pretrained, resolve_pretrained
+from llama_core.models.weight_files import INDEX, WHOLE, new_header, read_tensors
+
+SIZES = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+RUN = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES | {"vocab_size": 64}})
+LORA = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES | {"vocab_size": 64}, "strategy": "lora"})
+
+
+def weights(shapes):
+    header, _ = new_header(shapes, "BF16")
+    return header + bytes(2 * sum(map(math.prod, shapes.values())))
+
+
+def header_of(rng, entries):
+    """Return a file with a changed header whose length field may lie."""
+    text = json.dumps(changed(rng, entries)).encode()
+    length = rng.choice((len(text), len(text), len(text), len(text) + 9, 2**63, 0, 2**64 - 1))
+    return length.to_bytes(8, "little") + text + bytes(rng.choice((0, 100, 20_000)))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of a model, and one of adapters over it."""
+    model, adapters = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("adapters")
+    write(model / "config.json", json.dumps(config_json(RUN.spec)).encode())
+    write(model / WHOLE, weights(hugging_face_shapes(RUN.spec)))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    write(
+        model / "tokenizer_config.json", b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "x"}'
+    )
+    write(adapters / ADAPTER_CONFIG, json.dumps(adapter_json(LORA.lora, str(model))).encode())
+    write(adapters / ADAPTERS, weights({peft_name(name): shape for name, shape in adapter_shapes(LORA.spec).items()}))
+    return model, adapters
+
+
+def test_the_folders_are_right_before_they_are_damaged(hub):
+    model, adapters = hub
+    assert check_pretrained(RUN.spec, model) == []
+    assert check_pretrained(LORA.spec, adapters) == []
+    assert load_tokenizer(str(model)).vocab_size == 2
+
+
+def test_any_folder_is_a_model_or_one_line(hub, tmp_path):
+    model, adapters = hub
+    for number, rng in cases("folder"):
+        source = rng.choice((model, model, adapters))
+        path = rng.choice(sorted(source.iterdir()))
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            new = damaged_json(rng, json.loads(content))
+        elif rng.random() < 0.7:
+            length = int.from_bytes(content[:8], "little")
+            new = header_of(rng, json.loads(content[8 : 8 + length]))
+        else:
+            new = damaged(rng, content)
+        path.unlink()
+        write(path, None if rng.random() < 0.03 else new)
+        init = {"training": {"init_from": str(source)}} | ({"strategy": "lora"} if source == adapters else {})
+        run = LORA if source == adapters else RUN
+        readers = [
+            partial(read_folder, str(source)), partial(check_pretrained, run.spec, source),
+            partial(RunConfig.from_mapping, init), partial(RunConfig.from_mapping, {"model": str(source)}),
+            partial(load_tokenizer, str(source)), partial(resolve_pretrained, str(source)),
+            lambda source=source: load_tokenizer(str(source)).encode_rendered(["hello </s>"]),
+        ]  # fmt: skip
+        try:
+            with naming(number):
+                keep_the_law(readers, tmp_path)
+        finally:
+            path.rmdir() if path.is_dir() else path.unlink()
+            write(path, content)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "model.bin", ""])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    write(tmp_path / "secret.safetensors", weights({"x": (2,)}))
+    folder = tmp_path / "model"
+    write(folder / INDEX, json.dumps({"weight_map": {"x": name}}).encode())
+    with pytest.raises(WeightsError, match="not the name of a safetensors file"):
+        read_tensors(folder)
+
+
+def test_a_wrong_setting_that_weights_bring_is_an_error_and_no_endless_search(hub, tmp_path):
+    model, _ = hub
+    write(tmp_path / ADAPTER_CONFIG, json.dumps(adapter_json(LORA.lora, str(model)) | {"r": -1}).encode())
+    request = {"strategy": "lora", "training": {"init_from": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=r"lora\.lora_rank=-1"):
+        RunConfig.from_mapping(request)

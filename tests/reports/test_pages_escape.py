@@ -1,0 +1,86 @@
+"""Text from a run, whatever it is, is text on every page."""
+
+import html
+import json
+
+import yaml
+from synthetic_run import FAILED, write_run
+from synthetic_sweep import write_sweep
+
+from llama_core.records.profiles import ProfileRecord, write_profile
+from llama_core.sweep.comparison import Comparison, Row
+from llama_core.sweep.grid import SweepConfig
+from training_reports import sweep as sweep_page
+from training_reports.compare import write_comparison
+from training_reports.compare_rows import compare_runs
+from training_reports.page import write_report
+from training_reports.prediction import write_prediction
+
+ATTACK = "<img src=x onerror=alert(1)><script>alert(1)"
+TYPED = {"status", "launcher", "submitted_at", "ended_at", "peak_phase", "job_id", "name", "objective", "fingerprint"}
+
+
+def attacked(value, key=""):
+    """Return a JSON value whose texts and keys end with an attack, except those that have a type of their own."""
+    if isinstance(value, str):
+        return value if key in TYPED else value + ATTACK
+    if isinstance(value, dict):
+        return {name: attacked(inner, name) for name, inner in value.items()}
+    return [attacked(inner, key) for inner in value] if isinstance(value, list) else value
+
+
+def attack_run(run):
+    for path in run.path.glob("*.json"):
+        path.write_text(json.dumps(attacked(json.loads(path.read_text()))))
+    config = yaml.safe_load(run.config.read_text())
+    config["model"] = config.get("model", "") + ATTACK
+    config.setdefault("data", {})["source"] = f"texts{ATTACK}.jsonl"
+    run.config.write_text(yaml.safe_dump(config))
+    for log in run.logs.glob("rank-*.log"):
+        log.write_text(f"{log.read_text()}\n{ATTACK}\n")
+
+
+def assert_escaped(page, *, at_least=1):
+    text = page.read_text()
+    assert "<img src=x" not in text and "<script>alert(1)" not in text
+    assert text.count(html.escape(ATTACK, quote=False)) >= at_least
+
+
+def test_the_page_of_a_run_with_its_profile(tmp_path):
+    run = write_run(tmp_path / f"a {ATTACK}", outcome=FAILED)
+    run.trace.mkdir()
+    write_profile(run, ProfileRecord(0, {f"matmul{ATTACK}": 1.0}))
+    (run.trace / f"rank-0{ATTACK}.pickle").write_bytes(b"")
+    attack_run(run)
+    assert_escaped(write_report(run), at_least=20)
+
+
+def test_the_page_of_a_sweep(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep")
+    record = json.loads(sweep.record.read_text())
+    for element in record["elements"]:
+        element["skipped"] = attacked(element["skipped"]) if element["skipped"] else ""
+        if not element["skipped"]:
+            attack_run(sweep.run(element["name"])) if sweep.run(element["name"]).config.exists() else None
+    sweep.record.write_text(json.dumps(record))
+    assert_escaped(sweep_page.write_report(sweep), at_least=2)
+
+
+def test_the_page_of_a_comparison(tmp_path):
+    runs = [write_run(tmp_path / f"{name}{ATTACK}") for name in ("a", "b")]
+    for run, source in zip(runs, ("x", "y"), strict=True):
+        config = yaml.safe_load(run.config.read_text())
+        config["data"]["source"] = f"{source}{ATTACK}.jsonl"
+        run.config.write_text(yaml.safe_dump(config))
+    assert_escaped(write_comparison(tmp_path / "page.html", compare_runs([run.path for run in runs])), at_least=2)
+
+
+def test_the_page_of_a_predicted_sweep(tmp_path):
+    config = SweepConfig.from_mapping(
+        {"name": "x", "base": {"data": {"source": ATTACK}}, "grid": {"parallel.tp": [1, 2]}}
+    )
+    texts = {"name": ATTACK, "device": ATTACK, "plan": ATTACK, "reason": ATTACK, "settings": {}, "how": "predicted"}
+    numbers = {"tokens_per_second": 1.0, "step_seconds": 1.0, "memory_bytes": 1}
+    rows = (Row(status="finished", **texts, **numbers), Row(status=ATTACK, **texts))
+    page = write_prediction(tmp_path / f"{ATTACK}.html", config, Comparison(rows, None))
+    assert_escaped(page, at_least=4)

@@ -1,0 +1,104 @@
+"""Secrets stay in the environment: no file, log, error or script holds them."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from llama_core.chain.preview import preview_sbatch
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError, TrainingFailedError
+from llama_core.launch.outcome import record_outcome
+from llama_core.launch.rank.worker import _Formatter
+from llama_core.machine.hazards import _prefect
+from llama_core.records.directory import RunDirectory
+from llama_core.redaction import redacted
+
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_abcDEF123456",
+    "PREFECT_API_KEY": "pnu_abcDEF1234567",
+    "MY_DB_PASSWORD": "hunter2hunter2",
+}
+DATABASE = "postgresql+asyncpg://prefect:s3cret@db:5432/prefect"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+def holds_secret(text):
+    return any(secret in text for secret in (*SECRETS.values(), "s3cret"))
+
+
+ALL = f"{' '.join(SECRETS.values())} {DATABASE} export HF_TOKEN=s3cret"
+
+
+def test_records_errors_and_logs_of_a_failure_hold_no_secret(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.create()
+    record_outcome(run, "crashed", reason=ALL, next_action=ALL)
+    assert json.loads(run.outcome.read_text())["status"] == "crashed"
+    logged = _Formatter().format(logging.LogRecord("x", logging.ERROR, "x", 1, "%s", (ALL,), None))
+    errors = [str(TrainingFailedError(ALL)), *ConfigError(ALL, ALL).problems]
+    assert not any(map(holds_secret, (run.outcome.read_text(), logged, *errors)))
+
+
+def test_ordinary_text_is_not_redacted(monkeypatch):
+    monkeypatch.setenv("SHORT_TOKEN", "training")
+    text = "training.steps=40, num_tokens=12, https://host:4200/api, a@b.c, HF_TOKEN=$HF_TOKEN, MAX_TOKENS=3"
+    assert redacted(text) == text
+
+
+def test_the_address_of_a_server_is_shown_without_its_password(monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:s3cret@127.0.0.1:1/api")
+    assert not holds_secret(str(_prefect()))
+
+
+def test_a_job_script_holds_no_secret_and_a_setup_line_may_not():
+    config = RunConfig.from_mapping({"launch": {"launcher": "slurm", "device": "cpu"}})
+    assert not holds_secret(preview_sbatch(config))
+    for setup in ("export HF_TOKEN=hf_literal", "WANDB_API_KEY='s3cret' true"):
+        with pytest.raises(ConfigError, match="should hold no secret") as refused:
+            RunConfig.from_mapping({"launch": {"slurm": {"setup": [setup]}}})
+        assert "hf_literal" not in str(refused.value) and not holds_secret(str(refused.value))
+    RunConfig.from_mapping({"launch": {"slurm": {"setup": ["export HF_TOKEN=$(cat ~/.hf)", "source ~/.secrets"]}}})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", [[], ["--set", "training.learning_rate=1e30"]], ids=["finishes", "fails"])
+def test_a_run_writes_no_secret_to_its_directory(tmp_path, mode):
+    command = [
+        "train",
+        "--model",
+        "tiny_llama3_50m",
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--seq-len",
+        "32",
+        "--wandb",
+        "offline",
+    ]
+    command += [
+        "--set",
+        "architecture.num_layers=1",
+        "--set",
+        "architecture.hidden_size=64",
+        "--batch-size",
+        "1",
+        *mode,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "training_infra.cli", *command, "--run-dir", str(tmp_path / "run")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (tmp_path / "run" / "outcome.json").exists(), done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    found = [path for path in files if any(secret.encode() in path.read_bytes() for secret in SECRETS.values())]
+    assert not found and not holds_secret(done.stdout + done.stderr)
