@@ -36,6 +36,7 @@ from training_infra.parser import Parser
 from training_infra.tables import (
     print_choice,
     print_cost,
+    print_diagnosis,
     print_environment,
     print_host,
     print_plan,
@@ -86,8 +87,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="training-infra",
         description="Train LLaMA models: validate, estimate, rehearse, train, benchmark, report.",
-        epilog="exit codes: 0 success, 1 the run failed, 2 invalid request, 3 does not fit, 4 slower than before, "
-        "130 interrupted",
+        epilog="exit codes: 0 success, 1 the run failed or has a problem, 2 invalid request, 3 does not fit, "
+        "4 slower than before, 130 interrupted",
         examples=("train --help", "train --model tiny_llama3_50m --device cpu --steps 20"),
     )
     parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
@@ -279,6 +280,20 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
         "runs/mine",
     )
     _add_run_dir(cancel)
+
+    doctor = command(
+        "doctor",
+        _doctor,
+        when,
+        "tell a run's state, how its attempts ended, which checkpoints are good, and how to go on",
+        "runs/mine",
+        "runs/mine --sizes-only --json",
+    )
+    _add_run_dir(doctor)
+    doctor.add_argument(
+        "--sizes-only", action="store_true", help="compare only the sizes of checkpoints; reads none of their files"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
     report = command("report", _report, when, "write report.html of a run, finished or not", "runs/mine")
     _add_run_dir(report)
@@ -689,6 +704,17 @@ def _cancel(options: argparse.Namespace) -> None:
         print(f"{options.run_dir}: no job is running")
     else:
         print(f"{options.run_dir}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from llama_core.chain.diagnosis import diagnose
+
+    diagnosis = diagnose(RunDirectory(options.run_dir), read=not options.sizes_only)
+    if options.json:
+        _print_json(diagnosis.as_dict())
+    else:
+        print_diagnosis(diagnosis)
+    return 0 if diagnosis.is_healthy else 1
 
 
 def _export_hf(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from llama_core.planning.time.cost import BILLION, Cost
 from llama_core.units import GB, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
+    from llama_core.chain.diagnosis import Diagnosis
     from llama_core.chain.planned import PlannedRun
     from llama_core.chain.variants import Variant
     from llama_core.machine.validate import EnvironmentReport
@@ -115,6 +116,15 @@ def print_comparison(comparison: "Comparison") -> None:
         memory = "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
         told = f"{row.plan} on {row.device}" if row.status == "finished" else f"{row.status}: {row.reason}"
         print(f"{values}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
+
+
+def print_diagnosis(diagnosis: "Diagnosis") -> None:
+    """Print a line for everything that was looked at, and mark what is wrong."""
+    width = max(len(fact.subject) for fact in diagnosis.facts)
+    for fact in diagnosis.facts:
+        print(f"{'!' if fact.is_problem else ' '} {fact.subject:<{width}}  {fact.text}")
+    num_problems = sum(fact.is_problem for fact in diagnosis.facts)
+    print(f"{num_problems} problem{'s' * (num_problems > 1)}, marked with !" if num_problems else "nothing is wrong")
 
 
 def print_runs(comparison: "RunComparison") -> None:

@@ -1,7 +1,6 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import count
@@ -19,7 +18,7 @@ from llama_core.records.checkpoints import (
     list_checkpoints,
     newest_step,
 )
-from llama_core.records.directory import RunDirectory
+from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import by_dotted_key, read_typed
 
 RUNS = Path("runs")
@@ -48,9 +47,7 @@ def resume_command(run: RunDirectory, source: str | None) -> str:
         run: the run.
         source: its data source; a run on a caller's dataloader is continued from Python.
     """
-    if source == DATALOADER:
-        return f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
-    return f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume"
+    return command_to_resume(run, from_python=source == DATALOADER)
 
 
 def find_checkpoint(run: RunDirectory, step: int | None) -> Path:

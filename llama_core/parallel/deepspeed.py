@@ -29,7 +29,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,11 @@ from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
-from llama_core.parallel.ranks import check_started, is_first_rank
+from llama_core.parallel.ranks import check_started, is_first_rank, on_first_rank
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
+from llama_core.records.checksums import FileSum, SummedFile
 from llama_core.records.files import read_json, write_json
 
 MAX_BUCKET_ELEMENTS = 50_000_000
@@ -243,13 +244,26 @@ class DeepSpeedModel:
         self.engine.empty_partition_cache()  # drop weights gathered for a backward
         return float(self._sum_over_ranks(total)), int(self._num_targets(microbatches))
 
-    def save(self, folder: Path) -> "Future[None]":
-        """Write the weights and moments of all ranks to ``folder``; they are written when this returns."""
+    def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
+        """Write the weights and moments of all ranks to ``folder``; they are written when this returns.
+
+        The future's result on the first rank is the checksum of every file that DeepSpeed writes, by its path in
+        ``folder``.
+        """
+        sums: dict[str, FileSum] = {}
+
+        def write(state_dict: Any, path: str) -> None:
+            with Path(path).open("wb") as file:
+                summed = SummedFile(file)
+                torch.save(state_dict, cast("IO[bytes]", summed))
+            sums[str(Path(path).relative_to(folder))] = summed.sum()
+
+        self.engine.checkpoint_engine.save = write
         self.engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, save_latest=False)
         if is_first_rank():
             write_json(folder / LAYOUT, self._layout())
-        written: Future[None] = Future()
-        written.set_result(None)
+        written: Future[dict[str, FileSum]] = Future()
+        written.set_result({name: one for of_rank in on_first_rank(sums) for name, one in of_rank.items()})
         return written
 
     def end_saving(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,11 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def num_ranks() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_first_rank() -> bool:
     """Return whether this is rank 0, or the only one."""
     return own_rank() == 0
@@ -173,6 +178,25 @@ def from_first_rank(value: T) -> T:
         return value
     holder = [value]
     dist.broadcast_object_list(holder, src=0, device=torch.device("cpu"))
+    return holder[0]
+
+
+def on_first_rank(value: T) -> list[T]:
+    """Return the values of all ranks on the first rank, and nothing on the others; they must be picklable."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if is_first_rank() else None
+    dist.gather_object(value, values)
+    return values or []
+
+
+def first_complaint(complaint: str) -> str:
+    """Return on all ranks what one of them complains of; "" if none does."""
+    (of_rank,) = most_over_ranks(own_rank() + 1 if complaint else 0)
+    if not of_rank or not dist.is_initialized():
+        return complaint
+    holder = [complaint]
+    dist.broadcast_object_list(holder, src=of_rank - 1, device=torch.device("cpu"))
     return holder[0]
 
 

@@ -1,18 +1,27 @@
-"""List a run's checkpoints on disk and check that they are complete. Reads no weights and needs no torch."""
+"""List a run's checkpoints on disk and check that they are complete, or intact too. Needs no torch.
+
+Every checkpoint has a manifest with the size and the checksum of each of its files. Complete means that all are there
+with their sizes, which costs nothing; intact means that every byte is as it was written.
+"""
 
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llama_core.errors import CheckpointError, RunDirectoryError
+from llama_core.records.checksums import FileSum, file_sum, find_damage
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import checked_record, read_json
+from llama_core.records.files import checked_record, read_json, write_json
 
 BYTES_PER_TRAINED_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
 PREFIX = "step-"
 _NAME = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 STATE = "state.json"
+MANIFEST = "manifest.json"
+"""File with the size and the checksum of all others; checkpoints of earlier versions have only sizes, in ``STATE``."""
 LATEST = "latest"
 LAYOUT = "deepspeed.json"
 """File in DeepSpeed's checkpoints with the ranks, ZeRO stage and dtype of the run; others have none."""
@@ -60,16 +69,66 @@ def complete_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the file that is missing or truncated.
     """
+    state, sums = _read(path)
+    if damage := find_damage(path, sums, read=False):
+        raise CheckpointError(damage)
+    return state
+
+
+def recorded_sums(path: Path) -> dict[str, FileSum]:
+    """Return what each file of the checkpoint in ``path`` must be; nothing if an earlier version wrote no checksums.
+
+    Raises:
+        CheckpointError: if that cannot be read.
+    """
+    _, sums = _read(path)
+    return sums if all(written.crc32 for written in sums.values()) else {}
+
+
+def find_problem(path: Path, *, read: bool = True) -> str:
+    """Return what is wrong with the checkpoint in ``path``, as a clause; "" if it is intact.
+
+    Args:
+        path: the checkpoint.
+        read: read all of it and compare the checksums; otherwise only see whether it is complete.
+    """
     try:
-        state = read_json(path / STATE)
-        files = checked_record(state.pop("files", None), dict[str, int], path / STATE)
+        complete_state(path)
+        return find_damage(path, recorded_sums(path), read=read)
+    except CheckpointError as error:
+        return str(error)
+
+
+def write_manifest(path: Path, sums: Mapping[str, FileSum]) -> None:
+    """Write the manifest of the checkpoint in ``path``, once its other files are there.
+
+    Args:
+        path: the checkpoint.
+        sums: those of its files that are known, by their path in it; the others are read.
+    """
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} | set(sums)
+    files = {name: asdict(sums.get(name) or file_sum(path / name)) for name in sorted(names - {MANIFEST})}
+    write_json(path / MANIFEST, {"files": files})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, FileSum]]:
+    """Return the counters of the checkpoint in ``path``, and what each of its files must be."""
+    state = _record(path / STATE)
+    sizes = state.pop("files", None)
+    try:
+        if sizes is not None:  # of an earlier version
+            of_files = checked_record(sizes, dict[str, int], path / STATE)
+            return state, {name: FileSum(size, "") for name, size in of_files.items()}
+        files = _record(path / MANIFEST).get("files")
+        return state, checked_record(files, dict[str, FileSum], path / MANIFEST)
     except RunDirectoryError as error:
         raise CheckpointError(str(error)) from None
-    for name, size in files.items():
-        try:
-            found = (path / name).stat().st_size
-        except (OSError, ValueError):  # ValueError: no name of a file
-            raise CheckpointError(f"{name} is missing") from None
-        if found != size:
-            raise CheckpointError(f"{name} has {found} of {size} bytes")
-    return state
+
+
+def _record(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(f"{path.name} is missing")
+    try:
+        return read_json(path)
+    except RunDirectoryError as error:
+        raise CheckpointError(str(error)) from None

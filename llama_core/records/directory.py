@@ -1,5 +1,6 @@
 """The layout of a run directory. Every step of the chain gets this path and nothing else."""
 
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,3 +149,15 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"cannot write run directory {str(self.path)!r}: {error.strerror or error}; choose another --run-dir"
             ) from None
+
+
+def command_to_resume(run: RunDirectory, *, from_python: bool = False) -> str:
+    """Return the command that continues a run.
+
+    Args:
+        run: the run.
+        from_python: whether it trains on a caller's dataloader, and so is continued from Python.
+    """
+    if from_python:
+        return f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
+    return f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume"

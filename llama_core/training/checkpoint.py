@@ -3,13 +3,19 @@
 Every rank's engine writes its own shards; rank 0 does the rest.
 
 A checkpoint is a directory ``step-00000100``. It holds the engines' files (in torch's distributed format, which any
-number of ranks under any plan can read, or in DeepSpeed's), ``state.json`` (the trainer's counters and the size of
-every file) and a copy of the run's ``config.yaml``. It is written as ``.step-00000100.writing`` and renamed when every
-byte is on disk; the ``latest`` file names the newest one and is replaced last. Killing the process at any moment
-therefore leaves the earlier checkpoints intact.
+number of ranks under any plan can read, or in DeepSpeed's), ``state.json`` (the trainer's counters), a copy of the
+run's ``config.yaml``, and ``manifest.json`` (the size and checksum of every file). It is written as
+``.step-00000100.writing`` and renamed when every byte is on disk; the ``latest`` file names the newest one and is
+replaced last. Killing the process at any moment therefore leaves the earlier checkpoints intact.
+
+Before a checkpoint is loaded, every byte of it is compared with the manifest. Each rank reads the files that the rank
+of its number has written, so together they read every file once; under the same plan these are the files that the rank
+loads next, by then in the machine's memory. One rank of each machine checking them all would take as many times longer
+as a machine has ranks, and read everything once for every machine.
 """
 
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -21,7 +27,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from llama_core.errors import CheckpointError
-from llama_core.parallel.ranks import from_first_rank, is_first_rank, most_over_ranks
+from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, num_ranks, own_rank, wait_for_all
 from llama_core.records.checkpoints import (
     LATEST,
     PREFIX,
@@ -30,8 +36,11 @@ from llama_core.records.checkpoints import (
     complete_state,
     list_checkpoints,
     newest_checkpoint,
+    recorded_sums,
+    write_manifest,
 )
-from llama_core.records.directory import RunDirectory
+from llama_core.records.checksums import FileSum, find_damage
+from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import atomic_write, is_disk_full, no_room, write_json
 from llama_core.training.engine import Engine
 
@@ -46,7 +55,7 @@ class _Pending:
 
     step: int
     state: Mapping[str, Any]
-    written: "Future[Any]"
+    written: "Future[dict[str, FileSum]]"
 
 
 class Checkpointer:
@@ -56,13 +65,16 @@ class Checkpointer:
         run: the run.
         keep: how many of the newest checkpoints stay on disk.
         num_bytes: the size of a checkpoint, for the error of a full disk.
+        from_python: whether the run is continued from Python, for the error when no checkpoint can be read.
     """
 
-    def __init__(self, run: RunDirectory, *, keep: int, num_bytes: int = 0) -> None:
+    def __init__(self, run: RunDirectory, *, keep: int, num_bytes: int = 0, from_python: bool = False) -> None:
         self.run = run
         self.keep = keep
         self.num_bytes = num_bytes
+        self.from_python = from_python
         self._pending: _Pending | None = None
+        self._damaged: set[str] = set()
 
     def save(self, step: int, engine: Engine, state: Mapping[str, Any]) -> None:
         """Start writing the state after ``step``; ``poll`` or ``finish`` publishes it.
@@ -103,62 +115,86 @@ class Checkpointer:
             return
         pending, self._pending = self._pending, None
         try:
-            pending.written.result()
+            sums = pending.written.result()
             if is_first_rank():  # its write completes only after all other ranks have reported theirs
-                self._publish(pending.step, pending.state)
+                self._publish(pending.step, pending.state, sums)
         except (OSError, dcp.CheckpointException) as error:
             raise self._failed(pending.step, error) from error
 
-    def _publish(self, step: int, state: Mapping[str, Any]) -> None:
+    def _publish(self, step: int, state: Mapping[str, Any], sums: Mapping[str, FileSum]) -> None:
         writing, final = self._writing(step), self.run.checkpoints / checkpoint_name(step)
         shutil.copyfile(self.run.config, writing / self.run.config.name)
-        paths = sorted(path for path in writing.rglob("*") if path.is_file())
-        files = {str(path.relative_to(writing)): path.stat().st_size for path in paths}
-        write_json(writing / STATE, {"step": step, **state, "files": files})
+        write_json(writing / STATE, {"step": step, **state})
+        write_manifest(writing, sums)
         if final.exists():  # it is damaged: otherwise the run would not have repeated this step
             final.replace(self.run.checkpoints / f".{final.name}.damaged.writing")
         writing.replace(final)
+        self._damaged.discard(final.name)
         with atomic_write(self.run.checkpoints / LATEST) as temporary:
             temporary.write_text(final.name + "\n")
         # any later checkpoint was found damaged
         so_far = [path for path in list_checkpoints(self.run) if path.name <= final.name]
-        for old in so_far[: -self.keep]:
-            shutil.rmtree(old)
+        good = [path for path in so_far if path.name not in self._damaged]
+        for path in so_far:
+            if path not in good[-self.keep :]:
+                shutil.rmtree(path)
 
     def load(self, engine: Engine) -> dict[str, Any] | None:
-        """Restore the newest complete checkpoint and return the trainer's counters, or None if there is none.
+        """Restore the newest intact checkpoint and return the trainer's counters, or None if there is none.
 
-        A damaged checkpoint (a file is missing, truncated or unreadable) is skipped with a warning.
+        A damaged checkpoint (a file is missing, truncated, changed or unreadable) is skipped with a warning.
 
         Raises:
-            CheckpointError: if there are checkpoints but none can be read.
+            CheckpointError: if there are checkpoints but none can be read; nothing has been deleted then.
             PlanError: if the newest one can only be read under another plan.
         """
+        # Rank 0 decides for all ranks: a shared file system may show the others a different state.
+        candidates = from_first_rank([path.name for path in reversed(list_checkpoints(self.run))])
+        problems = []
+        for name in candidates:
+            state, problem = self._load(engine, self.run.checkpoints / name)
+            if state is not None:
+                self._remove_unfinished()
+                return state
+            problems.append(f"{name}: {problem}")
+            self._damaged.add(name)
+            if is_first_rank():
+                before = "; trying the one before" if name != candidates[-1] else ""
+                logger.warning("checkpoint %s is damaged (%s)%s", name, problem, before)
+        if candidates:
+            raise CheckpointError(
+                f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read "
+                f"({'; '.join(problems)}); restore one from a backup, or move them away to start over, and continue "
+                f"with: {command_to_resume(self.run, from_python=self.from_python)}"
+            )
+        self._remove_unfinished()
+        return None
+
+    def _load(self, engine: Engine, path: Path) -> tuple[dict[str, Any] | None, str]:
+        """Restore one checkpoint and return its counters and ""; or None and the problem with it, on all ranks."""
+        state, sums, problem = from_first_rank(_look_at(path) if is_first_rank() else (None, {}, ""))
+        if state is None:
+            return None, problem
+        if not sums and is_first_rank():
+            logger.warning(
+                "checkpoint %s has no checksums, because an earlier version wrote it; only sizes were checked",
+                path.name,
+            )
+        problem = find_damage(path, {name: one for name, one in sums.items() if _reader(name) == own_rank()})
+        wait_for_all()  # a collective would time out while a rank with a slow disk still reads
+        if problem := first_complaint(problem):
+            return None, problem
+        try:
+            engine.load(path)
+        except (CheckpointError, dcp.CheckpointException) as error:
+            problem = one_line(error)
+        problem = first_complaint(problem)
+        return (None, problem) if problem else (state, "")
+
+    def _remove_unfinished(self) -> None:
         if is_first_rank():
             for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
                 shutil.rmtree(unfinished)
-        # Rank 0 decides for all ranks: a shared file system may show the others a different state.
-        candidates = from_first_rank([path.name for path in reversed(list_checkpoints(self.run))])
-        for name in candidates:
-            path = self.run.checkpoints / name
-            state, problem = from_first_rank(_state_or_problem(path) if is_first_rank() else (None, ""))
-            if state is not None:
-                try:
-                    engine.load(path)
-                except (CheckpointError, dcp.CheckpointException) as error:
-                    problem = one_line(error)
-                (any_problem,) = most_over_ranks(int(problem != ""))
-                if not any_problem:
-                    return state
-            logger.warning(
-                "checkpoint %s is damaged (%s); trying the one before", name, problem or "another rank cannot read it"
-            )
-        if candidates:
-            raise CheckpointError(
-                f"none of the {len(candidates)} checkpoints in {self.run.checkpoints} can be read; "
-                "restore one from a backup, or remove them to start over"
-            )
-        return None
 
     def _writing(self, step: int) -> Path:
         return self.run.checkpoints / f".{checkpoint_name(step)}.writing"
@@ -171,12 +207,18 @@ class Checkpointer:
         return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
 
 
-def _state_or_problem(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return the counters of the checkpoint in ``path`` and "", or None and the problem with it."""
+def _look_at(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileSum], str]:
+    """Return the counters of the checkpoint in ``path``, what its files must be and ""; or None and the problem."""
     try:
-        return complete_state(path), ""
+        return complete_state(path), recorded_sums(path), ""
     except CheckpointError as error:
-        return None, one_line(error)
+        return None, {}, one_line(error)
+
+
+def _reader(name: str) -> int:
+    """Return the rank that checks a file: the one that wrote it, by its name, as far as there are as many now."""
+    writer = re.search(r"(?:__|rank_)(\d+)", name)
+    return int(writer[1]) % num_ranks() if writer else 0
 
 
 def lacks_room(error: BaseException | None) -> bool:

@@ -25,6 +25,7 @@ from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import PATIENCE
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
+from llama_core.records.checksums import FileSum
 from llama_core.training.optimizer import build_optimizer
 from llama_core.training.reading import PlainPlanner, PlainReader
 from llama_core.training.saving import BackgroundSaver
@@ -69,8 +70,11 @@ class Engine(Protocol):
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
         """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens."""
 
-    def save(self, folder: Path) -> "Future[Any]":
-        """Start writing the current weights and moments of all ranks to ``folder``."""
+    def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
+        """Start writing the current weights and moments of all ranks to ``folder``.
+
+        The future's result on the first rank is the checksum of every file, by its path in ``folder``.
+        """
 
     def end_saving(self) -> None:
         """Give up the memory that saving keeps from one time to the next."""
@@ -168,7 +172,7 @@ class NativeEngine:
         self.parallel.data.end_step(updated)
         return Update(grad_norm, updated)
 
-    def save(self, folder: Path) -> "Future[Any]":
+    def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
         """Copy the weights and moments; every rank then writes its shards in the background.
 
         Raises:

@@ -13,13 +13,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
+from llama_core.records.checksums import FileSum, SummedFile
+
 FILES_PER_RANK = 4
 """Files that a rank on a GPU writes at once: one stream does not reach the bandwidth of a shared file system. The ranks
 on a CPU write one, because their cores train meanwhile."""
+
+_SUMS = MetadataIndex("checksums")
+"""Where a rank's checksums are among the results that torch collects on the first rank."""
 
 _savers = count()
 
@@ -46,8 +52,13 @@ class BackgroundSaver:
         self._stager: DefaultStager | None = None
         self._written: Future[Any] | None = None
 
-    def save(self, state: dict[str, Any], folder: Path, writers: dist.ProcessGroup | None) -> "Future[Any]":
+    def save(
+        self, state: dict[str, Any], folder: Path, writers: dist.ProcessGroup | None
+    ) -> "Future[dict[str, FileSum]]":
         """Copy ``state`` and start writing the copy to ``folder``; wait first until an earlier one is written.
+
+        The future's result on the first rank is the checksum of every file of every rank, by name; the threads that
+        write the files compute it. On the other ranks it is empty.
 
         Args:
             state: what to save.
@@ -62,10 +73,11 @@ class BackgroundSaver:
         if self._stager is None:
             options = {"use_pinned_memory": self._on_gpu, "use_non_blocking_copy": self._on_gpu}
             self._stager = DefaultStager(StagingOptions(**options, use_shared_memory=False, use_async_staging=False))
+        writer = _Writer(folder, self._num_files)
         written = dcp.async_save(
             state,
             checkpoint_id=folder,
-            storage_writer=_Writer(folder, self._num_files),
+            storage_writer=writer,
             planner=self._planner(enable_plan_caching=True),
             async_stager=self._stager,
             process_group=writers,
@@ -74,7 +86,17 @@ class BackgroundSaver:
         if not isinstance(written, Future):
             raise TypeError(f"async_save returned {type(written).__name__}")
         self._written = written
-        return written
+        sums: Future[dict[str, FileSum]] = Future()
+
+        def pass_on(done: "Future[Any]") -> None:
+            error = done.exception()
+            if error is None:
+                sums.set_result(writer.sums)
+            else:
+                sums.set_exception(error)
+
+        written.add_done_callback(pass_on)
+        return sums
 
     def close(self) -> None:
         """Give up the memory of the copy, which a thread that still writes it keeps; a later save makes it again."""
@@ -84,7 +106,7 @@ class BackgroundSaver:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes a rank's tensors to several files at once.
+    """Writes a rank's tensors to several files at once, and sums them on the way.
 
     torch's own would call a checkpoint complete if one of its threads could not write its file: it only prints what a
     thread raises.
@@ -92,19 +114,55 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, num_files: int) -> None:
         super().__init__(folder, thread_count=num_files, per_thread_copy_ahead=0)  # the copy is in host memory already
+        self.sums: dict[str, FileSum] = {}
+        """On the first rank, the checksums of the files of all ranks, by name, once all are written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's files; raise the first error of any thread."""
-        self.fs = disk = _Disk()
-        written = super().write_data(plan, planner)
+        """Write this rank's files, and add their checksums to the results; raise the first error of any thread."""
+        self.fs = disk = _SummingThreads()
+        results = super().write_data(plan, planner).value()
         if disk.errors:
             raise disk.errors[0]
-        self.fs = FileSystem()
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result([*results, WriteResult(_SUMS, 0, disk.sums)])
         return written
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, with the results of all ranks; only the first rank does."""
+        self.fs = disk = _Summing()
+        super().finish(metadata, [[one for one in of_rank if one.index != _SUMS] for of_rank in results])
+        self.sums |= disk.sums
+        for of_rank in results:
+            for one in of_rank:
+                self.sums |= one.storage_data if one.index == _SUMS else {}
 
-class _Disk(FileSystem):
-    """Files whose errors are kept instead of raised, because a thread raises them to nobody."""
+
+class _Summing(FileSystem):
+    """Files whose checksums are taken while they are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """Yield an open file; reading is not expected."""
+        with self._opened(Path(path), mode) as stream:
+            summed = SummedFile(stream)
+            yield summed
+        self.sums[Path(path).name] = summed.sum()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file that was written."""
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+    def _opened(self, path: Path, mode: str) -> IO[Any]:
+        return path.open(mode)
+
+
+class _SummingThreads(_Summing):
+    """The same, but errors are kept instead of raised, because a thread raises them to nobody."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +172,14 @@ class _Disk(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         """Yield an open file."""
         try:
-            with self._opened(Path(path), mode) as stream:
+            with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
             self.errors.append(error)
 
     def _opened(self, path: Path, mode: str) -> IO[Any]:
         try:
-            return path.open(mode)
+            return super()._opened(path, mode)
         except OSError as error:
             self.errors.append(error)
             return Path(os.devnull).open(mode)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_core.config.hardware import recognise_gpu
-from llama_core.config.run import RunConfig
+from llama_core.config.run import DATALOADER, RunConfig
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
 from llama_core.errors import NonFiniteError, StoppedError
@@ -106,7 +106,12 @@ class Trainer:
         self.engine = build_engine(config, plan, self.device)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
         num_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
-        self.checkpointer = Checkpointer(run, keep=config.training.keep_checkpoints, num_bytes=num_bytes)
+        self.checkpointer = Checkpointer(
+            run,
+            keep=config.training.keep_checkpoints,
+            num_bytes=num_bytes,
+            from_python=config.data.source == DATALOADER,
+        )
         self.step = 0
         self.tokens = 0
         self.runs_ahead = self.device.type == "cuda" and not self.loss_scale.is_dynamic

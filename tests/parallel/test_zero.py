@@ -19,6 +19,7 @@ from llama_core.errors import EnvironmentMismatchError, PlanError
 from llama_core.models.llama import build_llama
 from llama_core.parallel.deepspeed import DeepSpeedModel, deepspeed_config
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checksums import file_sum
 from llama_core.training.optimizer import build_optimizer
 
 DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
@@ -207,10 +208,12 @@ def resumed(plan, dtype, folder):
     first.initialize_weights(seed=1)
     for step in range(2):
         take_step(first, step)
-    first.save(folder / ".writing")
+    sums = first.save(folder / ".writing").result()
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / ".writing").rename(folder / "whole")
+        files = [file for file in (folder / "whole" / "deepspeed").rglob("*") if file.is_file()]
+        assert sums == {str(file.relative_to(folder / "whole")): file_sum(file) for file in files}
     undisturbed = [take_step(first, step) for step in range(2, NUM_STEPS)]
     second = build(plan, dtype=dtype)
     second.set_weights(undefined)

@@ -1,3 +1,4 @@
+import io
 import logging
 import os
 import re
@@ -10,14 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from distributed import run_ranks
 from parity import native_engine
 
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
+from llama_core.parallel.ranks import is_first_rank, wait_for_all
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records import checkpoints as records
 from llama_core.records.checkpoints import newest_checkpoint
+from llama_core.records.checksums import file_sum
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
 from llama_core.training.checkpoint import Checkpointer, lacks_room
 from llama_core.training.engine import train_step
 from llama_core.training.saving import BackgroundSaver
@@ -102,7 +108,18 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
+def flip(file, bit=12_345):
+    content = bytearray(file.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
 DAMAGE = {
+    "flipped": lambda path: flip(path / "__0_0.distcp"),
+    "flipped state": lambda path: flip(path / "state.json"),
+    "flipped manifest": lambda path: flip(path / "manifest.json"),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "renamed": lambda path: (path / "__0_0.distcp").rename(path / "__0_1.distcp"),
     "truncated": lambda path: truncate(path / "__0_0.distcp"),
     "missing": lambda path: (path / "__0_0.distcp").unlink(),
     "no metadata": lambda path: (path / ".metadata").unlink(),
@@ -119,7 +136,88 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(run, caplog, damage):
         state = Checkpointer(run, keep=2).load(trained(0))
     assert state["step"] == 1
     assert "step-00000002 is damaged" in caplog.text
-    assert newest_checkpoint(run).name == "step-00000001"
+    assert records.find_problem(run.checkpoints / "step-00000002")
+    assert not records.find_problem(run.checkpoints / "step-00000001")
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "llama_core.training.checkpoint"]
+
+
+def test_the_line_on_a_damaged_checkpoint_names_the_file_and_what_is_wrong_with_it(run, caplog):
+    save(run, 1, 2, 3)
+    flip(run.checkpoints / "step-00000003" / "__0_0.distcp")
+    truncate(run.checkpoints / "step-00000002" / "__0_0.distcp")
+    with caplog.at_level(logging.WARNING):
+        Checkpointer(run, keep=2).load(trained(0))
+    first, second = said(caplog)
+    assert re.fullmatch(
+        r"checkpoint step-00000003 is damaged \(__0_0.distcp has the checksum [0-9a-f]{8}, but [0-9a-f]{8} was "
+        r"written\); trying the one before",
+        first,
+    )
+    assert re.match(r"checkpoint step-00000002 is damaged \(__0_0.distcp has \d+ of \d+ bytes\);", second)
+
+
+def test_the_checksums_of_shards_are_those_on_disk_and_were_taken_without_reading_them(run, monkeypatch):
+    read = []
+    monkeypatch.setattr(records, "file_sum", lambda path: read.append(path.name) or file_sum(path))
+    save(run, 1)
+    path = run.checkpoints / "step-00000001"
+    files = {".metadata", "__0_0.distcp", "config.yaml", "state.json"}
+    assert records.recorded_sums(path) == {name: file_sum(path / name) for name in files}
+    assert sorted(read) == ["config.yaml", "state.json"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_line(run, caplog):
+    save(run, 1)
+    path = run.checkpoints / "step-00000001"
+    sizes = {name: one.num_bytes for name, one in records.recorded_sums(path).items() if name != "state.json"}
+    write_json(path / "state.json", read_json(path / "state.json") | {"files": sizes})
+    (path / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert Checkpointer(run, keep=1).load(trained(0)) == {"step": 1, "tokens": 10}
+    assert said(caplog) == [
+        "checkpoint step-00000001 has no checksums, because an earlier version wrote it; only sizes were checked"
+    ]
+    truncate(path / "__0_0.distcp")
+    assert "of" in records.find_problem(path)
+
+
+def test_a_damaged_checkpoint_does_not_take_the_place_of_a_good_one(run):
+    save(run, 10, 20)
+    flip(run.checkpoints / "step-00000020" / "__0_0.distcp")
+    checkpointer, engine = Checkpointer(run, keep=2), trained(0)
+    assert checkpointer.load(engine)["step"] == 10
+    for step, kept in ((15, (10, 15, 20)), (30, (15, 30))):
+        checkpointer.save(step, engine, {})
+        checkpointer.finish()
+        assert names(run) == ["latest", *(f"step-{kept_step:08d}" for kept_step in kept)]
+
+
+def ranks_and_a_damaged_shard(path):
+    """Save two steps on each rank, damage a shard of the other rank in the second, and load."""
+    run = RunDirectory(path)
+    engine = native_engine(ParallelPlan(dp_shard=2, zero_stage=3), SPEC)
+    checkpointer = Checkpointer(run, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, engine, {})
+    checkpointer.finish()
+    wait_for_all()
+    if is_first_rank():
+        flip(run.checkpoints / "step-00000002" / "__1_0.distcp")
+    wait_for_all()
+    lines = io.StringIO()
+    logging.basicConfig(stream=lines, format="%(message)s", force=True)
+    return Checkpointer(run, keep=2).load(engine)["step"], lines.getvalue()
+
+
+@pytest.mark.wide
+def test_ranks_agree_to_leave_a_checkpoint_of_which_one_finds_a_shard_damaged(run):
+    (first, line), (second, silence) = run_ranks(2, ranks_and_a_damaged_shard, run.path)
+    assert (first, second) == (1, 1)
+    assert "step-00000002 is damaged (__1_0.distcp has the checksum" in line
+    assert silence == ""
 
 
 def test_a_checkpoint_with_corrupt_metadata_is_skipped(run, caplog):
@@ -138,10 +236,20 @@ def test_a_checkpoint_is_not_deleted_in_favour_of_a_later_damaged_one(run):
 
 
 def test_a_run_without_a_readable_checkpoint_does_not_silently_start_over(run):
-    save(run, 1)
+    save(run, 1, 2)
     (run.checkpoints / "step-00000001" / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+    flip(run.checkpoints / "step-00000002" / "__0_0.distcp")
+    (run.checkpoints / ".step-00000003.writing").mkdir()
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(CheckpointError) as caught:
         Checkpointer(run, keep=1).load(trained(0))
+    assert re.fullmatch(
+        rf"none of the 2 checkpoints in {run.checkpoints} can be read \(step-00000002: __0_0.distcp has the checksum "
+        r".*; step-00000001: __0_0.distcp is missing\); restore one from a backup, or move them away to start over, "
+        rf"and continue with: training-infra train --run-dir {run.path} --resume",
+        str(caught.value),
+    )
+    assert sorted(run.path.rglob("*")) == before
 
 
 def test_a_half_written_checkpoint_is_removed(run):
@@ -157,8 +265,9 @@ def saver(num_files):
 
 def test_several_files_of_a_rank_are_one_checkpoint(tmp_path):
     state = {f"weight {n}": torch.full((4,), n) for n in range(8)}
-    saver(4).save(state, tmp_path, None).result()
+    sums = saver(4).save(state, tmp_path, None).result()
     assert len(list(tmp_path.glob("*.distcp"))) == 4
+    assert sums == {file.name: file_sum(file) for file in tmp_path.iterdir()}
     loaded = {name: torch.zeros_like(value) for name, value in state.items()}
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     assert_equal(loaded, state)

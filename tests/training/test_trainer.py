@@ -1,4 +1,5 @@
 import math
+import os
 import shutil
 from threading import enumerate as threads
 
@@ -7,6 +8,7 @@ import torch
 from parity import native_engine
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
+from width import cases
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import NonFiniteError, StoppedError, WeightsError
@@ -150,6 +152,37 @@ def test_a_stopped_run_continues_bit_for_bit(run, tmp_path, trained):
     second.fit()
     assert losses(run) == losses(whole)
     assert read_metrics(run).column("step").to_pylist() == list(range(1, 11))
+    assert_equal(weights(second), weights(undisturbed))
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped": flip_a_bit,
+    "truncated": lambda file: os.truncate(file, 1000),
+    "missing": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", cases(DAMAGE, narrow=["flipped"]))
+def test_a_run_whose_newest_checkpoint_is_damaged_equals_an_undisturbed_one_bit_for_bit(run, tmp_path, damage):
+    whole = RunDirectory(tmp_path / "whole")
+    whole.create()
+    undisturbed = trainer(whole, steps=5, checkpoint_every=2)
+    undisturbed.fit()
+    first = trainer(run, steps=5, checkpoint_every=2)
+    first.should_stop = lambda: first.step == 3
+    with pytest.raises(StoppedError):
+        first.fit()
+    damage(run.checkpoints / "step-00000003" / "__0_0.distcp")
+    second = trainer(run, steps=5, checkpoint_every=2)
+    assert second.step == 2
+    second.fit()
+    assert losses(run) == losses(whole)
     assert_equal(weights(second), weights(undisturbed))
 
 

@@ -30,7 +30,7 @@ from llama_core.models.peft import adapter_shapes
 from llama_core.models.pretrained import resolve_pretrained
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import LAYOUT
+from llama_core.records.checkpoints import LAYOUT, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.training.checkpoint import Checkpointer
@@ -429,10 +429,8 @@ def replaced(config, **changes):
 
 
 def relist(checkpoint):
-    """Update the checkpoint's list of its files."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["files"] = {name: (checkpoint / name).stat().st_size for name in state["files"]}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    """Make the checkpoint's manifest anew."""
+    write_manifest(checkpoint, {})
 
 
 def test_a_weight_that_fp16_cannot_hold_is_refused(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.models import model_names
 from llama_core.config.run import RunConfig, config_keys
@@ -58,7 +59,7 @@ def wait_for_a_step(path):
 
 COMMANDS = (
     *("models", "estimate-memory", "dry-run", "validate-environment", "train", "benchmark", "profile", "sweep"),
-    *("logs", "cancel", "report", "compare", "generate", "export-hf"),
+    *("logs", "cancel", "doctor", "report", "compare", "generate", "export-hf"),
 )
 OF_RUNS = COMMANDS[1:6]
 """Commands that take the flags of a run."""
@@ -365,6 +366,9 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert "held-out loss" in ended.stdout
     assert read_metrics(run).num_rows == 6
     assert run.report.stat().st_size > 100_000
+    found = diagnose(run)
+    assert (found.state, found.is_healthy, found.command) == ("finished", True, ""), found
+    assert [(one.step, one.compared, one.problem) for one in found.checkpoints] == [(6, "checksums", "")]
 
 
 @pytest.mark.wide

@@ -1,0 +1,235 @@
+"""Look at a run from outside: its state, how its attempts ended, which checkpoints are good, and how to go on."""
+
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from llama_core.chain.runs import load_config, resume_command
+from llama_core.config.run import RunConfig
+from llama_core.errors import CheckpointError, RunDirectoryError
+from llama_core.launch.jobs.handle import JobHandle
+from llama_core.launch.jobs.submission import attach
+from llama_core.launch.outcome import read_outcome
+from llama_core.launch.verdict import RESUME
+from llama_core.records.activity import read_activity
+from llama_core.records.checkpoints import (
+    BYTES_PER_TRAINED_PARAMETER,
+    MANIFEST,
+    checkpoint_name,
+    checkpoint_step,
+    complete_state,
+    find_problem,
+    list_checkpoints,
+)
+from llama_core.records.directory import RunDirectory
+from llama_core.records.job import Outcome, OutcomeStatus
+from llama_core.records.metrics import read_heartbeat, read_metrics
+from llama_core.units import format_bytes, format_duration
+
+State = Literal["new", "queued", "running", "finished", "stopped", "failed", "unknown"]
+"""``stopped``: somebody cancelled it. ``unknown``: this machine cannot tell whether its job runs."""
+_STATE_AFTER: dict[OutcomeStatus, State] = {"finished": "finished", "cancelled": "stopped"}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that was looked at."""
+
+    subject: str
+    text: str
+    is_problem: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointFinding:
+    """A checkpoint on disk."""
+
+    step: int
+    num_bytes: int
+    compared: Literal["checksums", "sizes"]
+    """What its files were compared by: sizes alone if that was asked for, or if an earlier version wrote it."""
+    problem: str
+    """The file that is not as it was written, and how; empty if the checkpoint is good."""
+
+    def fact(self) -> Fact:
+        """Return this as a line."""
+        verdict = f"damaged: {self.problem}" if self.problem else f"every file has its {self.compared[:-1]}"
+        text = f"step {self.step}, {format_bytes(self.num_bytes)}: {verdict}"
+        return Fact("checkpoint", text, is_problem=self.problem != "")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found."""
+
+    run_dir: str
+    state: State
+    facts: tuple[Fact, ...]
+    attempts: tuple[dict[str, Any], ...]
+    """As in ``outcome.json``."""
+    checkpoints: tuple[CheckpointFinding, ...]
+    """Oldest first."""
+    command: str
+    """How to go on; empty if nothing is left to do, or if the run must be looked at from another machine."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return not any(fact.is_problem for fact in self.facts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON."""
+        return asdict(self) | {"healthy": self.is_healthy}
+
+
+def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
+    """Look at everything that a run has left on disk, and at its job.
+
+    If its job ended while nobody waited for it, its outcome is recorded now.
+
+    Args:
+        run: the run.
+        read: compare the checksums of all checkpoints, which reads every byte of them; otherwise only sizes.
+
+    Raises:
+        RunDirectoryError: if the directory holds no run.
+        ConfigError: if its configuration is of another version.
+    """
+    config = load_config(run)
+    state, found, outcome = _state(run, config)
+    checkpoints = tuple(_checkpoints(run, read))
+    good = [checkpoint for checkpoint in checkpoints if not checkpoint.problem]
+    advice, command = _next(run, config, state, outcome, has_good=bool(good) or not checkpoints)
+    attempts = tuple(map(dict, outcome.attempts)) if outcome else ()
+    facts = [
+        found,
+        *(_attempt(number, attempt) for number, attempt in enumerate(attempts, start=1)),
+        *([checkpoint.fact() for checkpoint in checkpoints] or [Fact("checkpoint", "none yet")]),
+        _disk(run, config, state, good),
+        _metrics(run, state, good),
+        *([Fact("advice", advice)] if advice else []),
+        Fact("next", command or "nothing to do"),
+    ]
+    return Diagnosis(str(run.path), state, tuple(facts), attempts, checkpoints, command)
+
+
+def _state(run: RunDirectory, config: RunConfig) -> tuple[State, Fact, Outcome | None]:
+    try:
+        job = attach(run)
+        outcome = read_outcome(run) if run.outcome.exists() else None
+    except RunDirectoryError as error:
+        return "unknown", Fact("state", f"unknown: {error}", is_problem=True), None
+    if job is not None:
+        queued = bool(job.waits_for)
+        return ("queued" if queued else "running"), _of_job(run, config, job), outcome
+    newest = read_heartbeat(run)
+    ended = datetime.fromisoformat(outcome.ended_at).timestamp() + 1 if outcome else 0.0  # recorded to the second
+    if newest is not None and newest.time > ended:  # ranks that no job of ours started, such as torchrun's
+        fact = _of_steps(run, config, "ranks started by hand", since=ended)
+        return ("failed" if fact.is_problem else "running"), fact, outcome
+    if outcome is None:
+        return "new", Fact("state", "new: nothing has run yet"), None
+    text = f"{outcome.status} after step {outcome.step}, at {outcome.ended_at}: {outcome.reason}"
+    state = _STATE_AFTER.get(outcome.status, "failed")
+    return state, Fact("state", text, is_problem=state == "failed"), outcome
+
+
+def _of_job(run: RunDirectory, config: RunConfig, job: JobHandle) -> Fact:
+    who = f"{job.kind} {job.record.job_id}"
+    if job.waits_for:
+        return Fact("state", f"queued: {who}, for {job.waits_for}")
+    return _of_steps(run, config, who, since=datetime.fromisoformat(job.record.submitted_at).timestamp())
+
+
+def _of_steps(run: RunDirectory, config: RunConfig, who: str, *, since: float) -> Fact:
+    """Return where a running job is; steps before ``since``, in seconds since the epoch, are of an earlier one."""
+    newest, limit = read_heartbeat(run), config.launch.hang_timeout_s
+    if newest is None or newest.time < since:
+        activity = read_activity(run)
+        if activity is None or activity.since < since:
+            return Fact("state", f"running: {who}; its ranks have not said anything yet")
+        return Fact(
+            "state", f"running: {who}; no step yet; rank 0 has been {activity.doing} for {_ago(activity.since)}"
+        )
+    seen = newest.time
+    with suppress(OSError):
+        seen = max(seen, run.heartbeat.stat().st_mtime)  # timed steps touch it
+    is_silent = time.time() - seen > limit
+    text = f"running: {who}; step {newest.step} of {newest.total_steps}, {_ago(seen)} ago"
+    return Fact("state", f"{text}: longer than launch.hang_timeout_s={limit}" if is_silent else text, is_silent)
+
+
+def _ago(moment: float) -> str:
+    return format_duration(max(0.0, time.time() - moment))
+
+
+def _attempt(number: int, attempt: dict[str, Any]) -> Fact:
+    first, last = attempt["first_step"], attempt["last_step"]
+    steps = f"steps {first} to {last}" if first is not None else "no step"
+    again = "; Slurm queued it again" if attempt["requeued"] else ""
+    return Fact(f"attempt {number}", f"{steps}, {attempt['status']}: {attempt['reason']}{again}")
+
+
+def _checkpoints(run: RunDirectory, read: bool) -> Iterator[CheckpointFinding]:
+    for path in list_checkpoints(run):
+        problem, num_bytes = find_problem(path, read=read), 0
+        with suppress(FileNotFoundError):
+            num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        compared: Literal["checksums", "sizes"] = "checksums" if read and (path / MANIFEST).exists() else "sizes"
+        if path.exists():  # a running job deletes the oldest
+            yield CheckpointFinding(checkpoint_step(path), num_bytes, compared, problem)
+
+
+def _disk(run: RunDirectory, config: RunConfig, state: State, good: Sequence[CheckpointFinding]) -> Fact:
+    free = shutil.disk_usage(run.path).free
+    needed = good[-1].num_bytes if good else BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
+    text = f"{format_bytes(free)} free; a checkpoint takes {format_bytes(needed)}"
+    return Fact("disk", text, is_problem=free < needed and state != "finished")
+
+
+def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding]) -> Fact:
+    """Compare the recorded steps with the newest good checkpoint, which was saved after one of them was recorded."""
+    saved = good[-1].step if good else 0
+    try:
+        rows = {row["step"]: row for row in read_metrics(run).select(["step", "loss", "tokens"]).to_pylist()}
+    except (OSError, ValueError) as error:
+        return Fact("metrics", f"cannot be read: {str(error).splitlines()[0]}", is_problem=True)
+    last = max(rows, default=0)
+    missing = next((step for step in range(1, max(last, saved) + 1) if step not in rows), None)
+    if missing is not None:
+        text = f"steps up to {last}, but step {missing} is missing"
+        return Fact("metrics", f"{text}; the newest good checkpoint is of step {saved}", is_problem=True)
+    if not saved:
+        return Fact("metrics", f"steps 1 to {last}" if last else "no step yet")
+    trainer: dict[str, Any] = {}
+    with suppress(CheckpointError):  # a running job may have deleted it
+        trainer = complete_state(run.checkpoints / checkpoint_name(saved))
+    for name in ("loss", "tokens"):
+        there, here = trainer.get(name), rows[saved][name]
+        if there is not None and there != here and not (math.isnan(there) and math.isnan(here)):
+            text = f"{name} {here} at step {saved}, but the checkpoint of that step has {there}"
+            return Fact("metrics", text, is_problem=True)
+    text = f"steps 1 to {last}, in agreement with the checkpoint of step {saved}"
+    repeats = last > saved and state in {"stopped", "failed"}
+    return Fact("metrics", f"{text}; resuming repeats what follows step {saved}" if repeats else text)
+
+
+def _next(
+    run: RunDirectory, config: RunConfig, state: State, outcome: Outcome | None, *, has_good: bool
+) -> tuple[str, str]:
+    """Return what to do first, if anything, and the command to go on with."""
+    match state:
+        case "finished" | "unknown":
+            return "", ""
+        case "queued" | "running":
+            return "", f"training-infra logs {shlex.quote(str(run.path))} --follow"
+    advice = outcome.next_action if outcome and outcome.next_action != RESUME else ""
+    if not has_good:
+        advice = "no checkpoint is good: restore one from a backup, or move them away to start over"
+    return advice, resume_command(run, config.data.source)

@@ -1,0 +1,226 @@
+import json
+import os
+import shutil
+import socket
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from step_record import record
+
+from llama_core.chain.diagnosis import diagnose
+from llama_core.config.run import RunConfig
+from llama_core.launch.outcome import read_outcome
+from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import timestamp, write_json
+from llama_core.records.job import JobRecord, Outcome
+from llama_core.records.metrics import write_metrics_part
+from training_infra import cli
+
+ATTEMPT = {
+    "job_id": "7", "submitted_at": "2026-11-01T00:00:00.000000+00:00", "restart": 0, "status": "crashed",
+    "reason": "rank 0 was killed", "requeued": False, "first_step": 1, "last_step": 6,
+    "ended_at": "2026-11-01T01:00:00+00:00",
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has crashed after step 6, with checkpoints of steps 2 and 4."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.config.write_text(RunConfig.from_mapping({"launch": {"device": "cpu"}}).to_yaml())
+    write_metrics_part(run, [step_record(step) for step in range(1, 7)])
+    for step in (2, 4):
+        save(run, step)
+    end(run, "crashed")
+    return run
+
+
+def step_record(step, **changes):
+    return record(step, loss=5 - 0.1 * step, **changes)
+
+
+def save(run, step, **changes):
+    path = run.checkpoints / checkpoint_name(step)
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"weights" * step)
+    one = step_record(step)
+    write_json(path / STATE, {"step": step, "loss": one.loss, "tokens": one.tokens} | changes)
+    write_manifest(path, {})
+
+
+def end(run, status, next_action="start it again with --resume"):
+    attempt = ATTEMPT | {"status": status}
+    write_json(run.outcome, Outcome(status, "rank 0 was killed", 6, next_action, ATTEMPT["ended_at"], (attempt,)))
+
+
+def has_job(run, **changes):
+    """Record a job that is this process, submitted just now."""
+    process = psutil.Process()
+    own = JobRecord("local", str(process.pid), socket.gethostname(), timestamp(), folder=process.cmdline()[0])
+    write_json(run.job, replace(own, **changes))
+
+
+def beat(run, at):
+    write_json(run.heartbeat, step_record(6, time=at))
+
+
+def doctor(capsys, run, *flags):
+    code = cli.main(["doctor", str(run.path), *flags])
+    return code, capsys.readouterr().out
+
+
+def texts(found, subject):
+    return [fact.text for fact in found.facts if fact.subject == subject]
+
+
+def problems(found):
+    return [(fact.subject, fact.text) for fact in found.facts if fact.is_problem]
+
+
+def test_a_crashed_run_is_told_in_a_line_for_each_fact(run, capsys):
+    code, told = doctor(capsys, run)
+    assert code == 1
+    state, attempt, first, second, disk, metrics, following, verdict = told.splitlines()
+    assert state == "! state       crashed after step 6, at 2026-11-01T01:00:00+00:00: rank 0 was killed"
+    assert attempt == "  attempt 1   steps 1 to 6, crashed: rank 0 was killed"
+    assert first.startswith("  checkpoint  step 2, ")
+    assert second.startswith("  checkpoint  step 4, ")
+    assert second.endswith(": every file has its checksum")
+    assert "free; a checkpoint takes" in disk
+    assert metrics == (
+        "  metrics     steps 1 to 6, in agreement with the checkpoint of step 4; resuming repeats what follows step 4"
+    )
+    assert following == f"  next        training-infra train --run-dir {run.path} --resume"
+    assert verdict == "1 problem, marked with !"
+
+
+@pytest.mark.parametrize(("status", "state"), [("finished", "finished"), ("cancelled", "stopped")])
+def test_a_run_that_ended_as_it_should_is_healthy(run, capsys, status, state):
+    end(run, status)
+    code, told = doctor(capsys, run, "--json")
+    found = json.loads(told)
+    assert (code, found["healthy"], found["state"]) == (0, True, state)
+    assert (found["command"] == "") == (status == "finished")
+    assert [one["step"] for one in found["checkpoints"]] == [2, 4]
+    assert found["attempts"][0]["last_step"] == 6
+
+
+def test_a_run_that_never_started_is_healthy(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.config.write_text(RunConfig().to_yaml())
+    found = diagnose(run)
+    assert (found.state, found.is_healthy) == ("new", True)
+    assert found.command == f"training-infra train --run-dir {run.path} --resume"
+
+
+def test_a_running_job_is_told_with_its_step_and_followed_by_its_logs(run):
+    has_job(run)
+    assert "its ranks have not said anything yet" in texts(diagnose(run), "state")[0]
+    beat(run, time.time())
+    found = diagnose(run)
+    assert (found.state, found.is_healthy) == ("running", True)
+    assert "; step 6 of 100, " in texts(found, "state")[0]
+    assert found.command == f"training-infra logs {run.path} --follow"
+
+
+def test_a_running_job_without_a_step_for_too_long_is_a_problem(run):
+    config = RunConfig.from_mapping({"launch": {"device": "cpu", "hang_timeout_s": 1}})
+    run.config.write_text(config.to_yaml())
+    has_job(run, submitted_at="2026-11-01T00:00:00.000000+00:00")
+    long_ago = time.time() - 3600
+    beat(run, long_ago)
+    os.utime(run.heartbeat, (long_ago, long_ago))
+    ((subject, text),) = problems(diagnose(run))
+    assert subject == "state"
+    assert text.endswith("ago: longer than launch.hang_timeout_s=1")
+
+
+def test_ranks_that_torchrun_started_are_told_by_their_steps(run):
+    beat(run, time.time())
+    found = diagnose(run)
+    assert (found.state, found.is_healthy) == ("running", True)
+
+
+def test_a_job_that_is_gone_without_a_word_has_failed_and_its_end_is_recorded(run):
+    has_job(run, job_id=str(2**22 + 1))  # more than Linux gives out
+    found = diagnose(run)
+    assert found.state == "failed"
+    assert read_outcome(run).status == "crashed"
+    assert len(texts(found, "attempt 2")) == 1
+
+
+def test_a_job_on_another_machine_is_unknown_and_no_command_is_given(run):
+    has_job(run, host="elsewhere")
+    found = diagnose(run)
+    assert (found.state, found.command) == ("unknown", "")
+    assert "was submitted on elsewhere" in problems(found)[0][1]
+
+
+def test_a_damaged_checkpoint_is_a_problem_only_found_by_reading(run):
+    end(run, "cancelled")
+    file = run.checkpoints / "step-00000004" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().swapcase())
+    assert diagnose(run, read=False).is_healthy
+    found = diagnose(run)
+    ((subject, text),) = problems(found)
+    assert subject == "checkpoint"
+    assert "damaged: __0_0.distcp has the checksum" in text
+    assert "in agreement with the checkpoint of step 2" in texts(found, "metrics")[0]
+
+
+def test_without_a_good_checkpoint_the_advice_is_to_restore_one(run):
+    for path in run.checkpoints.iterdir():
+        (path / "__0_0.distcp").unlink()
+    found = diagnose(run)
+    assert texts(found, "advice") == [
+        "no checkpoint is good: restore one from a backup, or move them away to start over"
+    ]
+    assert found.command.startswith("training-infra train ")
+
+
+def test_the_advice_of_the_outcome_comes_before_the_command(run):
+    end(run, "oom", next_action="use a smaller parallel.microbatch_size")
+    assert texts(diagnose(run), "advice") == ["use a smaller parallel.microbatch_size"]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "saved", "problem"),
+    [
+        ([1, 2, 4, 5, 6], {}, "steps up to 6, but step 3 is missing; the newest good checkpoint is of step 4"),
+        ([1, 2], {}, "steps up to 2, but step 3 is missing; the newest good checkpoint is of step 4"),
+        ([1, 2, 3, 4], {"loss": 9.0}, "loss 4.6 at step 4, but the checkpoint of that step has 9.0"),
+        ([1, 2, 3, 4], {"tokens": 1}, "tokens 2048 at step 4, but the checkpoint of that step has 1"),
+    ],
+)
+def test_metrics_that_disagree_with_the_newest_checkpoint_are_a_problem(run, recorded, saved, problem):
+    end(run, "cancelled")
+    shutil.rmtree(run.metrics)
+    run.create()
+    write_metrics_part(run, [step_record(step) for step in recorded])
+    shutil.rmtree(run.checkpoints)
+    save(run, 4, **saved)
+    assert problems(diagnose(run)) == [("metrics", problem)]
+
+
+def test_metrics_that_cannot_be_read_are_a_problem(run):
+    end(run, "cancelled")
+    next(run.metrics.glob("part-*")).write_bytes(b"damaged")
+    ((subject, text),) = problems(diagnose(run))
+    assert (subject, text.startswith("cannot be read: ")) == ("metrics", True)
+
+
+def test_too_little_disk_for_a_checkpoint_is_a_problem(run, monkeypatch):
+    end(run, "cancelled")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    ((subject, text),) = problems(diagnose(run))
+    assert (subject, text.startswith("1 B free; a checkpoint takes ")) == ("disk", True)
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
+    assert cli.main(["doctor", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} holds no run (no config.yaml)\n"
