@@ -66,6 +66,7 @@ AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
+OnBadStep = Literal["skip", "rollback", "stop"]
 GradientCompression = Literal["none", "bf16", "powersgd"]
 LossOn = Literal["assistant", "all"]
 Offload = Literal["none", "optimizer", "parameters"]
@@ -172,6 +173,17 @@ class TrainingConfig(Section):
     """Global gradient norm above which gradients are scaled down."""
     max_skipped_steps: int = Field(3, ge=0)
     """Consecutive steps with a non-finite loss or gradient to skip before the run stops."""
+    on_bad_step: OnBadStep = "skip"
+    """After a non-finite step or a spike: skip (go on; a non-finite step updates no weight), rollback (to the newest
+    checkpoint, and leave out the data since then, the bad step's included) or stop."""
+    loss_spike_threshold: float = Field(10.0, gt=0)
+    """A loss is a spike if it is this many median absolute deviations above the median of the last steps."""
+    grad_norm_spike_threshold: float | None = Field(None, gt=0)
+    """The same for the gradient norm; default: its spikes are only clipped."""
+    spike_window: int = Field(64, ge=2, le=2**16)
+    """Steps that the median is over; no spike is found before as many."""
+    max_rollbacks: int = Field(3, ge=0)
+    """Rollbacks of a run before a bad step stops it."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None
@@ -619,7 +631,10 @@ class RunConfig(Section):
 _TUNED = ("learning_rate", "weight_decay", "epochs")
 """Settings with other defaults in fine-tuning."""
 _NULLS = ("null", "Null", "NULL", "~")
-_CADENCE = ("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps")
+_CADENCE = (
+    *("eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints", "max_skipped_steps", "on_bad_step"),
+    *("loss_spike_threshold", "grad_norm_spike_threshold", "spike_window", "max_rollbacks"),
+)
 
 
 class _StrictLoader(yaml.SafeLoader):

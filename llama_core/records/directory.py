@@ -129,6 +129,11 @@ class RunDirectory:
         return self.path / "trace"
 
     @property
+    def rollbacks(self) -> Path:
+        """The ``Rollback`` records of the run; missing if there were none."""
+        return self.path / "rollbacks.json"
+
+    @property
     def report(self) -> Path:
         """The HTML report."""
         return self.path / "report.html"

@@ -8,6 +8,7 @@ OutcomeStatus = Literal[
     "finished",
     "oom",
     "non-finite",
+    "loss-spike",
     "preempted",
     "timeout",
     "node-failure",

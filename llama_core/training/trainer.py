@@ -7,11 +7,12 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from llama_core.machine.detect import software_versions
 from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.ranks import (
+    from_first_rank,
     is_first_rank,
     most_over_devices,
     most_over_ranks,
@@ -41,6 +43,7 @@ from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
+from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
@@ -48,6 +51,7 @@ from llama_core.training.measure import MemoryMeter, StepClock, product_rate, ti
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
 from llama_core.training.profile import profiled
+from llama_core.training.spikes import BadStep, Spikes
 from llama_core.training.weights import Pretrained
 
 logger = logging.getLogger(__name__)
@@ -115,6 +119,8 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._last_loss = math.nan
         self._last_eval: tuple[float, int] | None = None
+        self._spikes = Spikes(config.training)
+        self._rollbacks = from_first_rank(read_rollbacks(run) if is_first_rank() else [])
         self._resume()
 
     def _tell(self, doing: str) -> None:
@@ -131,12 +137,17 @@ class Trainer:
         if state is None and not is_partly_frozen:
             self._set_initial_weights()
         if state is not None:
-            self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
-            self.batches.load_state_dict(state["data"])
-            self.loss_scale.load_state_dict(state["loss_scale"])
+            self._restore(state)
             logger.info("resuming after step %d", self.step)
         if is_first_rank():
             drop_metrics_after(self.run, self.step)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to the counters of a checkpoint."""
+        self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
+        self.batches.load_state_dict(state["data"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self._spikes.load_state_dict(state.get("spikes", {}))
 
     def _set_initial_weights(self) -> None:
         training = self.config.training
@@ -152,7 +163,9 @@ class Trainer:
         """Train until ``total_steps``, with a checkpoint at the end.
 
         Raises:
-            NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient.
+            NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient,
+                or after one, if ``on_bad_step`` stops the run or the rollbacks are used up.
+            LossSpikeError: likewise, after a spike.
             StoppedError: when ``should_stop`` returned True; a checkpoint of the last step has been saved.
             CheckpointError: if a checkpoint cannot be written.
         """
@@ -164,7 +177,11 @@ class Trainer:
         try:
             while self.step < self.total_steps:
                 under_way.append(self._begin_step())
-                stop = self._finish_steps(under_way, sinks)
+                stop, bad = self._finish_steps(under_way, sinks)
+                if bad is not None:
+                    under_way.clear()  # of the steps after it; the device does them before it loads anything
+                    sinks = self._roll_back(bad, sinks)
+                    continue
                 self._checkpoint_if_due(sinks, stop=stop)
         finally:  # however the run ends, complete the checkpoint that is being written
             self.batches.stop()
@@ -240,6 +257,8 @@ class Trainer:
     def _begin_step(self) -> "_StepUnderWay":
         """Give the device all work of the next step, without waiting for it."""
         clock = StepClock(self.device)
+        if (position := data_skips(self._rollbacks).get(self.step)) is not None:
+            self.batches.load_state_dict(position)
         microbatches = self.batches.next_step()
         scale = self.loss_scale.value
         result = self._optimize(microbatches, on_phase=clock.enter)
@@ -254,28 +273,37 @@ class Trainer:
         values = torch.cat((values, most)).to("cpu", non_blocking=True)
         routing = None if routing is None else routing.to("cpu", non_blocking=True)
         clock.stop()
-        return _StepUnderWay(self.step, self.tokens, num_tokens, scale, clock, values, routing)
+        position = self.batches.state_dict()
+        return _StepUnderWay(self.step, self.tokens, num_tokens, scale, clock, values, routing, position)
 
-    def _finish_steps(self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None) -> bool:
-        """Record the steps that are under way; return whether any rank was asked to stop.
+    def _finish_steps(
+        self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None
+    ) -> tuple[bool, BadStep | None]:
+        """Record the steps that are under way; return whether any rank was asked to stop, and a bad step to answer.
 
-        The newest stays under way if its results are not needed yet and the device may run ahead. All ranks decide
-        alike, because they decide by the same numbers.
+        The newest stays under way if its results are not needed yet and the device may run ahead, and the steps after
+        a bad one if ``on_bad_step`` does not go on with them. All ranks decide alike, because they decide by the same
+        numbers.
         """
         training, stop = self.config.training, False
         evaluates = self.validation is not None and self._is_due(training.eval_every)
         needs_all = evaluates or self._is_due(training.checkpoint_every)
         while len(under_way) > (0 if needs_all or stop else self._steps_ahead):
             step = under_way.popleft()
-            record, asked_to_stop = self._finish_step(step, evaluates=evaluates and not under_way)
+            record, asked_to_stop, bad = self._finish_step(step, evaluates=evaluates and not under_way)
             stop = stop or asked_to_stop
             if sinks is not None:
                 sinks.write(record)
                 self.on_step(record)
-        return stop
+            if bad is not None:
+                return stop, bad
+        return stop, None
 
-    def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool]:
-        """Wait for a step; return its record, and whether any rank was asked to stop when it began."""
+    def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool, BadStep | None]:
+        """Wait for a step; return its record, whether any rank was asked to stop when it began, and what is bad of it.
+
+        If ``on_bad_step`` goes on after bad steps, the last is None.
+        """
         seconds = begun.clock.seconds()
         self._last_loss, grad_norm, was_updated, allocated, peak, reserved, stop, slowest = begun.values.tolist()
         updated = bool(was_updated)
@@ -284,8 +312,13 @@ class Trainer:
         self.loss_scale.update(finite=updated)
         self._step_seconds = total = sum(seconds.values())
         self._steps_ahead = int(self.runs_ahead and slowest < RUN_AHEAD_SECONDS)
+        flaw = "" if updated or overflowed else f"loss {self._last_loss:.4g} and gradient norm {grad_norm:.4g}"
+        spike = "" if overflowed else self._spikes.find(self._last_loss, grad_norm)
+        bad = None
+        if (flaw or spike) and self.config.training.on_bad_step != "skip":
+            bad = BadStep(begun.step, flaw or spike, is_finite=not flaw, data=begun.position)
         eval_loss = None
-        if evaluates:
+        if evaluates and bad is None:
             self._last_eval = self._evaluate()
             eval_loss = self._last_eval[0]
         record = StepRecord(
@@ -308,9 +341,44 @@ class Trainer:
             skipped=not updated,
             eval_loss=eval_loss,
             time=time.time(),
+            spike=bool(spike),
             **routing_statistics(begun.routing, self.config.spec),
         )
-        return record, bool(stop)
+        return record, bool(stop), bad
+
+    def _roll_back(self, bad: BadStep, sinks: MetricsSinks | None) -> MetricsSinks | None:
+        """Return to the newest checkpoint, leave out the data up to the bad step, and return the sinks to go on with.
+
+        This happens in the process, because everything else that the steps need is here: data, compiled blocks, and
+        ranks that have found each other. A new attempt would need a launcher that starts one; only Slurm's does.
+
+        Raises:
+            NonFiniteError, LossSpikeError: if ``on_bad_step`` stops the run instead, or no rollback is possible.
+        """
+        training, used = self.config.training, len(self._rollbacks)
+        ends = partial(bad.ends, self.run, self.config.data.source)
+        if training.on_bad_step == "stop":
+            raise ends("training.on_bad_step=stop", "rollback", "skip")
+        if used >= training.max_rollbacks:
+            raise ends(f"all {used} rollbacks are used up; training.max_rollbacks={training.max_rollbacks}", "skip")
+        self._tell("returning to a checkpoint")
+        self.checkpointer.finish()
+        state = self.checkpointer.load(self.engine)
+        if state is None:
+            raise ends("there is no checkpoint yet to return to", "skip")
+        self._restore(state)
+        self._skipped_in_a_row = 0
+        self._rollbacks.append(Rollback(self.step, bad.step, bad.reason, bad.data, time.time()))
+        if sinks is None:
+            return None
+        logger.warning(
+            "step %d is bad: %s; returned to step %d, and left out the data of steps %d to %d (rollback %d of %d)",
+            *(bad.step, bad.reason, self.step, self.step + 1, bad.step, used + 1, training.max_rollbacks),
+        )
+        write_rollbacks(self.run, self._rollbacks)  # before any step on other data
+        sinks.close()
+        drop_metrics_after(self.run, self.step)
+        return MetricsSinks.open(self.run, self.config, resumed_at=self.step)
 
     def _optimize(self, microbatches: list[Batch], on_phase: Callable[[Phase], None]) -> StepResult:
         training = self.config.training
@@ -364,6 +432,7 @@ class Trainer:
                 "loss": self._last_loss,
                 "data": self.batches.state_dict(),
                 "loss_scale": self.loss_scale.state_dict(),
+                "spikes": self._spikes.state_dict(),
             }
             self.checkpointer.save(self.step, self.engine, state)
         if stop:
@@ -404,3 +473,5 @@ class _StepUnderWay:
     stop, and the seconds of the step read last. In host memory, once the device has done the step."""
     routing: Tensor | None
     """The result of ``routing_totals``, likewise."""
+    position: Mapping[str, Any]
+    """The position in the data after this step's."""

@@ -23,7 +23,15 @@ import torch.distributed as dist
 
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
-from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
+from llama_core.errors import (
+    BadStepError,
+    CheckpointError,
+    LossSpikeError,
+    NonFiniteError,
+    RequestError,
+    StoppedError,
+    TrainingInfraError,
+)
 from llama_core.launch.attempts import own_host, own_job
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.checks import check_own_device, check_ranks_agree, limit_own_memory
@@ -219,6 +227,7 @@ _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
     (RequestError, "bad-config", "correct the request and start again"),
     (StoppedError, "cancelled", RESUME),
     (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
+    (LossSpikeError, "loss-spike", "look at the data of the steps before it, or lower training.learning_rate"),
     (torch.OutOfMemoryError, "oom", LESS_MEMORY),
     (MemoryError, "oom", LESS_MEMORY),
     (CheckpointError, "crashed", "check that the disk can be read and written, then --resume"),
@@ -234,7 +243,7 @@ def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tu
         return "oom", LESS_MEMORY
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
-            return status, next_action
+            return status, (error.next_action if isinstance(error, BadStepError) else "") or next_action
     if proof:
         return proof.status, proof.next_action
     return "crashed", read_log(run, own_rank())
