@@ -104,6 +104,16 @@ class RunDirectory:
         return self.path / "logs" / "activity.json"
 
     @property
+    def activities(self) -> Path:
+        """All that the first rank has done besides steps, a line of JSON for each ``Activity``."""
+        return self.path / "logs" / "activities.jsonl"
+
+    @property
+    def repeated_steps(self) -> Path:
+        """The steps that are in no metrics because they were done again or left out, a line of JSON each."""
+        return self.path / "logs" / "repeated-steps.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of ``step-00000100`` directories and the ``latest`` pointer."""
         return self.path / "checkpoints"

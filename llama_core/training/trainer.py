@@ -38,7 +38,7 @@ from llama_core.parallel.ranks import (
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
-from llama_core.records.activity import record_activity
+from llama_core.records.activity import TimePart, record_activity
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
@@ -123,10 +123,14 @@ class Trainer:
         self._rollbacks = from_first_rank(read_rollbacks(run) if is_first_rank() else [])
         self._resume()
 
-    def _tell(self, doing: str) -> None:
-        """Record what this rank does until its next step, for someone who waits for it."""
+    def _tell(self, doing: str, part: TimePart = "startup") -> None:
+        """Record what this rank does from now on."""
         if is_first_rank():
-            record_activity(self.run, doing)
+            record_activity(self.run, doing, part)
+
+    def _tell_step(self) -> None:
+        """Record that this rank goes on with the next step."""
+        self._tell(f"in step {min(self.step + 1, self.total_steps)}", "steps")
 
     def _resume(self) -> None:
         self._tell("reading the weights")
@@ -172,7 +176,8 @@ class Trainer:
         started = time.perf_counter()
         self.meter.reset_peak()
         sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
-        self._tell("in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start")
+        first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
+        self._tell(first, "steps")
         under_way: deque[_StepUnderWay] = deque()
         try:
             while self.step < self.total_steps:
@@ -185,7 +190,7 @@ class Trainer:
                 self._checkpoint_if_due(sinks, stop=stop)
         finally:  # however the run ends, complete the checkpoint that is being written
             self.batches.stop()
-            self._tell("writing a checkpoint")
+            self._tell("writing a checkpoint", "checkpoints")
             try:
                 self.checkpointer.finish()
             finally:
@@ -218,7 +223,7 @@ class Trainer:
             StoppedError: when ``should_stop`` returned True.
         """
         timing = self.config.benchmark
-        self._tell("timing steps")
+        self._tell("timing steps", "benchmark")
         try:
             record = time_steps(
                 self._time_step,
@@ -321,6 +326,7 @@ class Trainer:
         if evaluates and bad is None:
             self._last_eval = self._evaluate()
             eval_loss = self._last_eval[0]
+            self._tell_step()
         record = StepRecord(
             step=begun.step,
             total_steps=self.total_steps,
@@ -361,7 +367,7 @@ class Trainer:
             raise ends("training.on_bad_step=stop", "rollback", "skip")
         if used >= training.max_rollbacks:
             raise ends(f"all {used} rollbacks are used up; training.max_rollbacks={training.max_rollbacks}", "skip")
-        self._tell("returning to a checkpoint")
+        self._tell("returning to a checkpoint", "recomputed")
         self.checkpointer.finish()
         state = self.checkpointer.load(self.engine)
         if state is None:
@@ -378,6 +384,7 @@ class Trainer:
         write_rollbacks(self.run, self._rollbacks)  # before any step on other data
         sinks.close()
         drop_metrics_after(self.run, self.step)
+        self._tell_step()
         return MetricsSinks.open(self.run, self.config, resumed_at=self.step)
 
     def _optimize(self, microbatches: list[Batch], on_phase: Callable[[Phase], None]) -> StepResult:
@@ -408,7 +415,7 @@ class Trainer:
         """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
-        self._tell("evaluating")
+        self._tell("evaluating", "evaluation")
         microbatches = [micro.to(self.device) for batch in self.validation() for micro in self._microbatches(batch)]
         # only with dropout: switching the mode recompiles compiled code
         self.engine.model.train(not self._drops_out)
@@ -425,6 +432,7 @@ class Trainer:
             )
         stop = stop and self.step < self.total_steps
         if stop or self._is_due(self.config.training.checkpoint_every):
+            self._tell("saving a checkpoint", "checkpoints")
             if sinks is not None:
                 sinks.flush()  # a resumed run does not repeat this step, so its record must not be lost
             state = {
@@ -435,6 +443,7 @@ class Trainer:
                 "spikes": self._spikes.state_dict(),
             }
             self.checkpointer.save(self.step, self.engine, state)
+            self._tell_step()
         if stop:
             raise StoppedError(f"stopped after step {self.step} of {self.total_steps}")
         self.checkpointer.poll()

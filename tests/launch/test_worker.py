@@ -20,6 +20,7 @@ from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.activity import read_activity
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
+from llama_core.records.goodput import read_goodput
 from llama_core.records.metrics import read_metrics
 
 pytestmark = pytest.mark.xdist_group("worker")
@@ -105,6 +106,9 @@ def test_a_finished_run_leaves_its_whole_record(undisturbed):
     assert len(read_json(undisturbed.benchmark)["step_seconds"]) == 2
     assert list((undisturbed.logs / "tensorboard").glob("events*"))
     assert read_activity(undisturbed).doing == "timing steps"
+    goodput = read_goodput(undisturbed)
+    assert {part for part, seconds in goodput.total.items() if not seconds} <= {"recomputed", "queue", "stopped"}
+    assert goodput.seconds == pytest.approx(sum(map(sum, (parts.values() for parts in goodput.attempts))))
 
 
 @pytest.mark.wide

@@ -12,6 +12,7 @@ from llama_core.config.run import TrainingConfig
 from llama_core.errors import LossSpikeError, NonFiniteError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
+from llama_core.records.goodput import read_goodput
 from llama_core.records.metrics import read_metrics
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks
 from llama_core.training.spikes import Spikes
@@ -70,6 +71,7 @@ def test_after_a_rollback_a_run_equals_one_that_never_saw_the_window(run, clean,
     assert read_metrics(run).column("step").to_pylist() == list(range(1, STEPS + 1))
     assert losses(run) == clean[0]
     assert_equal(weights(one), clean[1])
+    assert read_goodput(run).total["recomputed"] > 0
 
 
 def test_a_run_killed_after_a_rollback_leaves_the_same_data_out_again(run, clean):
