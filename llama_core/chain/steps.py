@@ -316,7 +316,7 @@ def training_summary(run: RunDirectory) -> TrainingSummary:
 def records(run: RunDirectory) -> dict[str, Any]:
     """Return everything the run's steps have recorded so far, by file."""
     before = (run.plan, run.choice, run.data, run.environment, run.estimate, run.dry_run)
-    paths = (*before, run.training, run.benchmark, run.outcome)
+    paths = (*before, run.training, run.checkpoint_interval, run.benchmark, run.outcome)
     found = {path.stem: read_json(path) for path in paths if path.exists()}
     goodput = read_goodput(run)
     return {"run_dir": str(run.path)} | found | ({"goodput": goodput.as_dict()} if goodput else {})
@@ -378,10 +378,12 @@ def say_extension(run: RunDirectory) -> None:
 
 
 def say_goodput(run: RunDirectory) -> None:
-    """Print the share of the run's wall time that became progress, where the rest went."""
+    """Print the share of the run's wall time that became progress, where the rest went, and when it saved and why."""
     with suppress(OSError, ValueError):  # damaged metrics; the report says so
         if (goodput := read_goodput(run)) is not None:
             say("goodput", goodput.summary())
+    if run.checkpoint_interval.exists() and load_config(run).training.checkpoint_every == "auto":
+        say("note", read_json(run.checkpoint_interval)["reason"])
 
 
 def say_metrics(run: RunDirectory) -> None:

@@ -114,6 +114,11 @@ class RunDirectory:
         return self.path / "logs" / "repeated-steps.jsonl"
 
     @property
+    def checkpoint_interval(self) -> Path:
+        """The last ``ChosenInterval``, with its reason; missing if the interval is configured."""
+        return self.path / "checkpoint_interval.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of ``step-00000100`` directories and the ``latest`` pointer."""
         return self.path / "checkpoints"

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,12 @@ from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.activity import TimePart, record_activity
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
 from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.checkpoint_interval import CheckpointInterval
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
 from llama_core.training.measure import MemoryMeter, StepClock, product_rate, time_steps
@@ -120,6 +122,7 @@ class Trainer:
         self._last_loss = math.nan
         self._last_eval: tuple[float, int] | None = None
         self._spikes = Spikes(config.training)
+        self._interval = CheckpointInterval(config)
         self._rollbacks = from_first_rank(read_rollbacks(run) if is_first_rank() else [])
         self._resume()
 
@@ -152,6 +155,7 @@ class Trainer:
         self.batches.load_state_dict(state["data"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self._spikes.load_state_dict(state.get("spikes", {}))
+        self._interval.restore(self.step, state.get("checkpoint_every"))
 
     def _set_initial_weights(self) -> None:
         training = self.config.training
@@ -291,8 +295,10 @@ class Trainer:
         numbers.
         """
         training, stop = self.config.training, False
-        evaluates = self.validation is not None and self._is_due(training.eval_every)
-        needs_all = evaluates or self._is_due(training.checkpoint_every)
+        evaluates = self.validation is not None and (
+            self._is_last or (training.eval_every > 0 and self.step % training.eval_every == 0)
+        )
+        needs_all = evaluates or self._is_last or self._interval.is_due(self.step)
         while len(under_way) > (0 if needs_all or stop else self._steps_ahead):
             step = under_way.popleft()
             record, asked_to_stop, bad = self._finish_step(step, evaluates=evaluates and not under_way)
@@ -431,8 +437,9 @@ class Trainer:
                 f"up to step {self.step}; training.max_skipped_steps={limit}"
             )
         stop = stop and self.step < self.total_steps
-        if stop or self._is_due(self.config.training.checkpoint_every):
+        if stop or self._is_last or self._interval.is_due(self.step):
             self._tell("saving a checkpoint", "checkpoints")
+            step_seconds, began = self._interval.seconds_per_step(self.step), time.perf_counter()
             if sinks is not None:
                 sinks.flush()  # a resumed run does not repeat this step, so its record must not be lost
             state = {
@@ -441,15 +448,29 @@ class Trainer:
                 "data": self.batches.state_dict(),
                 "loss_scale": self.loss_scale.state_dict(),
                 "spikes": self._spikes.state_dict(),
+                "checkpoint_every": self._interval.num_steps,
             }
             self.checkpointer.save(self.step, self.engine, state)
+            if self._interval.is_auto:
+                self._choose_interval(time.perf_counter() - began, step_seconds)
             self._tell_step()
         if stop:
             raise StoppedError(f"stopped after step {self.step} of {self.total_steps}")
         self.checkpointer.poll()
 
-    def _is_due(self, every: int) -> bool:
-        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+    def _choose_interval(self, save_seconds: float, step_seconds: float) -> None:
+        """Choose when to save next from what this rank has measured, like all other ranks."""
+        before = self._interval.num_steps
+        save, step = most_over_ranks(round(1e6 * save_seconds), max(1, round(1e6 * step_seconds)))
+        chosen = self._interval.choose(self.step, 1e-6 * save, 1e-6 * step)
+        if is_first_rank():
+            write_json(self.run.checkpoint_interval, {**asdict(chosen), "reason": chosen.reason}, durable=False)
+            if chosen.num_steps != before:
+                logger.info("%s", chosen.reason)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.step == self.total_steps
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         config = self.config
