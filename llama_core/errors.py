@@ -80,8 +80,25 @@ class CancelledError(TrainingFailedError):
     """A job that somebody cancelled: resume the run."""
 
 
-class NonFiniteError(TrainingFailedError):
-    """The loss or gradient stayed NaN or infinite: lower the learning rate, or check the data of those steps."""
+class BadStepError(TrainingFailedError):
+    """A step whose loss or gradient ends the run.
+
+    Args:
+        problem: what was bad about it, with the values that show it.
+        next_action: what to try next; empty for the usual advice.
+    """
+
+    def __init__(self, problem: str, next_action: str = "") -> None:
+        super().__init__(problem)
+        self.next_action = next_action
+
+
+class NonFiniteError(BadStepError):
+    """The loss or gradient was NaN or infinite: lower the learning rate, or check the data of those steps."""
+
+
+class LossSpikeError(BadStepError):
+    """The loss or gradient norm rose far above its usual values: leave out the data of those steps."""
 
 
 class RegressionError(TrainingInfraError):

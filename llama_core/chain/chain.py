@@ -15,6 +15,7 @@ from llama_core.chain.steps import (
     say_data,
     say_environment,
     say_extension,
+    say_goodput,
     say_metrics,
     say_plan,
     say_weights,
@@ -91,11 +92,13 @@ def _reported(run: RunDirectory, write: Callable[[RunDirectory], Path]) -> Itera
     try:
         yield
     except BaseException:
+        say_goodput(run)
         say_metrics(run)
         try:
             say("report", str(write(run)))
         except TrainingInfraError as error:
             say("report", str(error))
         raise
+    say_goodput(run)
     say_metrics(run)
     say("report", str(write(run)))

@@ -5,7 +5,7 @@ calls the steps in order; each can be repeated on its own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed, write_json
+from llama_core.records.goodput import read_goodput
 from llama_core.records.job import Outcome, Part
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_heartbeat
@@ -318,8 +319,10 @@ def training_summary(run: RunDirectory) -> TrainingSummary:
 def records(run: RunDirectory) -> dict[str, Any]:
     """Return everything the run's steps have recorded so far, by file."""
     before = (run.plan, run.choice, run.data, run.environment, run.estimate, run.dry_run)
-    paths = (*before, run.training, run.benchmark, run.outcome)
-    return {"run_dir": str(run.path)} | {path.stem: read_json(path) for path in paths if path.exists()}
+    paths = (*before, run.training, run.checkpoint_interval, run.benchmark, run.outcome)
+    found = {path.stem: read_json(path) for path in paths if path.exists()}
+    goodput = read_goodput(run)
+    return {"run_dir": str(run.path)} | found | ({"goodput": goodput.as_dict()} if goodput else {})
 
 
 def say_environment(report: EnvironmentReport) -> None:
@@ -380,6 +383,15 @@ def say_extension(run: RunDirectory) -> None:
     change = f"{before:.2e} at step {step}, {after:.2e} at step {step + 1}" if step else f"{after:.2e} at step 1"
     instead = f"{total} steps instead of {newest.total_steps}"
     say("note", f"{instead}; learning rate on the {training.lr_schedule} schedule of {total} steps: {change}")
+
+
+def say_goodput(run: RunDirectory) -> None:
+    """Print the share of the run's wall time that became progress, where the rest went, and when it saved and why."""
+    with suppress(OSError, ValueError):  # damaged metrics; the report says so
+        if (goodput := read_goodput(run)) is not None:
+            say("goodput", goodput.summary())
+    if run.checkpoint_interval.exists() and load_config(run).training.checkpoint_every == "auto":
+        say("note", read_json(run.checkpoint_interval)["reason"])
 
 
 def say_metrics(run: RunDirectory) -> None:

@@ -32,6 +32,7 @@ ALSO_CALLED = {
     "training.eval_every": ("eval_steps", "eval_interval"),
     "training.checkpoint_every": ("save_every", "save_steps", "save_interval", "checkpoint_interval"),
     "training.keep_checkpoints": ("save_total_limit",),
+    "training.on_bad_step": ("on_spike", "on_loss_spike", "on_nan"),
     "parallel.gpus": ("num_gpus", "ngpus", "devices", "world_size"),
     "parallel.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
     "parallel.pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),

@@ -1,12 +1,19 @@
-"""What the first rank does while it completes no step: a small file for someone who waits."""
+"""What the first rank does besides steps: now, for someone who waits, and since the run began, for its goodput."""
 
+import json
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
+
+TimePart = Literal[
+    "steps", "data", "recomputed", "checkpoints", "evaluation", "benchmark", "startup", "queue", "stopped", "other"
+]
+"""A part of a run's time; see ``goodput.LABELS``."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +24,22 @@ class Activity:
     """What follows "has been", such as ``building the model``."""
     since: float
     """Seconds since the epoch."""
+    part: TimePart = "startup"
+    """The part of the run's time that it belongs to, until the next activity."""
 
 
-def record_activity(run: RunDirectory, doing: str) -> None:
+def record_activity(run: RunDirectory, doing: str, part: TimePart = "startup") -> None:
     """Record what this rank does from now on; only the first rank may call it."""
+    activity = Activity(doing, time.time(), part)
     with suppress(OSError):  # a full disk ends a run where it loses something
-        write_json(run.activity, Activity(doing, time.time()), durable=False)
+        write_json(run.activity, activity, durable=False)
+    append_activities(run, activity)
+
+
+def append_activities(run: RunDirectory, *activities: Activity) -> None:
+    """Add to the history of the first rank alone."""
+    with suppress(OSError), run.activities.open("a") as history:
+        history.write("".join(f"{json.dumps(asdict(activity))}\n" for activity in activities))
 
 
 def read_activity(run: RunDirectory) -> Activity | None:
@@ -30,3 +47,16 @@ def read_activity(run: RunDirectory) -> Activity | None:
     with suppress(RunDirectoryError):
         return read_typed(run.activity, Activity)
     return None
+
+
+def read_activities(run: RunDirectory) -> list[Activity]:
+    """Return what the first rank has done since the run began, without a line that was cut short."""
+    try:
+        lines = run.activities.read_text().splitlines()
+    except OSError:
+        return []
+    activities = []
+    for line in lines:
+        with suppress(ValueError, TypeError):
+            activities.append(Activity(**json.loads(line)))
+    return activities

@@ -105,6 +105,21 @@ class RunDirectory:
         return self.path / "logs" / "activity.json"
 
     @property
+    def activities(self) -> Path:
+        """All that the first rank has done besides steps, a line of JSON for each ``Activity``."""
+        return self.path / "logs" / "activities.jsonl"
+
+    @property
+    def repeated_steps(self) -> Path:
+        """The steps that are in no metrics because they were done again or left out, a line of JSON each."""
+        return self.path / "logs" / "repeated-steps.jsonl"
+
+    @property
+    def checkpoint_interval(self) -> Path:
+        """The last ``ChosenInterval``, with its reason; missing if the interval is configured."""
+        return self.path / "checkpoint_interval.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of ``step-00000100`` directories and the ``latest`` pointer."""
         return self.path / "checkpoints"
@@ -128,6 +143,11 @@ class RunDirectory:
     def trace(self) -> Path:
         """Folder of profiles: torch's traces, CUDA's memory, and a ``ProfileRecord`` for each profiled rank."""
         return self.path / "trace"
+
+    @property
+    def rollbacks(self) -> Path:
+        """The ``Rollback`` records of the run; missing if there were none."""
+        return self.path / "rollbacks.json"
 
     @property
     def report(self) -> Path:

@@ -12,6 +12,7 @@ OutcomeStatus = Literal[
     "finished",
     "oom",
     "non-finite",
+    "loss-spike",
     "preempted",
     "timeout",
     "node-failure",

@@ -65,6 +65,8 @@ class StepRecord:
     memory_reserved_bytes: int = 0
     """Most memory taken for it so far: by the CUDA allocator from the device, or the resident set on the CPU; 0 if not
     recorded."""
+    spike: bool = False
+    """Whether the loss or the gradient norm was far above those of the steps before: ``loss_spike_threshold``."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def read_heartbeat(run: RunDirectory) -> StepRecord | None:
 
 
 def drop_metrics_after(run: RunDirectory, step: int) -> None:
-    """Delete the records of steps after ``step``, which a run resumed there repeats."""
+    """Move the records of steps after ``step``, which a run resumed there repeats, to its repeated steps."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
@@ -76,11 +76,19 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
     for path in _parts(run):
         table = _read_part(path)
         kept = table.filter(pc.field("step") <= step)
+        _append_repeated(run, table.filter(pc.field("step") > step))
         if kept.num_rows == 0:
             path.unlink()
         elif kept.num_rows < table.num_rows:
             with atomic_write(path) as temporary:
                 pq.write_table(kept, temporary)
+
+
+def _append_repeated(run: RunDirectory, rows: "pa.Table") -> None:
+    lines = rows.select(["step", "time", "step_seconds", "data_seconds", "loss"]).to_pylist()
+    if lines:
+        with run.repeated_steps.open("a") as repeated:
+            repeated.write("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def _parts(run: RunDirectory) -> list[Path]:

@@ -38,7 +38,8 @@ LEARNING = frozenset(
     f"training.{key}"
     for key in (
         "steps", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "min_lr_ratio", "decay_fraction",
-        "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm", "max_skipped_steps", "seed",
+        "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm", "max_skipped_steps", "on_bad_step",
+        "loss_spike_threshold", "grad_norm_spike_threshold", "spike_window", "max_rollbacks", "seed",
     )
 )  # fmt: skip
 """Keys that change what a step learns, but not how long it takes."""

@@ -185,6 +185,8 @@ def format_record(record: StepRecord) -> str:
         parts.append(f"held-out loss {record.eval_loss:.4f}")
     if record.skipped:
         parts.append("SKIPPED: not finite")
+    if record.spike:
+        parts.append("SPIKE")
     return "  ".join(parts)
 
 

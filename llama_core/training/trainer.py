@@ -7,11 +7,12 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from llama_core.machine.detect import software_versions
 from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.ranks import (
+    from_first_rank,
     is_first_rank,
     most_over_devices,
     most_over_ranks,
@@ -36,18 +38,22 @@ from llama_core.parallel.ranks import (
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
-from llama_core.records.activity import record_activity
+from llama_core.records.activity import TimePart, record_activity
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
+from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
 from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.checkpoint_interval import CheckpointInterval
 from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
 from llama_core.training.measure import MemoryMeter, StepClock, product_rate, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
 from llama_core.training.profile import profiled
+from llama_core.training.spikes import BadStep, Spikes
 from llama_core.training.weights import Pretrained
 
 logger = logging.getLogger(__name__)
@@ -120,12 +126,19 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._last_loss = math.nan
         self._last_eval: tuple[float, int] | None = None
+        self._spikes = Spikes(config.training)
+        self._interval = CheckpointInterval(config)
+        self._rollbacks = from_first_rank(read_rollbacks(run) if is_first_rank() else [])
         self._resume()
 
-    def _tell(self, doing: str) -> None:
-        """Record what this rank does until its next step, for someone who waits for it."""
+    def _tell(self, doing: str, part: TimePart = "startup") -> None:
+        """Record what this rank does from now on."""
         if is_first_rank():
-            record_activity(self.run, doing)
+            record_activity(self.run, doing, part)
+
+    def _tell_step(self) -> None:
+        """Record that this rank goes on with the next step."""
+        self._tell(f"in step {min(self.step + 1, self.total_steps)}", "steps")
 
     def _resume(self) -> None:
         self._tell("reading the weights")
@@ -136,12 +149,18 @@ class Trainer:
         if state is None and not is_partly_frozen:
             self._set_initial_weights()
         if state is not None:
-            self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
-            self.batches.load_state_dict(state["data"])
-            self.loss_scale.load_state_dict(state["loss_scale"])
+            self._restore(state)
             logger.info("resuming after step %d", self.step)
         if is_first_rank():
             drop_metrics_after(self.run, self.step)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to the counters of a checkpoint."""
+        self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
+        self.batches.load_state_dict(state["data"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self._spikes.load_state_dict(state.get("spikes", {}))
+        self._interval.restore(self.step, state.get("checkpoint_every"))
 
     def _set_initial_weights(self) -> None:
         training = self.config.training
@@ -157,23 +176,30 @@ class Trainer:
         """Train until ``total_steps``, with a checkpoint at the end.
 
         Raises:
-            NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient.
+            NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient,
+                or after one, if ``on_bad_step`` stops the run or the rollbacks are used up.
+            LossSpikeError: likewise, after a spike.
             StoppedError: when ``should_stop`` returned True; a checkpoint of the last step has been saved.
             CheckpointError: if a checkpoint cannot be written.
         """
         started = time.perf_counter()
         self.meter.reset_peak()
         sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
-        self._tell("in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start")
+        first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
+        self._tell(first, "steps")
         under_way: deque[_StepUnderWay] = deque()
         try:
             while self.step < self.total_steps:
                 under_way.append(self._begin_step())
-                stop = self._finish_steps(under_way, sinks)
+                stop, bad = self._finish_steps(under_way, sinks)
+                if bad is not None:
+                    under_way.clear()  # of the steps after it; the device does them before it loads anything
+                    sinks = self._roll_back(bad, sinks)
+                    continue
                 self._checkpoint_if_due(sinks, stop=stop)
         finally:  # however the run ends, complete the checkpoint that is being written
             self.batches.stop()
-            self._tell("writing a checkpoint")
+            self._tell("writing a checkpoint", "checkpoints")
             try:
                 self.checkpointer.finish()
             finally:
@@ -206,7 +232,7 @@ class Trainer:
             StoppedError: when ``should_stop`` returned True.
         """
         timing = self.config.benchmark
-        self._tell("timing steps")
+        self._tell("timing steps", "benchmark")
         try:
             record = time_steps(
                 self._time_step,
@@ -245,6 +271,8 @@ class Trainer:
     def _begin_step(self) -> "_StepUnderWay":
         """Give the device all work of the next step, without waiting for it."""
         clock = StepClock(self.device)
+        if (position := data_skips(self._rollbacks).get(self.step)) is not None:
+            self.batches.load_state_dict(position)
         microbatches = self.batches.next_step()
         scale = self.loss_scale.value
         result = self._optimize(microbatches, on_phase=clock.enter)
@@ -259,28 +287,39 @@ class Trainer:
         values = torch.cat((values, most)).to("cpu", non_blocking=True)
         routing = None if routing is None else routing.to("cpu", non_blocking=True)
         clock.stop()
-        return _StepUnderWay(self.step, self.tokens, num_tokens, scale, clock, values, routing)
+        position = self.batches.state_dict()
+        return _StepUnderWay(self.step, self.tokens, num_tokens, scale, clock, values, routing, position)
 
-    def _finish_steps(self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None) -> bool:
-        """Record the steps that are under way; return whether any rank was asked to stop.
+    def _finish_steps(
+        self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None
+    ) -> tuple[bool, BadStep | None]:
+        """Record the steps that are under way; return whether any rank was asked to stop, and a bad step to answer.
 
-        The newest stays under way if its results are not needed yet and the device may run ahead. All ranks decide
-        alike, because they decide by the same numbers.
+        The newest stays under way if its results are not needed yet and the device may run ahead, and the steps after
+        a bad one if ``on_bad_step`` does not go on with them. All ranks decide alike, because they decide by the same
+        numbers.
         """
         training, stop = self.config.training, False
-        evaluates = self.validation is not None and self._is_due(training.eval_every)
-        needs_all = evaluates or self._is_due(training.checkpoint_every)
+        evaluates = self.validation is not None and (
+            self._is_last or (training.eval_every > 0 and self.step % training.eval_every == 0)
+        )
+        needs_all = evaluates or self._is_last or self._interval.is_due(self.step)
         while len(under_way) > (0 if needs_all or stop else self._steps_ahead):
             step = under_way.popleft()
-            record, asked_to_stop = self._finish_step(step, evaluates=evaluates and not under_way)
+            record, asked_to_stop, bad = self._finish_step(step, evaluates=evaluates and not under_way)
             stop = stop or asked_to_stop
             if sinks is not None:
                 sinks.write(record)
                 self.on_step(record)
-        return stop
+            if bad is not None:
+                return stop, bad
+        return stop, None
 
-    def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool]:
-        """Wait for a step; return its record, and whether any rank was asked to stop when it began."""
+    def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool, BadStep | None]:
+        """Wait for a step; return its record, whether any rank was asked to stop when it began, and what is bad of it.
+
+        If ``on_bad_step`` goes on after bad steps, the last is None.
+        """
         seconds = begun.clock.seconds()
         self._last_loss, grad_norm, was_updated, allocated, peak, reserved, stop, slowest = begun.values.tolist()
         updated = bool(was_updated)
@@ -289,10 +328,16 @@ class Trainer:
         self.loss_scale.update(finite=updated)
         self._step_seconds = total = sum(seconds.values())
         self._steps_ahead = int(self.runs_ahead and slowest < RUN_AHEAD_SECONDS)
+        flaw = "" if updated or overflowed else f"loss {self._last_loss:.4g} and gradient norm {grad_norm:.4g}"
+        spike = "" if overflowed else self._spikes.find(self._last_loss, grad_norm)
+        bad = None
+        if (flaw or spike) and self.config.training.on_bad_step != "skip":
+            bad = BadStep(begun.step, flaw or spike, is_finite=not flaw, data=begun.position)
         eval_loss = None
-        if evaluates:
+        if evaluates and bad is None:
             self._last_eval = self._evaluate()
             eval_loss = self._last_eval[0]
+            self._tell_step()
         record = StepRecord(
             step=begun.step,
             total_steps=self.total_steps,
@@ -313,9 +358,45 @@ class Trainer:
             skipped=not updated,
             eval_loss=eval_loss,
             time=time.time(),
+            spike=bool(spike),
             **routing_statistics(begun.routing, self.config.spec),
         )
-        return record, bool(stop)
+        return record, bool(stop), bad
+
+    def _roll_back(self, bad: BadStep, sinks: MetricsSinks | None) -> MetricsSinks | None:
+        """Return to the newest checkpoint, leave out the data up to the bad step, and return the sinks to go on with.
+
+        This happens in the process, because everything else that the steps need is here: data, compiled blocks, and
+        ranks that have found each other. A new attempt would need a launcher that starts one; only Slurm's does.
+
+        Raises:
+            NonFiniteError, LossSpikeError: if ``on_bad_step`` stops the run instead, or no rollback is possible.
+        """
+        training, used = self.config.training, len(self._rollbacks)
+        ends = partial(bad.ends, self.run, self.config.data.source)
+        if training.on_bad_step == "stop":
+            raise ends("training.on_bad_step=stop", "rollback", "skip")
+        if used >= training.max_rollbacks:
+            raise ends(f"all {used} rollbacks are used up; training.max_rollbacks={training.max_rollbacks}", "skip")
+        self._tell("returning to a checkpoint", "recomputed")
+        self.checkpointer.finish()
+        state = self.checkpointer.load(self.engine)
+        if state is None:
+            raise ends("there is no checkpoint yet to return to", "skip")
+        self._restore(state)
+        self._skipped_in_a_row = 0
+        self._rollbacks.append(Rollback(self.step, bad.step, bad.reason, bad.data, time.time()))
+        if sinks is None:
+            return None
+        logger.warning(
+            "step %d is bad: %s; returned to step %d, and left out the data of steps %d to %d (rollback %d of %d)",
+            *(bad.step, bad.reason, self.step, self.step + 1, bad.step, used + 1, training.max_rollbacks),
+        )
+        write_rollbacks(self.run, self._rollbacks)  # before any step on other data
+        sinks.close()
+        drop_metrics_after(self.run, self.step)
+        self._tell_step()
+        return MetricsSinks.open(self.run, self.config, resumed_at=self.step)
 
     def _optimize(self, microbatches: list[Batch], on_phase: Callable[[Phase], None]) -> StepResult:
         training = self.config.training
@@ -345,7 +426,7 @@ class Trainer:
         """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
-        self._tell("evaluating")
+        self._tell("evaluating", "evaluation")
         microbatches = [micro.to(self.device) for batch in self.validation() for micro in self._microbatches(batch)]
         # only with dropout: switching the mode recompiles compiled code
         self.engine.model.train(not self._drops_out)
@@ -361,7 +442,9 @@ class Trainer:
                 f"up to step {self.step}; training.max_skipped_steps={limit}"
             )
         stop = stop and self.step < self.total_steps
-        if stop or self._is_due(self.config.training.checkpoint_every):
+        if stop or self._is_last or self._interval.is_due(self.step):
+            self._tell("saving a checkpoint", "checkpoints")
+            step_seconds, began = self._interval.seconds_per_step(self.step), time.perf_counter()
             if sinks is not None:
                 sinks.flush()  # a resumed run does not repeat this step, so its record must not be lost
             state = {
@@ -369,14 +452,30 @@ class Trainer:
                 "loss": self._last_loss,
                 "data": self.batches.state_dict(),
                 "loss_scale": self.loss_scale.state_dict(),
+                "spikes": self._spikes.state_dict(),
+                "checkpoint_every": self._interval.num_steps,
             }
             self.checkpointer.save(self.step, self.engine, state)
+            if self._interval.is_auto:
+                self._choose_interval(time.perf_counter() - began, step_seconds)
+            self._tell_step()
         if stop:
             raise StoppedError(f"stopped after step {self.step} of {self.total_steps}")
         self.checkpointer.poll()
 
-    def _is_due(self, every: int) -> bool:
-        return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+    def _choose_interval(self, save_seconds: float, step_seconds: float) -> None:
+        """Choose when to save next from what this rank has measured, like all other ranks."""
+        before = self._interval.num_steps
+        save, step = most_over_ranks(round(1e6 * save_seconds), max(1, round(1e6 * step_seconds)))
+        chosen = self._interval.choose(self.step, 1e-6 * save, 1e-6 * step)
+        if is_first_rank():
+            write_json(self.run.checkpoint_interval, {**asdict(chosen), "reason": chosen.reason}, durable=False)
+            if chosen.num_steps != before:
+                logger.info("%s", chosen.reason)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.step == self.total_steps
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         config = self.config
@@ -409,3 +508,5 @@ class _StepUnderWay:
     stop, and the seconds of the step read last. In host memory, once the device has done the step."""
     routing: Tensor | None
     """The result of ``routing_totals``, likewise."""
+    position: Mapping[str, Any]
+    """The position in the data after this step's."""

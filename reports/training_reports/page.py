@@ -17,6 +17,7 @@ from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
 from training_reports.contents import Record, RunContents
 from training_reports.files import end_of_culprits_log, run_files
+from training_reports.goodput import goodput_table
 from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, write_page
 
 MEASURES = {
@@ -58,6 +59,7 @@ def write_report(run: RunDirectory) -> Path:
         cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
         panels=_panels(contents),
         attempts=_attempts(contents),
+        goodput=goodput_table(run),
         settings=settings,
         changed=[key for key, value in settings.items() if value != defaults.get(key, value)],
         plan=by_dotted_key(contents.plan or {}),

@@ -13,11 +13,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
-from llama_core.errors import RunDirectoryError
+from llama_core.errors import LossSpikeError, RunDirectoryError
 from llama_core.launch.outcome import read_outcome
+from llama_core.launch.rank.worker import run_to_end
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.activity import read_activity
+from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
+from llama_core.records.goodput import read_goodput
 from llama_core.records.metrics import read_metrics
 
 pytestmark = pytest.mark.xdist_group("worker")
@@ -103,6 +106,9 @@ def test_a_finished_run_leaves_its_whole_record(undisturbed):
     assert len(read_json(undisturbed.benchmark)["step_seconds"]) == 2
     assert list((undisturbed.logs / "tensorboard").glob("events*"))
     assert read_activity(undisturbed).doing == "timing steps"
+    goodput = read_goodput(undisturbed)
+    assert {part for part, seconds in goodput.total.items() if not seconds} <= {"recomputed", "queue", "stopped"}
+    assert goodput.seconds == pytest.approx(sum(map(sum, (parts.values() for parts in goodput.attempts))))
 
 
 @pytest.mark.wide
@@ -203,6 +209,17 @@ def test_a_diverging_run_ends_as_non_finite_with_its_last_good_checkpoint(cache,
     assert outcome.status == "non-finite"
     assert "2 steps in a row" in outcome.reason
     assert list(run.checkpoints.glob("step-*"))
+
+
+def test_a_run_that_a_spike_ends_records_the_remedy_of_the_trainer(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+
+    def build(should_stop):
+        raise LossSpikeError("step 7: loss 9 is too much", "leave out its data")
+
+    outcome = run_to_end(run, build)
+    assert (outcome.status, outcome.next_action) == ("loss-spike", "leave out its data")
 
 
 @pytest.mark.wide

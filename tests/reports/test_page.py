@@ -13,6 +13,7 @@ from width import wide
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import log_path
+from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.units import GIB, MIB, format_bytes
@@ -353,6 +354,17 @@ def test_a_page_on_a_full_disk_says_how_much_room_it_needs(disk_of):
         RunDirectoryError, match=r"the disk of .*/run is full: over \d.* needed, \d.* free; free some space"
     ):
         write_report(run)
+
+
+def test_the_time_of_every_attempt_is_in_the_table_of_goodput(run):
+    assert "Goodput" not in report(run).text
+    end = step_records()[-1].time
+    for begin in (end - 1000.0, end + 8.0):
+        marks = Activity("", begin, "queue"), Activity("", begin + 4.0), Activity("", begin + 5.0, "steps")
+        append_activities(run, *marks)
+    assert "Attempt Wall time Progress" in report(run).text
+    assert "1 16 min 40 s" in report(run).text
+    assert "2 13.0 s" in report(run).text
 
 
 def test_an_older_report_is_replaced(run):

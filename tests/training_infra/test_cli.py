@@ -378,7 +378,8 @@ def test_train_json_prints_one_record_of_everything(shell):
     assert record["outcome"]["status"] == "finished"
     assert record["training"]["steps"] == 2
     steps = ("plan", "data", "environment", "estimate", "dry_run", "training", "benchmark", "outcome")
-    assert set(record) == {"run_dir", *steps}
+    assert set(record) == {"run_dir", "goodput", *steps}
+    assert sum(record["goodput"]["parts"].values()) == pytest.approx(record["goodput"]["seconds"])
 
 
 @pytest.mark.wide

@@ -10,8 +10,10 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -23,8 +25,16 @@ import torch.distributed as dist
 
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
-from llama_core.errors import CheckpointError, NonFiniteError, RequestError, StoppedError, TrainingInfraError
-from llama_core.launch.attempts import own_host, own_job
+from llama_core.errors import (
+    BadStepError,
+    CheckpointError,
+    LossSpikeError,
+    NonFiniteError,
+    RequestError,
+    StoppedError,
+    TrainingInfraError,
+)
+from llama_core.launch.attempts import current_attempt, own_host, own_job, own_restart
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.checks import allow_open_files, check_own_device, check_ranks_agree, limit_own_memory
 from llama_core.launch.rank.loader import loader_trainer, unpickled
@@ -47,7 +57,7 @@ from llama_core.parallel.ranks import (
     own_rank,
 )
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.activity import record_activity
+from llama_core.records.activity import Activity, append_activities, record_activity
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, read_typed, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
@@ -122,6 +132,8 @@ def run_to_end(
         LostPeersError: if it ended because other ranks are gone; nothing is recorded.
         KeyboardInterrupt: at a second SIGINT; nothing is recorded.
     """
+    if os.environ.get("RANK", "0") == "0":
+        _record_start(run)
     try:
         with _stop_on_signal(on_signal) as should_stop:
             trainer = build(should_stop)
@@ -147,8 +159,20 @@ def run_to_end(
     return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
 
 
+def _record_start(run: RunDirectory) -> None:
+    """Record when this attempt was submitted and started, for the run's goodput."""
+    job = own_job(run)
+    attempt = current_attempt(run, job)
+    started = datetime.fromisoformat(attempt.started_at).timestamp() if attempt else time.time()
+    # Slurm has queued a restarted job since the attempt before it
+    submitted = 0.0 if own_restart() else datetime.fromisoformat(job.submitted_at).timestamp() if job else started
+    append_activities(run, Activity("waiting in the queue", submitted, "queue"), Activity("starting", started))
+
+
 def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **details: Any) -> Outcome:
     """Record an ending, unless all ranks share it and this is not the first rank."""
+    if is_first_rank():
+        append_activities(run, Activity("ended", time.time(), "stopped"))
     if everywhere and not is_first_rank():
         return Outcome(status, details["reason"], 0, details["next_action"], now(), ())
     return record_outcome(run, status, **details)
@@ -231,6 +255,7 @@ _ENDINGS: tuple[tuple[type[Exception], OutcomeStatus, str], ...] = (
     (RequestError, "bad-config", "correct the request and start again"),
     (StoppedError, "cancelled", RESUME),
     (NonFiniteError, "non-finite", "start a new run with a lower training.learning_rate or other data"),
+    (LossSpikeError, "loss-spike", "look at the data of the steps before it, or lower training.learning_rate"),
     (torch.OutOfMemoryError, "oom", LESS_MEMORY),
     (MemoryError, "oom", LESS_MEMORY),
     (CheckpointError, "crashed", "check that the disk can be read and written, then --resume"),
@@ -246,7 +271,7 @@ def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tu
         return "oom", LESS_MEMORY
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
-            return status, next_action
+            return status, (error.next_action if isinstance(error, BadStepError) else "") or next_action
     if proof:
         return proof.status, proof.next_action
     return "crashed", read_log(run, own_rank())

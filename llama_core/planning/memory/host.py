@@ -161,7 +161,8 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
         batches_bytes=_batches(config, plan, on_cuda),
         offloaded_bytes=_offloaded(config, plan, on_cuda),
         copies_states=plan.zero_backend == "native",
-        copies_during_steps=0 < training.checkpoint_every < (training.steps or float("inf")),
+        copies_during_steps=training.checkpoint_every == "auto"
+        or 0 < training.checkpoint_every < (training.steps or float("inf")),
     )
 
 

@@ -1,0 +1,51 @@
+"""The rollbacks of a run: a bad step, the checkpoint that training returned to, and the data it left out.
+
+The weights of a step depend on the data before it, so they also depend on these records. Whoever resumes or repeats the
+run finds here where to leave data out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One return to a checkpoint."""
+
+    step: int
+    """The step of the checkpoint."""
+    bad_step: int
+    """The step that was bad; its data, and those of all steps since ``step``, are left out."""
+    reason: str
+    """What was bad about it, with the values that show it."""
+    data: Mapping[str, Any]
+    """The position in the data at which training goes on: after those of the bad step."""
+    time: float
+    """Seconds since the epoch."""
+
+
+def read_rollbacks(run: RunDirectory) -> list[Rollback]:
+    """Return the run's rollbacks, oldest first."""
+    if not run.rollbacks.exists():
+        return []
+    return [Rollback(**rollback) for rollback in read_json(run.rollbacks)["rollbacks"]]
+
+
+def write_rollbacks(run: RunDirectory, rollbacks: Sequence[Rollback]) -> None:
+    """Replace the record of the run's rollbacks."""
+    write_json(run.rollbacks, {"rollbacks": [asdict(rollback) for rollback in rollbacks]})
+
+
+def data_skips(rollbacks: Sequence[Rollback]) -> dict[int, Mapping[str, Any]]:
+    """Return the position in the data to go to after each step where data are left out, by step.
+
+    A rollback to an earlier step drops the ones after it: the steps that they belong to are taken again, on other data.
+    """
+    skips: dict[int, Mapping[str, Any]] = {}
+    for rollback in rollbacks:
+        skips = {step: data for step, data in skips.items() if step < rollback.step} | {rollback.step: rollback.data}
+    return skips

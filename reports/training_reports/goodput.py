@@ -1,0 +1,37 @@
+"""The table of a run's goodput: where its wall time went, attempt by attempt."""
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from llama_core.errors import RunDirectoryError
+from llama_core.records.activity import TimePart
+from llama_core.records.directory import RunDirectory
+from llama_core.records.goodput import LABELS, read_goodput
+from llama_core.units import format_duration
+
+Row = list[str]
+
+
+def goodput_table(run: RunDirectory) -> tuple[str, Row, list[Row]] | None:
+    """Return a sentence, and the columns and rows of a table with a row for each attempt and one for all.
+
+    None if the run has taken no step, or its records are damaged.
+    """
+    try:
+        goodput = read_goodput(run)
+    except (RunDirectoryError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
+        return None
+    if goodput is None:
+        return None
+    shown = [part for part, seconds in goodput.total.items() if seconds]
+
+    def row(name: str, parts: Mapping[TimePart, float]) -> Row:
+        times = (sum(parts.values()), *(parts[part] for part in shown))
+        return [name, *map(format_duration, times)]
+
+    attempts = goodput.attempts if len(goodput.attempts) > 1 else ()
+    rows = [row(str(number), parts) for number, parts in enumerate(attempts, 1)]
+    shares = [f"{goodput.total[part] / goodput.seconds:.1%}" for part in shown]
+    rows += [row("All", goodput.total), ["Share", "100.0%", *shares]]
+    return f"{goodput.summary()}.", ["Attempt", "Wall time", *(LABELS[part].capitalize() for part in shown)], rows
