@@ -178,11 +178,18 @@ def _record(
         "requeued": requeued,
         "first_step": first,
         "last_step": last,
+        "started_at": _started_at(run, job, restart),
         "ended_at": ended_at,
     }
     outcome = Outcome(verdict.status, verdict.reason, step, verdict.next_action, ended_at, (*earlier, attempt))
     write_json(run.outcome, outcome)
     return outcome
+
+
+def _started_at(run: RunDirectory, job: JobRecord | None, restart: int) -> str | None:
+    """Return when the ranks of an attempt started; None if that is not recorded."""
+    attempt = current_attempt(run, job)
+    return attempt.started_at if attempt is not None and attempt.restart == restart else None
 
 
 def _start_of_attempt(

@@ -9,6 +9,7 @@ and evaluation.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, product
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.schedules.actions import Action, Kind, posting_early
 
 OnPhase = Callable[[Phase], None]
+OnAction = Callable[[Action, Literal["begins", "ends"]], None]
 _THERE_AND_BACK = (Kind.FORWARD, Kind.BACKWARD)
 _MESSAGES = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B})
 
@@ -48,6 +50,8 @@ class Pipeline:
         self.actions = self.schedule.with_communication()[self.rank]
         in_two_parts = any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions)
         self.deferred = DeferredGradients(model) if in_two_parts else None
+        self.on_action: OnAction | None = None
+        """Called when the inputs of a computation are there and it begins, and when it ends."""
 
     def forward_backward(self, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> list[Tensor]:
         """Run one step's forwards and backwards, adding ``scale`` times the gradients to the parameters'.
@@ -133,9 +137,14 @@ class _Execution:
             self.is_last_of_its_kind = place == last_places[action.kind]
             run_one[action.kind](action)
             if action.kind not in _MESSAGES:
+                self._tell(action, "ends")
                 self._forget_sent()
         self._forget_sent()
         return self.losses
+
+    def _tell(self, action: Action, edge: Literal["begins", "ends"]) -> None:
+        if self.pipeline.on_action is not None:
+            self.pipeline.on_action(action, edge)
 
     def _forward(self, action: Action) -> None:
         stage, key = action.stage, (action.stage, action.microbatch)
@@ -146,6 +155,7 @@ class _Execution:
         if stage > 0:
             x = self._arrived(Kind.RECV_F, key, self.outputs, (stage - 1, action.microbatch))
             self.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+        self._tell(action, "begins")
         layers = self.pipeline.layers[stage]
         out = self.pipeline.data.call(x, batch.targets_BS, batch.positions_BS, batch.documents, layers=layers)
         if stage == self.last_stage:
@@ -165,6 +175,7 @@ class _Execution:
             gradient = self.scale.to(root.dtype)
         else:
             gradient = self._arrived(Kind.RECV_B, key, self.input_gradients, (stage + 1, action.microbatch))
+        self._tell(action, "begins")
         deferred = self.pipeline.deferred
         with deferred.put_off(key) if deferred else nullcontext():
             torch.autograd.backward(root, gradient)
@@ -178,6 +189,7 @@ class _Execution:
         if self.pipeline.deferred is None:
             raise RuntimeError(f"{action} has no deferred gradients to compute")
         self.on_phase("backward")
+        self._tell(action, "begins")
         self.pipeline.deferred.compute((action.stage, action.microbatch))
 
     def _send_output(self, action: Action) -> None:

@@ -209,6 +209,16 @@ def most_over_ranks(*values: int) -> tuple[int, ...]:
     return tuple(most.tolist())
 
 
+def of_every_rank(value: int) -> tuple[int, ...]:
+    """Return the values of all ranks, in order."""
+    if not dist.is_initialized():
+        return (value,)
+    values = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    return tuple(values.tolist())
+
+
 def most_over_devices(device: torch.device, *values: float) -> Tensor:
     """Return the largest of each value over all ranks, as fp64 on ``device``, without waiting for it."""
     sent = torch.tensor(values, dtype=torch.float64)

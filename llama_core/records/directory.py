@@ -144,6 +144,10 @@ class RunDirectory:
         """Folder of profiles: torch's traces, CUDA's memory, and a ``ProfileRecord`` for each profiled rank."""
         return self.path / "trace"
 
+    def timeline(self, pp_rank: int) -> Path:
+        """The ``LaneRecord`` of a pipeline position."""
+        return self.trace / f"pipeline-{pp_rank:05d}.json"
+
     @property
     def rollbacks(self) -> Path:
         """The ``Rollback`` records of the run; missing if there were none."""

@@ -63,4 +63,4 @@ class Outcome:
     ended_at: Time
     attempts: tuple[Mapping[str, Any], ...] = ()
     """Every attempt at this run, oldest first: job id, number of earlier starts by Slurm, status, reason, first and
-    last step, and whether the job was requeued."""
+    last step, whether the job was requeued, and when it was submitted, started and ended."""

@@ -67,6 +67,9 @@ class StepRecord:
     recorded."""
     spike: bool = False
     """Whether the loss or the gradient norm was far above those of the steps before: ``loss_spike_threshold``."""
+    backward_seconds: float | None = None
+    """Part of ``forward_backward_seconds`` from the begin of each backward to the next forward or the update, with the
+    waits for other ranks and the gradient's norm. None if not recorded."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,11 @@ class TrainingSummary:
     """Most memory taken for it: by CUDA's allocator from the device, or the resident set on the CPU."""
     memory_process_bytes: int = 0
     """The resident set before the model was built, on the CPU; 0 on CUDA."""
+    memory_by_rank_bytes: tuple[int, ...] = ()
+    """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_by_rank_bytes", tuple(self.memory_by_rank_bytes))  # JSON has lists
 
     def summary(self) -> str:
         """Return the results in one line."""

@@ -136,11 +136,12 @@ class Schedule:
             if action.kind is Kind.FORWARD
         }
 
-    def replay(self, times: Mapping[Kind, float]) -> tuple[tuple[TimedAction, ...], ...]:
+    def replay(self, seconds: Callable[[Action], float], hop: float = 0.0) -> tuple[tuple[TimedAction, ...], ...]:
         """Return every rank's actions with their times, each action starting as soon as its rank and inputs allow.
 
         Args:
-            times: how long an action of each kind takes; communication takes no time.
+            seconds: returns how long an action takes.
+            hop: time to send an output or a gradient to another rank; only the receiver waits for it.
 
         Raises:
             PlanError: if an action is missing, is listed twice or on the wrong rank, or waits forever.
@@ -152,13 +153,17 @@ class Schedule:
         progress = -1
         while progress < len(ends):
             progress = len(ends)
-            for lane, actions in zip(lanes, self.actions, strict=True):
+            for rank, (lane, actions) in enumerate(zip(lanes, self.actions, strict=True)):
                 for action in islice(actions, len(lane), None):
                     needed = inputs(action, self.num_stages)
                     if not all(before in ends for before in needed):
                         break
-                    start = max([lane[-1].end if lane else 0.0, *(ends[before] for before in needed)])
-                    ends[action] = start + times[action.kind]
+                    arrived = [
+                        ends[before] + hop * (self.rank_of(before.stage, before.microbatch) != rank)
+                        for before in needed
+                    ]
+                    start = max([lane[-1].end if lane else 0.0, *arrived])
+                    ends[action] = start + seconds(action)
                     lane.append(TimedAction(action, start, ends[action]))
         if stuck := list(self._waits(lanes, ends)):
             raise PlanError(f"schedule {self.name} deadlocks: {'; '.join(stuck)}")
@@ -233,7 +238,7 @@ class Schedule:
         its pass comes first, so that a rank sends before it receives.
         """
         events = []
-        for rank, lane in enumerate(self.replay(_USUAL_TIMES)):
+        for rank, lane in enumerate(self.replay(lambda action: _USUAL_TIMES[action.kind])):
             for timed in lane:
                 stages_left = timed.action.stage * (-1 if timed.action.kind is Kind.FORWARD else 1)
                 events.append((timed.end, 0, stages_left, rank, timed.action))

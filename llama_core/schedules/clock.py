@@ -68,7 +68,7 @@ def simulate(
         Kind.WEIGHT_GRADIENT: backward / 2 if weight_gradient is None else weight_gradient,
     }
     parts = _actions_per_pass(schedule)
-    return Timeline(schedule, schedule.replay({kind: time / parts for kind, time in times.items()}))
+    return Timeline(schedule, schedule.replay(lambda action: times[action.kind] / parts))
 
 
 def _actions_per_pass(schedule: Schedule) -> float:

@@ -17,6 +17,8 @@ import torch
 from llama_core.config.run import Precision
 from llama_core.planning.memory.peaks import Phase
 from llama_core.records.measurements import BenchmarkRecord
+from llama_core.records.timelines import LaneRecord
+from llama_core.schedules.actions import Action
 from llama_core.units import MIB
 
 SAMPLES_PER_SECOND = 100
@@ -140,11 +142,7 @@ class StepClock:
 
     def enter(self, phase: Phase | Literal["data", "end"]) -> None:
         """Begin a phase."""
-        mark: Any = time.perf_counter()
-        if self.device.type == "cuda":
-            mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            mark.record()
-        self._marks.append((phase, mark))
+        self._marks.append((phase, _mark(self.device)))
 
     def stop(self) -> None:
         """End the step."""
@@ -156,8 +154,51 @@ class StepClock:
             self._marks[-1][1].synchronize()
         seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
         for (phase, since), (_, until) in pairwise(self._marks):
-            seconds[phase] += 1e-3 * since.elapsed_time(until) if self.device.type == "cuda" else until - since
+            seconds[phase] += _seconds(since, until)
         return seconds
+
+
+class ActionClock:
+    """When the actions of a pipeline begin and end on this rank, in seconds since the clock was made.
+
+    Ranks that make theirs together, such as after a barrier, share an origin up to the time of a message.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._origin = _mark(device)
+        self._marks: dict[Literal["begins", "ends"], dict[Action, Any]] = {"begins": {}, "ends": {}}
+
+    def mark(self, action: Action, edge: Literal["begins", "ends"]) -> None:
+        """Take the time of an edge of ``action``."""
+        self._marks[edge][action] = _mark(self.device)
+
+    def lane(self) -> LaneRecord:
+        """Return the times of all actions, once the device has done them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begins, ends = (self._marks[edge] for edge in ("begins", "ends"))
+        return LaneRecord(
+            actions=tuple(map(str, begins)),
+            begins=tuple(_seconds(self._origin, mark) for mark in begins.values()),
+            ends=tuple(_seconds(self._origin, ends[action]) for action in begins),
+        )
+
+
+def _mark(device: torch.device) -> Any:
+    """Return a mark of this moment: on CUDA, of the one when the device has done the work it has been given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    mark.record()
+    return mark
+
+
+def _seconds(since: Any, until: Any) -> float:
+    """Return the time between two marks that the device has reached."""
+    return float(until - since if isinstance(since, float) else 1e-3 * since.elapsed_time(until))
 
 
 def time_steps(

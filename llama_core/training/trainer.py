@@ -31,12 +31,13 @@ from llama_core.parallel.ranks import (
     is_first_rank,
     most_over_devices,
     most_over_ranks,
+    of_every_rank,
     own_rank,
     this_device,
     wait_for_all,
 )
 from llama_core.planning.memory.peaks import Phase
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import AXES, ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.activity import TimePart, record_activity
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
@@ -45,11 +46,12 @@ from llama_core.records.files import write_json
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
+from llama_core.records.timelines import write_lane
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.checkpoint_interval import CheckpointInterval
-from llama_core.training.engine import COMPUTE_DTYPES, StepResult, build_engine, train_step
+from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
-from llama_core.training.measure import MemoryMeter, StepClock, product_rate, time_steps
+from llama_core.training.measure import ActionClock, MemoryMeter, StepClock, product_rate, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale, learning_rate
 from llama_core.training.profile import profiled
@@ -209,7 +211,8 @@ class Trainer:
         if self._last_eval is None and self.validation is not None:  # resumed after the last step
             self._last_eval = self._evaluate()
         eval_loss, eval_tokens = self._last_eval or (None, 0)
-        peak, reserved = most_over_ranks(self.meter.peak(), self.meter.reserved())
+        own_peak = self.meter.peak()
+        peak, reserved = most_over_ranks(own_peak, self.meter.reserved())
         return TrainingSummary(
             steps=self.step,
             tokens=self.tokens,
@@ -223,6 +226,7 @@ class Trainer:
             seconds=time.perf_counter() - started,
             memory_reserved_bytes=max(reserved, self.memory_process_bytes),
             memory_process_bytes=self.memory_process_bytes,
+            memory_by_rank_bytes=of_every_rank(max(0, own_peak - self.memory_baseline_bytes)),
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
@@ -245,6 +249,7 @@ class Trainer:
                 device_label=device_label,
                 mfu=self._mfu,
             )
+            self._record_timeline()
         finally:
             self.batches.stop()
         peak, reserved = most_over_ranks(record.memory_peak_bytes, record.memory_reserved_bytes)
@@ -257,6 +262,24 @@ class Trainer:
             host=platform.node(),
             versions=software_versions() if is_first_rank() else {},
         )
+
+    def _record_timeline(self) -> None:
+        """Take one more step, and record when every action of the pipeline ran, on the first rank of each position."""
+        plan, rank = self.plan, own_rank()
+        if plan.pp == 1 or not isinstance(self.engine, NativeEngine):
+            return
+        pipeline, microbatches = self.engine.parallel.pipeline, self.batches.next_step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        (stop,) = most_over_ranks(int(self.should_stop()))  # the ranks leave this together
+        if stop:
+            return
+        clock = ActionClock(self.device)
+        pipeline.on_action = clock.mark
+        self._optimize(microbatches, on_phase=lambda phase: None)
+        pipeline.on_action = None
+        if not any(plan.coordinate(rank, axis) for axis in AXES if axis != "pp"):
+            write_lane(self.run, plan.coordinate(rank, "pp"), clock.lane())
 
     def _stop_if_asked(self) -> None:
         (stop,) = most_over_ranks(int(self.should_stop()))
@@ -350,6 +373,7 @@ class Trainer:
             data_seconds=seconds["data"],
             forward_backward_seconds=seconds["forward"] + seconds["backward"],
             optimizer_seconds=seconds["optimizer"],
+            backward_seconds=seconds["backward"],
             mfu=self._mfu(begun.num_tokens / total),
             memory_allocated_bytes=int(allocated),
             memory_peak_bytes=int(peak),

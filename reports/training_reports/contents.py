@@ -1,9 +1,10 @@
 """The records of a run directory for a report, and a sentence for each record that is missing."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -12,13 +13,17 @@ import pyarrow as pa
 
 from llama_core.config.section import LARGEST
 from llama_core.config.strict_yaml import parse_yaml
-from llama_core.errors import ConfigError, RunDirectoryError
-from llama_core.planning.memory.host import FREED
+from llama_core.errors import ConfigError, PlanError, RunDirectoryError
+from llama_core.planning.memory.host import FREED, HostMemory
+from llama_core.planning.memory.peaks import MemoryProfile
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, checked_record, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
+from llama_core.records.profiles import ProfileRecord, read_profiles
+from llama_core.records.timelines import LaneRecord, read_lanes
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -44,6 +49,11 @@ class RunContents:
     outcome: Outcome | None
     missing: Mapping[str, str]
     """A sentence for each field above that has no record, by field name."""
+    path: Path
+    profiles: Sequence[ProfileRecord]
+    """One for each profiled rank; empty if there are none, or one is damaged."""
+    lanes: Sequence[LaneRecord]
+    """One for each rank of the pipeline; empty if there is no pipeline, or one is missing or damaged."""
 
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
@@ -69,10 +79,11 @@ class RunContents:
         benchmark = load("benchmark", "benchmark", run.benchmark, lambda path: read_typed(path, BenchmarkRecord))
         if benchmark is None and not run.benchmark.exists() and _times_none(config):
             missing["benchmark"] = "No benchmark: benchmark.steps=0."
+        plan = load("plan", "plan", run.plan, read_json)
         return cls(
             steps=steps,
             config=config,
-            plan=load("plan", "plan", run.plan, read_json),
+            plan=plan,
             choice=load("choice", "search for a plan", run.choice, partial(_read_as, kind=_Choice)),
             environment=load(
                 "environment", "check of the environment", run.environment, partial(_read_as, kind=_Environment)
@@ -86,7 +97,38 @@ class RunContents:
             benchmark=benchmark,
             outcome=load("outcome", "outcome", run.outcome, lambda path: read_typed(path, Outcome)),
             missing=missing,
+            path=run.path,
+            profiles=_readable(lambda: read_profiles(run)),
+            lanes=_readable(lambda: read_lanes(run, int((plan or {}).get("pp", 1)))),
         )
+
+    @property
+    def profile_command(self) -> str:
+        """The command that profiles some steps of a new run with the same configuration."""
+        return f"training-infra profile {shlex.quote(str(self.path))}"
+
+    @cached_property
+    def parallel_plan(self) -> ParallelPlan | None:
+        """The plan; None if it is unknown or not valid."""
+        try:
+            return None if self.plan is None else ParallelPlan.from_dict(self.plan)
+        except (PlanError, TypeError):
+            return None
+
+    def stage_peaks(self, field: str) -> list[int]:
+        """Return the predicted peak of a rank of each pipeline stage, as ``predictions_alive``; empty if unknown.
+
+        Args:
+            field: ``estimate`` or ``dry_run``.
+        """
+        estimate, record = self.estimate or {}, getattr(self, field) or {}
+        peaks = [rank["peak_bytes"] for rank in record.get("ranks", ())]
+        estimated = [MemoryProfile.from_dict(rank) for rank in estimate.get("ranks", ())]
+        host = estimate.get("host")
+        if not host or host["on_cuda"] or len(estimated) != len(peaks):
+            return peaks
+        memory = HostMemory.from_dict(host)
+        return [peak + memory.alive_bytes(rank) - rank.peak_bytes for peak, rank in zip(peaks, estimated, strict=True)]
 
     @property
     def measured_bytes(self) -> int | None:
@@ -226,4 +268,14 @@ def _read_profile(path: Path) -> Record:
     record = _read_as(path, _Profile)
     if sum(dict(record["phases"][record["peak_phase"]]).values()) != record["peak_bytes"]:
         raise ValueError("the categories of its peak phase do not add up to its peak")
+    for rank in record.get("ranks", ()):
+        MemoryProfile.from_dict(rank)
+        int(rank["peak_bytes"])
     return record
+
+
+def _readable(read: Callable[[], Sequence[T]]) -> Sequence[T]:
+    try:
+        return read()
+    except _DAMAGE:
+        return []

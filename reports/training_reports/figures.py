@@ -16,6 +16,7 @@ from plotly.subplots import make_subplots
 from llama_core.planning.memory.host import FREED
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import GIB, MIB
+from training_reports.downsampling import kept
 
 BLUE, ORANGE, TEAL, PURPLE = "#4078c0", "#cf7320", "#2f9494", "#8f67b8"
 RED, OLIVE, PINK, BROWN = "#cf4b4b", "#8a8a3c", "#c25d93", "#a0705a"
@@ -35,6 +36,20 @@ CATEGORY_COLORS = {
 
 BESIDE_COLORS = {"process": TAUPE, FREED: STEEL}
 """Colour of what is taken beside the memory alive."""
+
+PART_COLORS = {
+    "forward + backward": BLUE,
+    "forward": BLUE,
+    "backward": PURPLE,
+    "computing": STEEL,
+    "communication": OLIVE,
+    "pipeline bubble": PINK,
+    "optimizer": TEAL,
+    "waiting for data": ORANGE,
+    "idle": TAUPE,
+    "everything else": GREY,
+}
+"""Colour of each part of a step's time, in stacking order."""
 
 MEASURED = "all categories"
 """Name of a measurement's bar."""
@@ -61,9 +76,11 @@ def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entro
     skipped = steps[steps["skipped"].astype(bool)]
     if not skipped.empty:
         finite = steps["loss"].where(steps["loss"].abs() < float("inf"))
+        nearest = finite.ffill().bfill().fillna(0.0)[skipped.index]
+        drawn = kept(nearest)
         figure.add_scatter(
-            x=skipped["step"],
-            y=finite.ffill().bfill().fillna(0.0)[skipped.index],
+            x=skipped["step"].iloc[drawn],
+            y=nearest.iloc[drawn],
             name="skipped step",
             mode="markers",
             marker={"color": RED, "symbol": "x", "size": 9},
@@ -138,20 +155,43 @@ def throughput_quartiles(benchmark: BenchmarkRecord) -> tuple[float, float]:
 
 
 def step_time(steps: pd.DataFrame) -> go.Figure:
-    """Return the seconds of every step as a stack: the three measured parts and the rest."""
-    measured = {
-        "forward + backward": (steps["forward_backward_seconds"], BLUE),
-        "optimizer": (steps["optimizer_seconds"], TEAL),
-        "waiting for data": (steps["data_seconds"], ORANGE),
-    }
-    rest = steps["step_seconds"] - sum(seconds for seconds, _ in measured.values())
-    # The parts are timed separately and may exceed the whole by a hair; a stack cannot go down.
-    parts = measured | {"everything else": (rest.clip(lower=0.0), GREY)}
+    """Return the seconds of every step as a stack: the measured parts and the rest."""
+    parts = measured_parts(steps)
+    drawn = kept(steps["step_seconds"], *parts.values())
     figure = styled_figure("time (s per step)")
-    for name, (seconds, color) in parts.items():
-        _add_line(figure, steps["step"], seconds, name, color=color, hover="%{y:.3f} s", stack="step")
+    for name, seconds in parts.items():
+        x, y = steps["step"].iloc[drawn], seconds.iloc[drawn]
+        _add_line(figure, x, y, name, color=PART_COLORS[name], hover="%{y:.3f} s", stack="step")
     figure.update_yaxes(rangemode="tozero")
     _label_steps(figure, steps)
+    return figure
+
+
+def measured_parts(steps: pd.DataFrame) -> dict[str, "pd.Series[float]"]:
+    """Return the measured parts of every step and the rest, in seconds, in stacking order."""
+    both, backward = steps["forward_backward_seconds"], steps["backward_seconds"]
+    parts = {"forward + backward": both}
+    if backward.notna().all():  # else some steps are of a version that did not tell them apart
+        parts = {"forward": both - backward, "backward": backward}
+    parts |= {"optimizer": steps["optimizer_seconds"], "waiting for data": steps["data_seconds"]}
+    # The parts are timed separately and may exceed the whole by a hair; a stack cannot go down.
+    rest = (steps["step_seconds"] - sum(parts.values())).clip(lower=0.0)
+    return parts | {"everything else": rest}
+
+
+def step_parts(rows: Mapping[str, Mapping[str, float]]) -> go.Figure:
+    """Return the time of a step as bars, one above the other.
+
+    Args:
+        rows: the seconds of the parts in ``PART_COLORS``, by the label of their bar; one that is not known is missing.
+    """
+    labels = {name: f"{name}<br><b>{sum(parts.values()):.3g} s</b>" for name, parts in rows.items()}
+    figure = styled_figure("")
+    for part, color in PART_COLORS.items():
+        lengths = {labels[name]: parts[part] for name, parts in rows.items() if parts.get(part, 0) > 0}
+        if lengths:
+            _add_bar(figure, lengths, part, color, "s")
+    _stack_bars(figure, list(labels.values()), "time of a step (s)")
     return figure
 
 
@@ -217,15 +257,7 @@ def memory_comparison(
     for part in dict.fromkeys(part for own in parts.values() for part in own):
         lengths = {rows[label]: own.get(part, 0) / size for label, own in parts.items()}
         _add_bar(figure, lengths, part, BESIDE_COLORS.get(part, GREY), unit)
-    figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", uniformtext={"minsize": 11, "mode": "hide"})
-    figure.update_xaxes(title_text=f"peak memory per rank ({unit})", rangemode="tozero", showgrid=True)
-    figure.update_yaxes(
-        autorange="reversed",
-        showgrid=False,
-        ticklabelstandoff=8,
-        categoryorder="array",
-        categoryarray=list(rows.values()),
-    )
+    _stack_bars(figure, list(rows.values()), f"peak memory per rank ({unit})")
     return figure
 
 
@@ -267,9 +299,10 @@ def _add_line(
 ) -> None:
     # Dots would blot the thin parts of a stack, but a single step has no area to show.
     most_marked = MAX_MARKED_STEPS if stack is None else 1
+    drawn = kept(y)
     line = go.Scatter(
-        x=x,
-        y=y,
+        x=x.iloc[drawn],
+        y=y.iloc[drawn],
         name=name,
         mode="lines+markers" if marked or len(x) <= most_marked else "lines",
         line={"color": color, "width": 1.8 if stack is None else 0, "dash": dash},
@@ -303,6 +336,15 @@ def _add_bar(figure: go.Figure, lengths: Mapping[str, float], name: str, color: 
         "hovertemplate": f"{name}: %{{x:.3f}} {unit}<extra></extra>",
     }
     figure.add_trace(bar)
+
+
+def _stack_bars(figure: go.Figure, labels: list[str], x_title: str) -> None:
+    """Stack the bars of each label, the first label on top."""
+    figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", uniformtext={"minsize": 11, "mode": "hide"})
+    figure.update_xaxes(title_text=x_title, rangemode="tozero", showgrid=True)
+    figure.update_yaxes(
+        autorange="reversed", showgrid=False, ticklabelstandoff=8, categoryorder="array", categoryarray=labels
+    )
 
 
 def _label_steps(figure: go.Figure, steps: pd.DataFrame, lowest_row: int = 1) -> None:

@@ -12,13 +12,17 @@ from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key
-from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports import figures
+from training_reports.attempts import COLUMNS, attempts_table
+from training_reports.breakdown import step_breakdown
+from training_reports.by_rank import memory_by_rank
 from training_reports.contents import Record, RunContents
+from training_reports.downsampling import MOST_POINTS
 from training_reports.files import end_of_culprits_log, run_files
 from training_reports.goodput import goodput_table
 from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, write_page
+from training_reports.timelines import pipeline_timelines
 
 MEASURES = {
     "cpu": "the memory in use, as the C library counts it",
@@ -52,25 +56,18 @@ def write_report(run: RunDirectory) -> Path:
         contents=contents,
         data=_data(contents),
         files=run_files(run),
-        profiles=_profiles(run),
         log_end=end_of_culprits_log(run, outcome),
         last_signs=_last_signs(contents),
         resume_command=resume_command(run, contents.setting("data", "source")),
         cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
         panels=_panels(contents),
-        attempts=_attempts(contents),
         goodput=goodput_table(run),
+        attempts=attempts_table(contents),
+        attempt_columns=COLUMNS,
         settings=settings,
         changed=[key for key, value in settings.items() if value != defaults.get(key, value)],
         plan=by_dotted_key(contents.plan or {}),
     )
-
-
-def _profiles(run: RunDirectory) -> list[ProfileRecord]:
-    try:
-        return read_profiles(run)
-    except RunDirectoryError:  # damaged, or of another version
-        return []
 
 
 def _warning(contents: RunContents) -> str | None:
@@ -245,7 +242,8 @@ def _error(profile: Record, measured: int | None) -> str:
 
 def _panels(contents: RunContents) -> list[Panel]:
     first, *others = _panels_by_step(contents)
-    return [first, _comparison_panel(contents), *others]
+    of_a_step = [*memory_by_rank(contents), *step_breakdown(contents), *pipeline_timelines(contents)]
+    return [first, _comparison_panel(contents), *of_a_step, *others]
 
 
 def _panels_by_step(contents: RunContents) -> list[Panel]:
@@ -261,7 +259,7 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             "Loss",
             figures.loss(steps, *entropies),
             f"{span}: training loss from {first['loss']:.4f} to {last['loss']:.4f} nats per token.",
-            list(_loss_notes(steps, *entropies)),
+            [*_loss_notes(steps, *entropies), *_drawn(steps)],
             wide=True,
         ),
         Panel(
@@ -274,7 +272,7 @@ def _panels_by_step(contents: RunContents) -> list[Panel]:
             "Where the time of a step goes",
             figures.step_time(steps),
             f"{span}. {shares}",
-            [shares, *_planned_communication(contents)],
+            [shares],
         ),
         Panel(
             "Learning rate and gradient norm",
@@ -323,23 +321,20 @@ def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None
         yield f"Updates skipped because the loss or the gradient was not finite: {skipped}."
 
 
-def _time_shares(steps: pd.DataFrame) -> str:
-    parts = {"forward + backward": "forward_backward", "optimizer": "optimizer", "waiting for data": "data"}
-    whole = steps["step_seconds"].sum()
-    shares = (f"{name} {steps[f'{column}_seconds'].sum() / whole:.1%}" for name, column in parts.items())
-    return f"Share of the time of all steps: {', '.join(shares)}."
-
-
-def _planned_communication(contents: RunContents) -> Iterator[str]:
-    """Yield a sentence on the communication of the planned step, if the plan was searched for and there is any."""
-    step = (contents.choice or {}).get("step") or {}
-    added = {axis: step.get(f"{axis}_seconds", 0.0) for axis in ("tp", "cp", "ep", "dp", "pp")}
-    if sum(added.values()) > 0:
-        share = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in added.items() if seconds > 0)
+def _drawn(steps: pd.DataFrame) -> Iterator[str]:
+    """Yield a sentence on the steps that the figures leave out, if they do."""
+    if len(steps) > MOST_POINTS:
         yield (
-            f"Planned, not measured: communication that computing does not hide takes {sum(added.values()):.3g} s of a "
-            f"step of {step['step_seconds']:.3g} s ({share})."
+            f"The figures by step draw at most {MOST_POINTS} of {len(steps):,} steps: of every few, the lowest and the "
+            "highest, so that no spike is lost."
         )
+
+
+def _time_shares(steps: pd.DataFrame) -> str:
+    whole = steps["step_seconds"].sum()
+    *parts, _ = figures.measured_parts(steps).items()
+    shares = (f"{name} {seconds.sum() / whole:.1%}" for name, seconds in parts)
+    return f"Share of the time of all steps: {', '.join(shares)}."
 
 
 def _comparison_panel(contents: RunContents) -> Panel:
@@ -393,16 +388,6 @@ def _host(host: Record | None) -> list[str]:
 def _measure(contents: RunContents) -> str:
     either = f"{MEASURES['cuda']}, or on the CPU {MEASURES['cpu']}"
     return MEASURES.get(str(contents.setting("launch", "device")), either)
-
-
-def _attempts(contents: RunContents) -> tuple[list[str], list[list[object]]] | None:
-    """Return the columns and rows of the table of attempts, or None if there was only one attempt."""
-    attempts = contents.outcome.attempts if contents.outcome else ()
-    if len(attempts) < 2:
-        return None
-    keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
-    rows = [[number, *(attempt.get(key) for key in keys)] for number, attempt in enumerate(attempts, 1)]
-    return ["Attempt", *(key.replace("_", " ").capitalize() for key in keys)], rows
 
 
 def _last(rows: pd.DataFrame, column: str) -> Any:

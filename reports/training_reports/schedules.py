@@ -7,12 +7,16 @@ beside it. Each picture is a self-contained SVG.
 import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
 
 from llama_core.schedules.actions import Kind, Schedule, TimedAction
 from llama_core.schedules.clock import Timeline, simulate
 from llama_core.schedules.registry import build_schedule, schedule_names, schedule_type
-from training_reports.figures import BLUE, GREY, ORANGE, TEAL
+from training_reports.figures import BLUE, GREY, ORANGE, TEAL, styled_figure
 from training_reports.layout import TEMPLATES
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_CHUNKS = 4, 8, 2
@@ -25,6 +29,10 @@ KINDS = {
     Kind.WEIGHT_GRADIENT: ("weight gradient", TEAL),
 }
 WIDTH, LEFT, TOP, LANE, BAR = 1000, 56, 30, 32, 26
+MOST_ACTIONS = 2000
+"""Most actions of a timeline that a page draws."""
+MOST_EDGED = 64
+"""Most actions of a rank whose bars have an edge; of more, the edges would hide the bars."""
 CHARACTER = 7
 """Width of a character in px, rounded up."""
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
@@ -58,6 +66,67 @@ def timeline_svg(timeline: Timeline, span: float | None = None) -> str:
     )
 
 
+def timelines_figure(planned: Timeline, measured: Timeline, most_actions: int = MOST_ACTIONS) -> go.Figure:
+    """Return the planned and the measured timeline of a schedule, one above the other on one axis.
+
+    Args:
+        planned: the timeline above, in seconds.
+        measured: the timeline below, in seconds.
+        most_actions: most actions of each that are drawn; of more, the first of every rank.
+    """
+    schedule = planned.schedule
+    size, unit = (1.0, "s") if max(planned.makespan, measured.makespan) >= 1 else (1e-3, "ms")
+    most = max(1, most_actions // schedule.num_ranks)
+    edges = 0.5 if max(map(len, planned.lanes)) <= MOST_EDGED else 0.0
+    figure = styled_figure("", rows=2)
+    for row, (how, timeline) in enumerate({"planned": planned, "measured": measured}.items(), 1):
+        for kind, place in product(KINDS, range(len(schedule.stages_of(0)))):
+            bars = [
+                (rank, timed)
+                for rank, lane in enumerate(timeline.lanes)
+                for timed in lane[:most]
+                if timed.action.kind is kind and timed.action.stage == schedule.stages_of(rank)[place]
+            ]
+            if not bars:
+                continue
+            fill, style = _colors(schedule, bars[0][0], bars[0][1].action.stage, kind)
+            # A mapping, because the keyword annotations allow only numbers for y.
+            trace = {
+                "type": "bar",
+                "orientation": "h",
+                "y": [f"rank {rank}" for rank, _ in bars],
+                "base": np.array([timed.start / size for _, timed in bars], dtype=np.float32),
+                "x": np.array([(timed.end - timed.start) / size for _, timed in bars], dtype=np.float32),
+                "name": KINDS[kind][0],
+                "legendgroup": kind,
+                "showlegend": row == 1 and place == 0,
+                "marker": {"color": fill, "line": {"width": edges, "color": "#ffffff"}},
+                "text": [str(timed.action.microbatch // schedule.parts_per_microbatch) for _, timed in bars],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "textfont": {"color": "#ffffff" if style == "on-dark" else "#1c2024"},
+                "hovertext": [str(timed.action) for _, timed in bars],
+                "hovertemplate": f"%{{hovertext}}, {how}: %{{x:.3g}} {unit} from %{{base:.4g}} {unit}<extra></extra>",
+            }
+            figure.add_trace(trace, row=row, col=1)
+        figure.update_yaxes(
+            title_text=how,
+            autorange="reversed",
+            showgrid=False,
+            ticklabelstandoff=8,
+            categoryorder="array",
+            categoryarray=[f"rank {rank}" for rank in range(schedule.num_ranks)],
+            row=row,
+        )
+    figure.update_layout(
+        barmode="overlay", bargap=0.15, hovermode="closest", uniformtext={"minsize": 9, "mode": "hide"}
+    )
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_xaxes(title_text=f"time since the first action ({unit})", row=2)
+    return figure
+
+
 def _bar(schedule: Schedule, rank: int, timed: TimedAction, scale: float) -> dict[str, object]:
     action = timed.action
     fill, text_class = _colors(schedule, rank, action.stage, action.kind)
@@ -74,6 +143,14 @@ def _bar(schedule: Schedule, rank: int, timed: TimedAction, scale: float) -> dic
     }
 
 
+def shades(schedule: Schedule) -> str:
+    """Return the meaning of the shades if a rank hosts several stages, else an empty string."""
+    chunks = len(schedule.stages_of(0))  # all ranks have the same number
+    if chunks == 1:
+        return ""
+    return f"dark to light: {'down, up' if schedule.num_replicas > 1 else f'chunk 1 to {chunks}'}"
+
+
 def _legend(timeline: Timeline) -> Iterator[dict[str, object]]:
     """Yield the colours and the name of each kind, and the meaning of the shades if a rank hosts several stages."""
     schedule = timeline.schedule
@@ -85,9 +162,8 @@ def _legend(timeline: Timeline) -> Iterator[dict[str, object]]:
         x += 16 * len(stages)
         yield {"swatches": swatches, "words": name, "x": x + 2}
         x += CHARACTER * len(name) + 16
-    if len(stages) > 1:
-        shades = "down, up" if schedule.num_replicas > 1 else f"chunk 1 to {len(stages)}"
-        yield {"swatches": [], "words": f"dark to light: {shades}", "x": x}
+    if words := shades(schedule):
+        yield {"swatches": [], "words": words, "x": x}
 
 
 def _colors(schedule: Schedule, rank: int, stage: int, kind: Kind) -> tuple[str, str]:

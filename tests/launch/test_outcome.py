@@ -1,6 +1,7 @@
 import os
 import signal
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from launch_harness import step_record
 from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
+    Attempt,
     RankExit,
+    attempt_path,
     exit_path,
     flight_recorder,
     log_path,
@@ -195,6 +198,14 @@ def test_each_attempt_keeps_its_job_its_status_and_its_steps(run, job):
     attempts = conclude(run, job).attempts
     assert [(attempt["job_id"], attempt["status"]) for attempt in attempts] == [(None, "crashed"), ("4242", "crashed")]
     assert (attempts[1]["first_step"], attempts[1]["last_step"]) == (3, 5)
+
+
+def test_an_attempt_says_when_it_was_submitted_started_and_ended(run, job):
+    started = "2026-11-21T10:00:00+00:00"
+    write_json(attempt_path(run), Attempt(job.job_id, job.submitted_at, 0, "", started))
+    (attempt,) = conclude(run, job).attempts
+    assert (attempt["submitted_at"], attempt["started_at"]) == (job.submitted_at, started)
+    assert datetime.fromisoformat(attempt["ended_at"])
 
 
 def test_an_attempt_without_steps_has_no_first_or_last_step(run, job):

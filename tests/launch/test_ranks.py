@@ -13,6 +13,7 @@ from llama_core.launch.jobs import submission
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 from llama_core.records.profiles import read_profiles
+from llama_core.records.timelines import read_lanes
 
 pytestmark = pytest.mark.wide
 
@@ -82,6 +83,8 @@ def test_the_first_rank_of_every_stage_is_profiled(submit, parallel, profiled):
     assert [record.rank for record in records] == profiled
     assert all("communication" in record.seconds for record in records)
     assert len(list(handle.run.trace.glob("*.json.gz"))) == len(profiled)
+    assert len(read_json(handle.run.training)["memory_by_rank_bytes"]) == 2
+    assert len(read_lanes(handle.run, len(profiled))) == (2 if "pp" in parallel else 0)
 
 
 ENDLESS = {"steps": 10_000, "checkpoint_every": 10_000}

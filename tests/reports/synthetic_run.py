@@ -1,7 +1,9 @@
 """A synthetic run, written with the same records as a real one."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+import pandas as pd
 
 from llama_core.config.run import RunConfig
 from llama_core.records.directory import RunDirectory
@@ -98,6 +100,7 @@ def step_record(step, **changes):
         data_seconds=0.02 * seconds,
         forward_backward_seconds=0.9 * seconds,
         optimizer_seconds=0.06 * seconds,
+        backward_seconds=0.6 * seconds,
         mfu=None,
         memory_allocated_bytes=(1900 + 20 * (step % 3)) * MIB,
         memory_peak_bytes=min(2190, 2100 + 30 * step) * MIB,
@@ -113,6 +116,12 @@ def step_records(last=40):
     evaluated = {step: {"eval_loss": 2.4 + 3.2 * math.exp(-step / 8)} for step in (10, 20, 30, 40)}
     skipped = {14: {"loss": math.nan, "grad_norm": math.inf, "skipped": True}}
     return [step_record(step, **(evaluated | skipped).get(step, {})) for step in range(1, last + 1)]
+
+
+def table(records):
+    """Return the steps as the report reads them."""
+    unknown = dict.fromkeys(("eval_loss", "mfu", "backward_seconds"), float)
+    return pd.DataFrame([asdict(record) for record in records]).astype(unknown)
 
 
 def write_run(path, *, outcome=FINISHED, records=None):

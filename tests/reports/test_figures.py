@@ -1,15 +1,13 @@
 """Figures show every record they get, add up, and leave out missing values."""
 
 import math
-from dataclasses import asdict
 from itertools import product
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, step_record, step_records
+from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, step_record, step_records, table
 
 from training_reports import figures, page
 from training_reports.contents import RunContents
@@ -19,10 +17,6 @@ sizes = st.integers(min_value=0, max_value=2**42)
 profiles = st.dictionaries(st.sampled_from([*figures.CATEGORY_COLORS, "unforeseen"]), sizes, min_size=1).map(
     lambda stack: {"phases": {"backward": stack}, "peak_phase": "backward", "peak_bytes": sum(stack.values())}
 )
-
-
-def table(records):
-    return pd.DataFrame([asdict(record) for record in records]).astype({"eval_loss": float, "mfu": float})
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def rows(figure):
         (
             figures.step_time,
             {
-                "forward + backward": "forward_backward_seconds",
+                "backward": "backward_seconds",
                 "optimizer": "optimizer_seconds",
                 "waiting for data": "data_seconds",
             },
@@ -117,19 +111,21 @@ def test_the_benchmark_is_a_line_at_its_median_inside_the_band_of_its_middle_hal
     assert [band.y0 <= rate <= band.y1 for rate in sorted(rates)] == [False, True, True, True, False]
 
 
-@given(st.lists(st.tuples(*[st.floats(0, 1e4)] * 4), min_size=1, max_size=20))
-def test_the_stacked_times_of_a_step_add_up_to_the_whole_step(times):
+@given(st.lists(st.tuples(*[st.floats(0, 1e4)] * 5), min_size=1, max_size=20), st.booleans())
+def test_the_stacked_times_of_a_step_add_up_to_the_whole_step(times, told_apart):
     steps = table(
         step_record(
             number,
             data_seconds=data,
-            forward_backward_seconds=forward_backward,
+            forward_backward_seconds=forward + backward,
+            backward_seconds=backward if told_apart or number > 1 else None,
             optimizer_seconds=optimizer,
-            step_seconds=data + forward_backward + optimizer + rest,
+            step_seconds=data + forward + backward + optimizer + rest,
         )
-        for number, (data, forward_backward, optimizer, rest) in enumerate(times, start=1)
+        for number, (data, forward, backward, optimizer, rest) in enumerate(times, start=1)
     )
     figure = figures.step_time(steps)
+    assert ("backward" in traces(figure)) == told_apart
     assert {trace.stackgroup for trace in figure.data} == {"step"}
     stack = sum(trace.y for trace in figure.data)
     np.testing.assert_allclose(stack, steps["step_seconds"], rtol=1e-9, atol=1e-9)
@@ -181,7 +177,9 @@ def test_single_and_many_steps_are_both_visible():
     assert traces(many)["training"].mode == "lines"
 
 
-@pytest.mark.parametrize("color", sorted({*figures.CATEGORY_COLORS.values(), figures.GREY}))
+@pytest.mark.parametrize(
+    "color", sorted({*figures.CATEGORY_COLORS.values(), *figures.PART_COLORS.values(), figures.GREY})
+)
 @pytest.mark.parametrize("background", PAGE_COLORS)
 def test_series_stand_out_from_the_light_and_the_dark_page(color, background):
     light, dark = sorted((luminance(color), luminance(background)), reverse=True)

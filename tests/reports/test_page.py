@@ -169,7 +169,8 @@ def test_a_failed_run_shows_its_reason_the_next_action_and_its_attempts(tmp_path
     assert "Ended as oom after step 23" in text
     assert FAILED.reason in text
     assert f"Next: {FAILED.next_action}" in text
-    assert "1 4711 preempted 1 11 2 4712 oom 12 23" in text.replace("  ", " ")
+    assert "4711 — — preempted 1 to 11" in text
+    assert "4712 — — oom 12 to 23" in text
 
 
 def test_an_unfinished_run_shows_its_last_sign_of_life_and_how_to_continue(tmp_path):
@@ -319,7 +320,7 @@ def test_users_text_is_never_markup(tmp_path):
 
 def written_by(path, text):
     """Write a failed run with ``text`` in place of all words of a user or a machine."""
-    attempt = {text: text, "status": text}
+    attempt = {text: text, "status": text, "reason": text, "job_id": text, "ended_at": text}
     run = write_run(
         path, outcome=replace(FAILED, reason=text, next_action=text, ended_at=text, attempts=(attempt, attempt))
     )

@@ -19,8 +19,9 @@ def test_every_figure_is_drawn_with_all_its_lines_points_and_bars(run, tmp_path)
     assert {title: (figure["trace"], figure["point"]) for title, figure in drawn.items()} == {
         "Loss": (3, 39 + 4 + 1),  # one step of 40 was skipped with a NaN loss
         "Peak memory: estimated, rehearsed, measured": (7, 2 * 6 + 1),
+        "Time of a step: predicted and measured": (5, 5),
         "Throughput": (1, 40),
-        "Where the time of a step goes": (4, 0),
+        "Where the time of a step goes": (5, 0),
         "Learning rate and gradient norm": (2, 40 + 39),
         "Memory by step": (2, 2 * 40),
     }

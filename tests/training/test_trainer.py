@@ -5,6 +5,7 @@ from threading import enumerate as threads
 
 import pytest
 import torch
+from distributed import run_ranks
 from parity import native_engine
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from llama_core.models.batch import Batch
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
+from llama_core.records.timelines import read_lanes
 from llama_core.training import saving
 from llama_core.training.engine import train_step
 from llama_core.training.trainer import Trainer
@@ -366,7 +368,29 @@ def test_the_parts_of_a_step_add_up_to_its_time(run):
     for row in read_metrics(run).to_pylist():
         parts = row["data_seconds"] + row["forward_backward_seconds"] + row["optimizer_seconds"]
         assert parts == pytest.approx(row["step_seconds"])
+        assert 0 < row["backward_seconds"] < row["forward_backward_seconds"]
         assert row["tokens_per_second"] == pytest.approx(BATCH_SIZE * SEQ_LEN / row["step_seconds"])
+
+
+PIPELINE = ParallelPlan(pp=2, microbatch_size=1, num_microbatches=BATCH_SIZE)
+
+
+def train_in_a_pipeline(path):
+    one = trainer(RunDirectory(path), steps=1, plan=PIPELINE)
+    peaks = one.fit().memory_by_rank_bytes
+    one.benchmark("a device")
+    return peaks
+
+
+def test_a_pipeline_records_when_its_actions_ran_and_the_peak_of_every_rank(run):
+    peaks, same = run_ranks(2, train_in_a_pipeline, run.path)
+    assert peaks == same
+    assert len(peaks) == 2
+    assert min(peaks) > 0
+    for lane, actions in zip(read_lanes(run, 2), PIPELINE.build_schedule().actions, strict=True):
+        assert lane.actions == tuple(map(str, actions))
+        edges = [edge for span in zip(lane.begins, lane.ends, strict=True) for edge in span]
+        assert edges == sorted(edges)
 
 
 def test_peak_memory_is_never_below_held_memory(run):

@@ -68,22 +68,37 @@ class StepParts:
         alone = span(self.plan, passes)
         parts: dict[Part, float] = {"compute": alone.busy, "bubble": alone.bubble}
         makespan = alone.makespan
-        adding: dict[Part, Callable[[int, Pass], Pass]] = {
-            "tp": self._tensor_parallel,
-            "cp": self._context_parallel,
-            **({"ep": self._expert_parallel} if self.plan.ep > 1 else {}),
-            "dp": self._weights_per_pass,
-        }
-        for axis, added in adding.items():
+        for axis, added in self._adding().items():
             passes = [before.plus(added(stage, before)) for stage, before in zip(self.stages, passes, strict=True)]
             longer = span(self.plan, passes).makespan
             parts[axis], makespan = longer - makespan, longer
-        with_hops = span(self.plan, passes, self.links.seconds([self.messages.hop])).makespan
+        with_hops = span(self.plan, passes, self.hop).makespan
         parts["tp"] += self._partial_per_step()
         parts["dp"] += self._weights_per_step(passes)
         parts["pp"] = with_hops - makespan + max(map(self._shared_gradients, range(self.plan.pp)))
         parts["optimizer"] = self._optimizer()
         return parts
+
+    def passes(self) -> list[Pass]:
+        """Return the seconds of a forward and of its backward on every stage, with what communication adds to them."""
+        passes = [self._computing(stage) for stage in self.stages]
+        for added in self._adding().values():
+            passes = [before.plus(added(stage, before)) for stage, before in zip(self.stages, passes, strict=True)]
+        return passes
+
+    @property
+    def hop(self) -> float:
+        """The seconds in which the output of a pass gets to the next stage."""
+        return self.links.seconds([self.messages.hop])
+
+    def _adding(self) -> dict[Part, Callable[[int, Pass], Pass]]:
+        """Return what each axis adds to a pass of a stage."""
+        return {
+            "tp": self._tensor_parallel,
+            "cp": self._context_parallel,
+            **({"ep": self._expert_parallel} if self.plan.ep > 1 else {}),
+            "dp": self._weights_per_pass,
+        }
 
     def _computing(self, stage: int) -> Pass:
         messages = self.messages

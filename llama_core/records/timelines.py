@@ -1,0 +1,36 @@
+"""When the actions of a pipeline ran in one optimizer step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class LaneRecord:
+    """One step of one pipeline rank. Times are in seconds since the ranks began the step together."""
+
+    actions: tuple[str, ...]
+    """Its computations in the order they ran, such as ``0F3``."""
+    begins: tuple[float, ...]
+    """When the inputs of each were there and it began."""
+    ends: tuple[float, ...]
+
+
+def write_lane(run: RunDirectory, pp_rank: int, record: LaneRecord) -> None:
+    """Write the record of a pipeline position."""
+    write_json(run.timeline(pp_rank), record)
+
+
+def read_lanes(run: RunDirectory, num_ranks: int) -> list[LaneRecord]:
+    """Return the records of a pipeline of ``num_ranks``; empty if a position has none.
+
+    Raises:
+        RunDirectoryError, TypeError: if one is damaged or of another version.
+    """
+    paths = [run.timeline(pp_rank) for pp_rank in range(num_ranks)]
+    if not all(path.exists() for path in paths):
+        return []
+    lists: list[dict[str, Any]] = [read_json(path) for path in paths]
+    return [LaneRecord(**{name: tuple(values) for name, values in record.items()}) for record in lists]

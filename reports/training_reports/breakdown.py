@@ -1,0 +1,113 @@
+"""Where the time of a step goes: predicted by the planner, measured in the steps, and profiled."""
+
+from collections.abc import Iterator
+
+from llama_core.records.profiles import ProfileRecord
+from training_reports import figures
+from training_reports.contents import RunContents
+from training_reports.layout import Panel
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+MOST_PROFILES = 8
+"""Most profiled ranks with a bar of their own; the table of profiles has all."""
+
+
+def step_breakdown(contents: RunContents) -> Iterator[Panel]:
+    """Yield a panel of the parts of a step if some were measured; a missing bar has a sentence that says why."""
+    measurements = {"measured": measured(contents), **profiled(contents)}
+    known = {name: parts for name, parts in ({"predicted": predicted(contents)} | measurements).items() if parts}
+    if not any(measurements.values()):
+        return
+    told = "; ".join(
+        f"{name} {', '.join(f'{part} {seconds:.3g} s' for part, seconds in parts.items() if seconds > 0)}"
+        for name, parts in known.items()
+    )
+    yield Panel(
+        "Time of a step: predicted and measured",
+        figures.step_parts(known),
+        f"{told}.",
+        list(_notes(contents)),
+        wide=True,
+        height_px=160 + 60 * len(known),
+    )
+
+
+def predicted(contents: RunContents) -> dict[str, float]:
+    """Return the planner's parts of a step in seconds; empty without a prediction."""
+    step = (contents.choice or {}).get("step") or {}
+    if "compute_seconds" not in step:
+        return {}
+    return {
+        "computing": step["compute_seconds"],
+        "communication": sum(step.get(f"{axis}_seconds", 0.0) for axis in AXES),
+        "pipeline bubble": step.get("bubble_seconds", 0.0),
+        "optimizer": step.get("optimizer_seconds", 0.0),
+    }
+
+
+def measured(contents: RunContents) -> dict[str, float]:
+    """Return the mean seconds of each measured part of a step, without the run's first, which starts everything."""
+    steps = contents.steps
+    if steps.empty:
+        return {}
+    parts = figures.measured_parts(steps.iloc[1:] if len(steps) > 1 else steps)
+    return {name: float(seconds.mean()) for name, seconds in parts.items()}
+
+
+def profiled(contents: RunContents) -> dict[str, dict[str, float]]:
+    """Return the seconds of each part of a profiled step, for every profiled rank."""
+    count = len(contents.benchmark.step_seconds) if contents.benchmark else 0
+    several = len(contents.profiles) > 1
+    return {
+        f"profiled, rank {profile.rank}" if several else "profiled": _parts(profile, count)
+        for profile in contents.profiles[:MOST_PROFILES]
+        if count
+    }
+
+
+def _parts(profile: ProfileRecord, num_steps: int) -> dict[str, float]:
+    optimizer, communication = (profile.seconds.get(kind, 0.0) for kind in ("optimizer", "communication"))
+    whole, idle = sum(profile.seconds.values()), 0.0
+    if profile.span_seconds is not None:  # of a GPU
+        whole, idle = profile.span_seconds, profile.idle_seconds or 0.0
+        communication = profile.exposed_seconds or 0.0
+    parts = {"communication": communication, "optimizer": optimizer, "idle": idle}
+    computing = max(0.0, whole - sum(parts.values()))
+    return {name: seconds / num_steps for name, seconds in ({"computing": computing} | parts).items()}
+
+
+def _notes(contents: RunContents) -> Iterator[str]:
+    num_steps, plan = len(contents.steps), contents.parallel_plan
+    several = plan is not None and plan.world_size > 1
+    if num_steps:
+        counted = f"mean of {num_steps - 1} steps, without the first" if num_steps > 1 else "the only step"
+        waits = "; forward and backward include communication and waits for other ranks" if several else ""
+        yield f"Measured on rank 0: {counted}{waits}."
+    if predicted(contents):
+        yield "Predicted by the planner, before the run: computing is forward and backward."
+        yield from planned_communication(contents)
+    elif contents.setting("launch", "device") == "cpu":
+        yield "No prediction: the planner has no time model of a CPU."
+    else:
+        yield contents.missing.get("choice", "No prediction: the search for a plan recorded no times.")
+    if contents.profiles and contents.benchmark:
+        on_gpu = contents.profiles[0].span_seconds is not None
+        counts = "communication is what no computing hides" if on_gpu else "operators' own time on all threads"
+        yield f"Profiled in {len(contents.benchmark.step_seconds)} timed steps, which the profiler slows: {counts}."
+    elif several:
+        yield (
+            "Communication is not measured on its own, as that would slow the steps; this measures it in a new run of "
+            f"the same configuration: {contents.profile_command}"
+        )
+
+
+def planned_communication(contents: RunContents) -> Iterator[str]:
+    """Yield a sentence on the communication of the planned step, if the plan was searched for and there is any."""
+    step = (contents.choice or {}).get("step") or {}
+    added = {axis: step.get(f"{axis}_seconds", 0.0) for axis in AXES}
+    if sum(added.values()) > 0:
+        share = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in added.items() if seconds > 0)
+        yield (
+            f"Planned, not measured: communication that computing does not hide takes {sum(added.values()):.3g} s of a "
+            f"step of {step['step_seconds']:.3g} s ({share})."
+        )

@@ -1,0 +1,110 @@
+"""The timeline of a pipeline's step, as planned and as measured."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median
+
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.run import RunConfig
+from llama_core.errors import PlanError, TrainingInfraError
+from llama_core.planning.plan import document_attention
+from llama_core.planning.time.parts import StepParts
+from llama_core.schedules.actions import Action, Kind, Schedule, TimedAction
+from llama_core.schedules.clock import Timeline
+from training_reports.contents import RunContents
+from training_reports.layout import Panel
+from training_reports.schedules import MOST_ACTIONS, shades, timelines_figure
+
+TITLE = "Pipeline: planned and measured"
+
+
+def pipeline_timelines(contents: RunContents) -> Iterator[Panel]:
+    """Yield a panel if the run has a pipeline."""
+    plan = contents.parallel_plan
+    if plan is None or plan.pp == 1:
+        return
+    measured = measured_timeline(contents, plan.build_schedule())
+    if measured is None:
+        how = (
+            "No timeline: a run records the actions of one step after its timed steps (benchmark.steps); this times "
+            f"steps of a new run with the same configuration: {contents.profile_command}"
+        )
+        yield Panel(TITLE, None, "", [how], wide=True)
+        return
+    predicted = predicted_timeline(contents, measured.schedule)
+    planned = predicted or planned_timeline(measured)
+    durations = "its kind takes by the planner's arithmetic on this GPU, transfers included"
+    if predicted is None:
+        durations = "the median measured one of its kind on its stage, and transfers that take no time"
+    told = (
+        f"Planned {planned.makespan:.3g} s, in which ranks wait {planned.bubble_ratio:.1%} of the time; measured "
+        f"{measured.makespan:.3g} s, in which they wait {measured.bubble_ratio:.1%}."
+    )
+    notes = [
+        told,
+        f"Measured: one step of schedule {plan.schedule} after the timed ones, on the first rank of every pipeline "
+        "position. An action begins when its inputs have arrived.",
+        f"Planned: the same actions in order, each as soon as its inputs are there, and as long as {durations}.",
+    ]
+    if words := shades(measured.schedule):
+        notes.append(f"Colours from {words}.")
+    if sum(map(len, measured.lanes)) > MOST_ACTIONS:
+        notes.append(f"Drawn are the first {MOST_ACTIONS // plan.pp} actions of every rank.")
+    yield Panel(TITLE, timelines_figure(planned, measured), told, notes, wide=True, height_px=150 + 2 * 34 * plan.pp)
+
+
+def measured_timeline(contents: RunContents, schedule: Schedule) -> Timeline | None:
+    """Return the recorded step, from the begin of its first action; None if the record is not of this schedule."""
+    try:
+        lanes = [
+            [
+                TimedAction(Action.parse(action), begin, end)
+                for action, begin, end in zip(lane.actions, lane.begins, lane.ends, strict=True)
+            ]
+            for lane in contents.lanes
+        ]
+    except (PlanError, ValueError, TypeError):  # damaged
+        return None
+    if [tuple(timed.action for timed in lane) for lane in lanes] != list(schedule.actions):
+        return None
+    start = min(lane[0].start for lane in lanes)
+    return Timeline(
+        schedule,
+        tuple(tuple(TimedAction(t.action, t.start - start, t.end - start) for t in lane) for lane in lanes),
+    )
+
+
+def predicted_timeline(contents: RunContents, schedule: Schedule) -> Timeline | None:
+    """Return the schedule with the planner's times of every stage; None on a CPU, of which it has no time model."""
+    plan = contents.parallel_plan
+    try:
+        config = RunConfig.from_mapping(contents.config or {})
+        if plan is None or config.launch.device != "cuda":
+            return None
+        parts = StepParts(
+            config.spec,
+            plan,
+            gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE),
+            seq_len=config.seq_len,
+            precision=config.training.precision,
+            documents=document_attention(config, plan),
+        )
+        passes = parts.passes()
+    except TrainingInfraError:  # the configuration of another version
+        return None
+
+    def seconds(action: Action) -> float:
+        forward, backward = passes[action.stage]
+        return {Kind.FORWARD: forward, Kind.BACKWARD: backward}.get(action.kind, backward / 2)
+
+    return Timeline(schedule, schedule.replay(seconds, parts.hop))
+
+
+def planned_timeline(measured: Timeline) -> Timeline:
+    """Return the schedule of ``measured`` with the median time of each kind of action on each stage."""
+    taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for timed in (timed for lane in measured.lanes for timed in lane):
+        taken[timed.action.stage, timed.action.kind].append(timed.end - timed.start)
+    usual = {key: median(seconds) for key, seconds in taken.items()}
+    schedule = measured.schedule
+    return Timeline(schedule, schedule.replay(lambda action: usual[action.stage, action.kind]))
