@@ -12,7 +12,7 @@ after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The lo
 come before the layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
 
 Moments that are hardly ever the peak over a wide range of plans are left out. Those inside attention are among them,
-unless it holds all scores or gathers keys and values.
+unless it holds all scores or takes documents.
 """
 
 from collections import Counter, defaultdict
