@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.pages import rewrite_between
 
@@ -76,7 +77,8 @@ def simulate(cluster: Cluster, seconds: float, seed: int = 0) -> Shares:
     """Return where the time of a run of at least ``seconds`` went."""
     dice, shares = random.Random(seed), Shares()
     interval = max(cluster.interval_s, cluster.save_s + cluster.stall_s)
-    now, repaired, spare = 0.0, [], cluster.spare_nodes
+    repaired: list[float] = []
+    now, spare = 0.0, cluster.spare_nodes
     while now < seconds:
         lasts = min(dice.expovariate(1 / cluster.mean_time_s), seconds - now)
         fails = now + lasts < seconds
@@ -115,7 +117,7 @@ def goodput(cluster: Cluster) -> float:
 def rows() -> list[tuple[str, ...]]:
     """Return the lines of the table: what is varied, its value, and the goodput for 1,024, 4,096 and 16,384 GPUs."""
     usual = Cluster()
-    varied: list[tuple[str, str, dict[str, float]]] = [
+    varied: list[tuple[str, str, dict[str, Any]]] = [
         ("interval between checkpoints", text, {"interval_s": 60 * minutes})
         for minutes, text in ((1, "1 min"), (5, "5 min"), (10, "10 min *"), (30, "30 min"), (120, "2 h"))
     ]

@@ -7,7 +7,7 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import Precision, RunConfig
 from llama_core.errors import TrainingInfraError
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.step_time import hardware_flops_per_token, step_time
+from llama_core.planning.time.step_time import hardware_flops_per_token, step_time_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json
 from llama_core.units import TFLOP, format_duration
@@ -80,7 +80,7 @@ def _step(run: RunDirectory) -> str:
         flops = _step_flops(config, plan)
         return f"a step of {flops / TFLOP:.3g} TFLOP takes roughly {format_duration(flops / (CPU_SHARE * rate))}"
     device = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
-    took = step_time(config.spec, plan, device, seq_len=config.seq_len, precision=config.training.precision)
+    took = step_time_of(config, plan, device)
     compiles = ", and the first compiles the blocks" if plan.compile else ""
     return f"about {format_duration(took.total)} a step on {device.label}{compiles}"
 

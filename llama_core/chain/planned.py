@@ -14,12 +14,12 @@ from llama_core.machine.detect import Machine, detect_machine
 from llama_core.planning.memory.estimate import estimate_ranks, sizes_of
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.peaks import MemoryEstimate
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice
 from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.planning.time.cost import Cost
-from llama_core.planning.time.step_time import StepTime, step_time
+from llama_core.planning.time.step_time import StepTime, step_time_of
 from llama_core.units import GIB
 
 
@@ -43,14 +43,7 @@ class PlannedRun:
             return self.choice.step
         if config.launch.device == "cpu" or not self.estimate.fits:
             return None
-        return step_time(
-            config.spec,
-            self.plan,
-            gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE),
-            seq_len=config.seq_len,
-            precision=config.training.precision,
-            documents=document_attention(config, self.plan),
-        )
+        return step_time_of(config, self.plan, gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE))
 
     def cost(self, tokens: float | None = None, data: DataCheck | None = None) -> Cost | None:
         """Return the time and the price of the run; None if its length or the time of a step is unknown.

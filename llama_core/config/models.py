@@ -205,7 +205,7 @@ class ModelSpec:
     @property
     def trains_embedding(self) -> bool:
         """Whether the embedding, or an adapter on it, gets gradients."""
-        return parameters.EMBEDDING in self.trained_in_full | self.adapted
+        return parameters.EMBEDDING in self.trained_in_full or parameters.EMBEDDING in self.adapted
 
     @property
     def trains_table(self) -> bool:

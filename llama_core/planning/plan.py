@@ -39,7 +39,7 @@ DocumentAttention = Literal["none", "mask", "varlen"]
 """How attention is kept inside packed documents: not at all, as a row counts as one; by an additive mask; or by a
 kernel that knows where each document begins, skips the scores between documents and holds no mask."""
 
-_remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # plans look up their stages many times
+remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # plans look up their stages many times
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class ParallelPlan:
         return self._schedule_of(min(self.num_microbatches, period + self.num_microbatches % period))
 
     def _schedule_of(self, num_microbatches: int) -> Schedule:
-        return _remembered_schedule(
+        return remembered_schedule(
             self.schedule if self.pp > 1 else DEFAULT_SCHEDULE,
             num_ranks=self.pp,
             num_microbatches=num_microbatches,

@@ -75,6 +75,28 @@ _LOOKED_INTO: dict[Any, Callable[..., Any]] = {
 """Operators made of others, with the functions that run these: their memory, FLOPs and transfers count."""
 
 
+FLASH_ROWS = 128
+"""Rows that flash attention's backward sets apart after each document."""
+
+
+def _workspace_of_documents(
+    grad_out: Tensor, query: Tensor, key: Tensor, _: Tensor, __: Tensor, ___: Tensor, starts: Tensor, *____: Any
+) -> tuple[int, ...]:
+    """Return the bytes of each buffer of ``mha_varlen_bwd`` in torch's ``flash_api.cpp``."""
+    rows = query.shape[0] + FLASH_ROWS * (len(starts) - 1)
+    num_heads, head_dim = query.shape[1:]
+    multiple = 32 if head_dim <= 128 else 64
+    sums = 4 * rows * num_heads * (-(-head_dim // multiple) * multiple)  # the queries' gradients, in fp32
+    expanded = grad_out.itemsize * key.shape[0] * num_heads * head_dim  # those of keys, or values, by query head
+    return 4 * rows * num_heads, sums, *((expanded, expanded) if key.shape[1] < num_heads else ())
+
+
+_WORKSPACES: dict[Any, Callable[..., tuple[int, ...]]] = {
+    torch.ops.torch_attn._varlen_attn_backward: _workspace_of_documents,
+}
+"""Bytes of the buffers that an operator holds only while it runs on CUDA, and a fake one never."""
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute's value inside the block."""
@@ -297,7 +319,8 @@ class ByteCounter(TorchDispatchMode):
         formula = _FLOP_FORMULAS.get(func.overloadpacket)
         if formula is not None:
             span.flops += formula(*args, **kwargs, out_val=out)
-        for tensor in _tensors(out):
+        buffers = [args[0].new_empty(size, dtype=torch.uint8) for size in self._workspace(func, args)]
+        for tensor in (*_tensors(out), *buffers):
             self._block_of(tensor.untyped_storage())
         self._label_buffers(func, args, kwargs)
         if (transfer := transfer_of(func, args, out)) is not None:
@@ -306,6 +329,11 @@ class ByteCounter(TorchDispatchMode):
         if peak is None or self.total_bytes > peak.num_bytes:
             span.peaks[self.phase] = self._snapshot(f"{func} after {self.landmark}")
         return out
+
+    @staticmethod
+    def _workspace(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the bytes of each buffer that an operator would hold on CUDA while it runs."""
+        return _WORKSPACES[func.overloadpacket](*args) if func.overloadpacket in _WORKSPACES else ()
 
     def _label_buffers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Label the buffers in which ``fully_shard`` gathers and reduces, and the tensors of other transfers."""

@@ -221,15 +221,18 @@ class Schedule:
 
     def is_sent(self, action: Action) -> bool:
         """Return whether the result of a computation goes to another rank."""
-        handed_on = self._hand_over(action)
-        return handed_on is not None and self._is_elsewhere(action, handed_on[1].stage)
+        return self._meets_other_rank(action, 1 if action.kind is Kind.FORWARD else -1)
 
     def is_received(self, action: Action) -> bool:
         """Return whether a computation needs the result of another rank."""
-        return any(self._is_elsewhere(action, before.stage) for before in inputs(action, self.num_stages))
+        return self._meets_other_rank(action, -1 if action.kind is Kind.FORWARD else 1)
 
-    def _is_elsewhere(self, action: Action, stage: int) -> bool:
-        return self.rank_of(stage, action.microbatch) != self.rank_of(action.stage, action.microbatch)
+    def _meets_other_rank(self, action: Action, step: int) -> bool:
+        """Return whether another rank has the stage ``step`` further for this microbatch, and takes part."""
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.WEIGHT_GRADIENT or not 0 <= stage + step < self.num_stages:
+            return False
+        return self.rank_of(stage + step, microbatch) != self.rank_of(stage, microbatch)
 
     def _events(self) -> Iterator[tuple[int, Action, bool]]:
         """Yield rank, action and whether it has ended, at each start and each end, in clock order.

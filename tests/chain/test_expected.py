@@ -1,11 +1,16 @@
 """The time of a run on a CPU is told before it starts, if a step takes minutes."""
 
+from dataclasses import replace
+
 import pytest
 
-from llama_core.chain.expected import SLOW_STEP_SECONDS, slow_steps
+from llama_core.chain.expected import SLOW_STEP_SECONDS, expected_step, slow_steps
+from llama_core.chain.planned import plan_for_gpu
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.units import TFLOP
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+from llama_core.units import TFLOP, format_duration
 
 
 def told(batch_size, num_tokens=None, **training):
@@ -27,3 +32,21 @@ def test_a_slow_step_is_announced_with_the_run_and_what_is_quicker():
 @pytest.mark.parametrize(("tokens", "steps"), [(64 * 2048 * 3, 3), (10, 1)])
 def test_the_length_of_a_run_comes_from_its_data(tokens, steps):
     assert f", the {steps} steps of the run" in told(64, num_tokens=tokens)
+
+
+def test_the_step_expected_of_a_gpu_is_the_planned_one(tmp_path):
+    """With a mask no score is skipped, and only the four devices of a node share a link."""
+    config = RunConfig.from_mapping(
+        {
+            "model": "llama3_2_1b",
+            "parallel": {"gpus": 8, "tp": 8},
+            "training": {"precision": "fp32", "seq_len": 4096, "batch_size": 8},
+            "data": {"document_mask": True},
+            "launch": {"nodes": 2, "gpu_type": "h100"},
+        }
+    )
+    planned, run = plan_for_gpu(config), RunDirectory(tmp_path)
+    run.config.write_text(planned.config.to_yaml())
+    write_json(run.plan, planned.plan.as_dict())
+    assert replace(planned, choice=None).step == planned.step
+    assert expected_step(run).startswith(f"expected: about {format_duration(planned.step.total)} a step on ")

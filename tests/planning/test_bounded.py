@@ -3,6 +3,7 @@
 import pytest
 
 import llama_core.planning.memory.estimate as estimating
+import llama_core.planning.memory.situations as situating
 import llama_core.planning.plan as planning
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
@@ -53,13 +54,15 @@ def test_more_microbatches_than_a_step_may_have_are_refused_with_what_to_change(
 
 def test_the_longest_step_is_planned_from_short_ones(monkeypatch):
     built = []
-    real = planning._remembered_schedule
+    real = planning.remembered_schedule
 
     def build(*args, num_microbatches, **sizes):
         built.append(num_microbatches)
         return real(*args, num_microbatches=num_microbatches, **sizes)
 
-    monkeypatch.setattr(planning, "_remembered_schedule", build)
+    monkeypatch.setattr(planning, "remembered_schedule", build)
+    monkeypatch.setattr(situating, "remembered_schedule", build)
+    situating.situations.cache_clear()
     config = RunConfig.from_mapping(
         {
             "parallel": {"gpus": 8, "pp": 4, "num_microbatches": MOST_MICROBATCHES},
@@ -79,6 +82,28 @@ def test_a_short_step_has_the_memory_of_the_whole(monkeypatch, schedule, num_mic
     short = estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
     monkeypatch.setattr(estimating, "STEADY_UNITS", num_microbatches)
     assert short == estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("chimera", 1), ("zb_h1", 1), ("zbv", 1)],
+)
+def test_situations_that_are_left_out_hold_no_more_than_those_that_are_not(monkeypatch, schedule, num_chunks):
+    plan = ParallelPlan(pp=4, schedule=schedule, num_chunks=num_chunks, num_microbatches=16, microbatch_size=2)
+    sizes = {"seq_len": 128, "precision": "fp32", "documents": "mask"}
+    few = estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+    monkeypatch.setattr(estimating, "situations", situating.situations.__wrapped__)
+    monkeypatch.setattr(situating, "_fullest", list)
+    assert few == estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+
+
+def test_a_longer_pipeline_has_no_more_situations():
+    def count(num_ranks):
+        sizes = {"num_ranks": num_ranks, "num_microbatches": 3 * num_ranks, "num_chunks": 1, "skipped": 0}
+        ranks = [situating.situations("1f1b", pp_rank=rank, **sizes) for rank in (0, num_ranks // 2)]
+        return [len(turns) for situations in ranks for _, turns in situations]
+
+    assert count(32) == count(8)
 
 
 def test_divisors_are_all_numbers_that_divide():

@@ -2,8 +2,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.rehearsal.byte_counter import ByteCounter
+from llama_core.models.layers import GROUPED_HEADS
+from llama_core.rehearsal.byte_counter import FLASH_ROWS, ByteCounter
 
 
 def test_a_tensor_counts_from_its_creation_to_its_release_in_whole_blocks():
@@ -71,3 +73,26 @@ def test_the_total_matches_torchs_own_tracker_to_the_byte():
             train_step(model, optimizer)
     theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert max(peak.num_bytes for peak in counter.peaks.values()) == theirs
+
+
+def most_in_backward_of_documents(num_kv_heads, num_tokens=256, num_heads=8, head_dim=64):
+    with FakeTensorMode(), ByteCounter(block_bytes=1) as counter:
+        q, k, v = (
+            torch.empty(num_tokens, heads, head_dim, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        documents = (torch.zeros(2, dtype=torch.int32),) * 2 + (num_tokens,) * 2
+        out = varlen_attn(q, k, v, *documents, window_size=(-1, 0), **GROUPED_HEADS)
+        upstream, before = torch.empty_like(out), counter.total_bytes
+        counter.phase = "backward"
+        out.backward(upstream)
+    return counter.peaks["backward"].num_bytes - before
+
+
+def test_the_backward_of_documents_holds_fp32_sums_and_gradients_for_every_query_head_while_it_runs():
+    of_head = 256 * 64 * 2
+    gradients, zeros = (8 + 2 * 8) * of_head, 8 * 256 * 4 + 16  # autograd makes zeros for the kernel's other results
+    sums = (256 + FLASH_ROWS) * 8 * (64 + 1) * 4
+    assert most_in_backward_of_documents(8) == gradients + zeros + sums
+    fewer, expanded = 2 * (8 - 2) * of_head, 2 * 8 * of_head
+    assert most_in_backward_of_documents(2) == most_in_backward_of_documents(8) - fewer + expanded

@@ -223,7 +223,8 @@ NARROW = ("cp2", "zero2", "interleaved", "1f1b partly full", "tp2 1f1b zero3")
 CASES = [
     *(("medium", HALF, name) for name in NARROW),
     *(wide("medium", HALF, name) for name in PLANS if name not in NARROW),
-    ("many_heads", KERNEL, "cp8 full"),
+    ("even", (*KERNEL, "training.seq_len=4096"), "cp8 full"),
+    wide("many_heads", KERNEL, "cp8 full"),
     *(wide("medium", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
     *(wide("many_heads", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
     ("medium", CUDA, "compiled tp2 selective"),

@@ -29,15 +29,15 @@ from llama_core.planning.memory.experts import ExpertTensors
 from llama_core.planning.memory.lora import AdaptedExpertTensors, AdaptedTensors
 from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
+from llama_core.planning.memory.situations import Held, Progress, Situation, Turn, situations
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
-from llama_core.schedules.actions import RELEASES, Action, Kind
-from llama_core.schedules.registry import schedule_type
+from llama_core.schedules.actions import Kind
+from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 
 STEADY_UNITS = 3
 """Microbatches per pipeline rank, or pairs of them, after which more of them are in no new situation."""
-_BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 class Sizes(TypedDict):
@@ -75,36 +75,31 @@ def estimate_memory(
         pp_rank: the rank's position in its pipeline; by default the fullest one.
         sizes: the fields of ``Sizes``.
     """
-    ranks = range(plan.pp) if pp_rank is None else (pp_rank,)
-    return max(_profiles(spec, plan, ranks, **sizes), key=lambda profile: profile.peak_bytes)
+    ranks = estimate_ranks(spec, plan, pp_ranks=None if pp_rank is None else (pp_rank,), **sizes)
+    return max(ranks, key=lambda profile: profile.peak_bytes)
 
 
-def estimate_ranks(spec: ModelSpec, plan: ParallelPlan, **sizes: Unpack[Sizes]) -> tuple[MemoryProfile, ...]:
-    """Return ``estimate_memory`` of every rank of a pipeline, in order."""
-    return tuple(_profiles(spec, plan, range(plan.pp), **sizes))
-
-
-def _profiles(
-    spec: ModelSpec, plan: ParallelPlan, ranks: Iterable[int], **sizes: Unpack[Sizes]
-) -> Iterator[MemoryProfile]:
-    layers = tensors_by_layer(spec, plan, **sizes)
-    tensors = layers[0]
-    stages = [_stage_moments(stage, tensors, plan) for stage in _stages(spec, plan, layers)]
-    return (_Rank(plan, rank, stages, tensors).profile() for rank in ranks)
+def estimate_ranks(
+    spec: ModelSpec, plan: ParallelPlan, *, pp_ranks: Iterable[int] | None = None, **sizes: Unpack[Sizes]
+) -> tuple[MemoryProfile, ...]:
+    """Return ``estimate_memory`` of these ranks of a pipeline, by default of every one, in order."""
+    pipeline = _Pipeline(spec, plan, tensors_by_layer(spec, plan, **sizes))
+    return tuple(map(pipeline.profile, range(plan.pp) if pp_ranks is None else pp_ranks))
 
 
 def tensors_by_layer(spec: ModelSpec, plan: ParallelPlan, **sizes: Unpack[Sizes]) -> list[Tensors]:
     """Return the sizes of every layer's tensors; equal layers share one object."""
     itemsize = FP32_BYTES if sizes["precision"] == "fp32" else FP32_BYTES // 2
     others = {name: size for name, size in sizes.items() if name != "precision"}
-
-    def made_of(kind: Callable[..., Tensors]) -> Tensors:
-        return kind(spec, plan, itemsize=itemsize, **others)
-
-    # the input of a frozen first layer may need no gradient
-    kinds = [(traits, layer == 0 and not spec.trains_embedding) for layer, traits in enumerate(spec.layers)]
-    made = {kind: made_of(_kind_of_tensors(spec, *kind)) for kind in set(kinds)}
-    return [made[kind] for kind in kinds]
+    made: dict[tuple[int, bool], Tensors] = {}
+    layers = []
+    for layer, traits in enumerate(spec.layers):
+        # equal traits are one object; the input of a frozen first layer may need no gradient
+        kind = id(traits), layer == 0 and not spec.trains_embedding
+        if kind not in made:
+            made[kind] = _kind_of_tensors(spec, traits, kind[1])(spec, plan, itemsize=itemsize, **others)
+        layers.append(made[kind])
+    return layers
 
 
 def _kind_of_tensors(spec: ModelSpec, traits: LayerTraits, begins: bool) -> Callable[..., Tensors]:
@@ -150,132 +145,110 @@ def _stage_moments(stage: Stage, tensors: Tensors, plan: ParallelPlan) -> StageM
     return StageMoments(StageWeights(stage, tensors, has_buckets=plan.dp * plan.cp > 1), tensors)
 
 
-class _Rank:
-    """One rank of a pipeline, stepping through one optimizer step.
+class _Pipeline:
+    """The ranks of a pipeline in one optimizer step. Equal stages share one object, and so their peaks.
 
     Args:
+        spec: the architecture.
         plan: the plan.
-        pp_rank: its position in the pipeline.
-        stages: all stages of the pipeline.
-        tensors: the sizes of their tensors.
+        layers: the sizes of every layer's tensors.
     """
 
-    def __init__(self, plan: ParallelPlan, pp_rank: int, stages: list[StageMoments], tensors: Tensors) -> None:
-        shorter = steady_plan(plan)
-        schedule, holds_all = shorter.build_schedule(), plan.pp > 1 and schedule_type(plan.schedule).holds_all
-        self.num_microbatches = schedule.num_microbatches
-        self.skipped = plan.num_microbatches - shorter.num_microbatches if holds_all else 0
-        """Microbatches between a stage's first and last one that are not stepped through but held."""
-        self.plan, self.stages = plan, stages
+    def __init__(self, spec: ModelSpec, plan: ParallelPlan, layers: Sequence[Tensors]) -> None:
+        tensors, made = layers[0], dict[Stage, StageMoments]()
+        for stage in (stages := list(_stages(spec, plan, layers))):
+            if stage not in made:
+                made[stage] = _stage_moments(stage, tensors, plan)
+        self.plan, self.stages = plan, [made[stage] for stage in stages]
         self.inputs, self.stream, self.itemsize = tensors.inputs, tensors.stream, tensors.itemsize
-        self.schedule = schedule
-        self.actions, self.hosted = schedule.actions[pp_rank], schedule.stages_of(pp_rank)
-        self._last_backward = max(i for i, action in enumerate(self.actions) if action.kind is not Kind.FORWARD)
-        self._under_way: Counter[int] = Counter()  # microbatches between their forward and their backward, by stage
-        self._put_off: Counter[int] = Counter()  # microbatches with deferred weight gradients, by stage
-        self._accumulated: Counter[int] = Counter()  # parameters with gradients, by stage
-        self._num_backwards: Counter[int] = Counter()  # by stage
-        self._gathered: set[int] = set()  # stages whose weights have been gathered
-        self._head_gathered = False  # whether the last stage's head stayed gathered
-        self._buffer = 0
+        self._situations = _situations_of(plan)
+        self._states: dict[tuple[StageMoments, ...], dict[Category, int]] = {}
 
-    def profile(self) -> MemoryProfile:
-        """Return the peak of every phase."""
-        states = self._states()
+    def profile(self, pp_rank: int) -> MemoryProfile:
+        """Return the peak of every phase on one rank."""
+        hosted = tuple(self.stages[stage] for stage in self.plan.layout.stages_of(pp_rank))
+        if hosted not in self._states:
+            self._states[hosted] = self._states_of(hosted)
+        states = self._states[hosted]
+        fullest = []
+        for situation, turns in self._situations(pp_rank=pp_rank):
+            turn = max(turns, key=lambda turn: self._held_outside(hosted, turn.held))
+            fullest.append((turn.number, situation, self._fullest_moment(hosted, situation, turn.held)))
         peaks: dict[Phase, Moment] = {}
-        for phase, moment in self._moments():
+        for _, situation, moment in sorted(fullest, key=lambda found: found[0]):
+            phase: Phase = "forward" if situation.kind is Kind.FORWARD else "backward"
             if phase not in peaks or moment.total() > peaks[phase].total():
                 peaks[phase] = moment
         held: Moment = Counter({"weights": states["weights"], "moments": states["moments"]})
         optimizer = Counter(states | {"activations": self.inputs})
         return MemoryProfile({phase: held + moment for phase, moment in peaks.items()} | {"optimizer": optimizer})
 
-    def _states(self) -> dict[Category, int]:
+    def _states_of(self, hosted: Iterable[StageMoments]) -> dict[Category, int]:
         """Return the bytes of weights, gradients and moments between steps."""
-        hosted = [self.stages[stage].weights for stage in self.hosted]
-        shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in hosted))
-        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in hosted)
+        weights = [stage.weights for stage in hosted]
+        shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
         return {
             "weights": 0 if self.plan.offload == "parameters" else shard + self.itemsize * ceil(frozen),
             "gradients": 0 if self.plan.offload != "none" else shard,
             "moments": 0 if self.plan.offload != "none" else 2 * shard,
         }
 
-    def _moments(self) -> Iterator[tuple[Phase, Moment]]:
-        """Yield the moments of every action with their phase, skipping repetitions."""
-        seen = set()
-        for place, action in enumerate(self.actions):
-            around = self._begin(place)
-            if (action.stage, action.kind, around) not in seen:
-                seen.add((action.stage, action.kind, around))
-                stage = self.stages[action.stage]
-                if action.kind is Kind.FORWARD:
-                    yield from (("forward", moment) for moment in stage.forward(around))
-                elif action.kind is Kind.WEIGHT_GRADIENT:
-                    yield from (("backward", moment) for moment in stage.weight_gradients(around))
-                else:
-                    yield from (("backward", moment) for moment in stage.backward(around))
-            self._end(action)
+    def _held_outside(self, hosted: Sequence[StageMoments], held: Held) -> int:
+        """Return the bytes held outside the microbatch at work that differ between turns of one situation."""
+        kept = sum((stage.kept + stage.kept_loss) * count for stage, count in zip(hosted, held.under_way, strict=True))
+        put_off = sum(stage.put_off * count for stage, count in zip(hosted, held.put_off, strict=True))
+        return kept + put_off + held.messages * self.stream
 
-    def _begin(self, place: int) -> Around:
-        """Return what the rank holds outside the microbatch of the action at ``place``."""
-        action = self.actions[place]
-        before, after = self.actions[place - 1 : place], self.actions[place + 1 : place + 2]
-        index, stages = action.stage, self.stages
-        after_forward, final = [last.kind for last in before] == [Kind.FORWARD], place == self._last_backward
-        # what the action before sends, and what the next one receives
-        messages = sum(map(self.schedule.is_sent, before)) + sum(map(self.schedule.is_received, after))
-        if action.kind in _BACKWARDS:
-            self._under_way[index] -= 1
-            if self._num_backwards[index] == self.num_microbatches - 1:
-                self._under_way[index] -= self.skipped
-        if action.kind is Kind.WEIGHT_GRADIENT:
-            self._put_off[index] -= 1
-        others = [s for s in self.hosted if s != index]
-        return Around(
-            when=self._when(index, after_forward=after_forward, final=final),
-            activations=self.inputs
-            + sum(stages[s].kept * n for s, n in self._under_way.items())
-            + sum(stages[s].put_off * n for s, n in self._put_off.items()),
-            loss=sum(stages[s].kept_loss * n for s, n in self._under_way.items()),
-            gradients=sum(stages[s].weights.gradients(self._when(s), 0) for s in others),
-            communication=sum(self._communication(s) for s in others) + messages * self.stream,
-            head=self._head_gathered and stages[index].stage.is_last,
-            buffer=self._buffer,
+    def _fullest_moment(self, hosted: Sequence[StageMoments], situation: Situation, outside: Held) -> Moment:
+        """Return the moment of a rank's action at which it holds most."""
+        at_work = hosted[situation.place]
+        around = Around(
+            when=_when(at_work, situation.progress[situation.place], situation),
+            head=situation.head_gathered and at_work.stage.is_last,
+            # with several stages, other stages' groups release it
+            buffer=at_work.weights.last_buffer if situation.has_reduced and len(hosted) == 1 else 0,
         )
+        moment = at_work.peak(situation.kind, around).copy()
+        moment["activations"] += self.inputs
+        moment["communication"] += outside.messages * self.stream
+        for place, (stage, progress) in enumerate(zip(hosted, situation.progress, strict=True)):
+            moment["activations"] += stage.kept * outside.under_way[place] + stage.put_off * outside.put_off[place]
+            moment["loss"] += stage.kept_loss * outside.under_way[place]
+            if place != situation.place:
+                when = _when(stage, progress)
+                moment["gradients"] += stage.weights.gradients(when, 0)
+                moment["communication"] += _kept_gathered(stage.weights, when, head=situation.head_gathered)
+        return moment
 
-    def _end(self, action: Action) -> None:
-        """Record what an action leaves behind."""
-        index = action.stage
-        if action.kind is Kind.FORWARD:
-            self._under_way[index] += 1 if index in self._gathered else 1 + self.skipped
-        self._gathered.add(index)
-        # a backward drops the head, also if it is another stage's
-        self._head_gathered |= self.stages[index].stage.is_last
-        self._head_gathered &= action.kind not in _BACKWARDS
-        if action.kind is Kind.INPUT_GRADIENT:
-            self._put_off[index] += 1
-        weights = self.stages[index].weights
-        if action.kind in RELEASES:
-            self._accumulated[index] = weights.trained.total
-            self._num_backwards[index] += 1
-        elif action.kind is Kind.INPUT_GRADIENT:  # the gradients of norms and tables are not deferred
-            self._accumulated[index] = max(self._accumulated[index], weights.trained.tables)
-        if action.kind in _BACKWARDS and len(self.hosted) == 1:  # else other stages' groups release it
-            self._buffer = weights.last_buffer
 
-    def _when(self, stage: int, *, after_forward: bool = False, final: bool = False) -> When:
-        """Return a stage's position in the step, whether or not it is at work."""
-        return When(
-            is_first=stage not in self._gathered,
-            after_forward=after_forward,
-            accumulated=self._accumulated[stage],
-            final=final,
-            repeated=self._num_backwards[stage] > 1,
-        )
+def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation, Sequence[Turn]]]]:
+    """Return the function from ``pp_rank`` to a rank's situations in a step of ``plan``, with their turns."""
+    shorter = steady_plan(plan)
+    holds_all = plan.pp > 1 and schedule_type(plan.schedule).holds_all
+    return partial(
+        situations,
+        plan.schedule if plan.pp > 1 else DEFAULT_SCHEDULE,
+        num_ranks=plan.pp,
+        num_microbatches=shorter.num_microbatches,
+        num_chunks=plan.num_chunks,
+        skipped=plan.num_microbatches - shorter.num_microbatches if holds_all else 0,
+    )
 
-    def _communication(self, stage: int) -> int:
-        """Return the gathered and averaged bytes that a stage keeps while another one runs."""
-        weights, when = self.stages[stage].weights, self._when(stage)
-        gathered = weights.root_gathered if when.is_first else weights.stay_gathered
-        return weights.averaged(when, 0) + gathered + weights.head_gathered * self._head_gathered
+
+def _when(stage: StageMoments, progress: Progress, at_work: Situation | None = None) -> When:
+    """Return a stage's position in the step; ``at_work`` is the situation, if the stage is at work."""
+    trained = stage.weights.trained
+    return When(
+        is_first=not progress.has_run,
+        after_forward=at_work is not None and at_work.after_forward,
+        accumulated={"none": 0, "tables": trained.tables, "all": trained.total}[progress.accumulated],
+        final=at_work is not None and at_work.final,
+        repeated=progress.repeated,
+    )
+
+
+def _kept_gathered(weights: StageWeights, when: When, *, head: bool) -> int:
+    """Return the gathered and averaged bytes that a stage keeps while another one runs."""
+    gathered = weights.root_gathered if when.is_first else weights.stay_gathered
+    return weights.averaged(when, 0) + gathered + weights.head_gathered * head

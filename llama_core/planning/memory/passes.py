@@ -12,7 +12,7 @@ after ``wq``, with all gradients; and while ``fully_shard`` reduces them. The lo
 come before the layers; the embedding, whose gradient is made in one piece, and the last reductions come after them.
 
 Moments that are hardly ever the peak over a wide range of plans are left out. Those inside attention are among them,
-unless it holds all scores or gathers keys and values.
+unless it holds all scores or takes documents.
 """
 
 from collections import Counter, defaultdict
@@ -24,24 +24,17 @@ from itertools import accumulate
 from llama_core.planning.memory.peaks import Category
 from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.memory.weights import ShardedWeights, StageWeights, When
+from llama_core.schedules.actions import Kind
 
 Moment = Counter[Category]
 
 
 @dataclass(frozen=True)
 class Around:
-    """The bytes a rank holds outside the microbatch at work."""
+    """The state of a rank around one of its actions, as far as the action's own bytes depend on it."""
 
     when: When
     """The position in the step."""
-    activations: int
-    """Activations of other microbatches."""
-    loss: int
-    """Gradients of the hidden states and the head, kept for their backward."""
-    gradients: int
-    """Gradients of other stages of this rank."""
-    communication: int
-    """Weights of other stages of this rank that stay gathered, averages of gradients, and messages between stages."""
     head: bool
     """Whether the stage's own head stayed gathered after an earlier forward."""
     buffer: int
@@ -72,10 +65,18 @@ class StageMoments:
         self.put_off = self._put_off_above(-1)
         """Bytes kept for the weight gradients of a split backward."""
         self._made = not self.put_off  # whether a backward makes the gradients of the layers
+        self._peaks: dict[tuple[Kind, Around], Moment] = {}
 
     def _put_off_above(self, layer: int) -> int:
         """Return the bytes kept for the weight gradients of the layers after the stage's ``layer``-th."""
         return sum(tensors.put_off for tensors in self.layers[layer + 1 :])
+
+    def peak(self, kind: Kind, around: Around) -> Moment:
+        """Return the moment at which an action of this kind holds most, with the bytes of its microbatch and stage."""
+        if (kind, around) not in self._peaks:
+            ways = {Kind.FORWARD: self.forward, Kind.WEIGHT_GRADIENT: self.weight_gradients}
+            self._peaks[kind, around] = max(ways.get(kind, self.backward)(around), key=Counter.total)
+        return self._peaks[kind, around]
 
     def forward(self, around: Around) -> Iterator[Moment]:
         """Yield the moments of a forward."""
@@ -270,16 +271,16 @@ class StageMoments:
         group: int = 0,
         head: bool = False,
     ) -> Moment:
-        """Return a moment with ``around``, as ``group`` parameters' gradients are reduced after ``done`` others."""
+        """Return a moment at which ``group`` parameters' gradients are reduced after ``done`` others."""
         weights, when = self.weights, around.when
         own = weights.gradients(when, 0) if gradients is None else gradients
         communication += weights.gathered(when, done + group, head=head) + weights.averaged(when, done, group)
         return Counter(
             {
-                "gradients": around.gradients + own,
-                "activations": around.activations + activations,
-                "loss": around.loss + loss,
-                "communication": around.communication + communication,
+                "gradients": own,
+                "activations": activations,
+                "loss": loss,
+                "communication": communication,
                 "temporaries": temporaries,
             }
         )
@@ -377,7 +378,7 @@ class ShardedMoments(StageMoments):
         """Return the moment at which ``fully_shard`` reduces the gradients of a group of parameters.
 
         Args:
-            around: the bytes held outside the microbatch.
+            around: the rank around this action.
             group: parameters of the group.
             largest: parameters of its last matrix.
             done: parameters of this stage that were reduced earlier.

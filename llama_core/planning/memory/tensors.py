@@ -108,9 +108,8 @@ class Tensors:
         matrices = 4 * self.stream + 2 * self.queries + 2 * self.keys + 3 * self.ffn
         self.put_off = matrices if plan.splits_backward else 0
         # around a ring, attention to the block of each other rank has a result of its own, over half of the queries
-        gathers = documents == "varlen" and plan.cp > 1
-        self.ring = 0 if gathers else (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
-        self.attending = self._attending(plan.cp if gathers else 1)
+        self.ring = 0 if documents == "varlen" else (plan.cp - 1) * (self.queries + self.log_sum_exp) // 2
+        self.attending = self._attending(plan.cp, takes_documents=documents == "varlen")
 
         self.layer_parameters = spec.layer_matmul_parameters // tp + 2 * spec.hidden_size
         self.layer_trained = self.layer_parameters  # those with gradients
@@ -132,20 +131,29 @@ class Tensors:
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0
         self._set_loss(plan, tokens, fused=on_cuda)
 
-    def _attending(self, num_gathered: int) -> tuple[int, int]:
+    def _attending(self, cp: int, *, takes_documents: bool) -> tuple[int, int]:
         """Return the bytes held in the midst of attention, forward and backward, beside what it keeps.
 
         Args:
-            num_gathered: ranks whose keys and values are gathered.
+            cp: context-parallel ranks.
+            takes_documents: whether the kernel for documents computes it, for which keys and values are gathered.
         """
         if self.scores:  # before the softmax, and masked; their gradients after the softmax and before it
             return 2 * self.scores, 2 * self.scores + 2 * self.queries
-        if num_gathered == 1:
+        if not takes_documents:
             return 0, 0
-        # the keys or values that both chunks of a rank see; in the forward, the last that were gathered, and the keys
-        # before their rotation; in the backward their gradients, and those of the output and the queries
-        seen = self.keys * (2 * num_gathered + 1) // 2
-        return (num_gathered + 1) * self.keys + 2 * seen + self.stream, 4 * seen + 2 * self.queries
+        # the kernel's backward adds up the queries' gradients in fp32, and makes those of keys and values for every
+        # query head before it sums the heads that share them; it also has a number per query
+        seen = self.keys * (2 * cp + 1) // 2 if cp > 1 else self.keys  # the keys or values that a rank's queries see
+        repeated = seen * self.queries // self.keys if self.queries > self.keys else 0
+        kernel = self.queries * FP32_BYTES // self.itemsize + 2 * repeated + self.log_sum_exp
+        # gradients of the output and the queries, of keys and of values
+        backward = 2 * self.queries + 2 * seen + kernel
+        if cp == 1:
+            return 0, backward
+        # in the forward, the last keys or values that were gathered, and the keys before their rotation; the backward
+        # gathers them again
+        return (cp + 1) * self.keys + 2 * seen + self.stream, backward + 2 * seen
 
     def _set_norms(self, plan: ParallelPlan, stream_tokens: int, *, on_cuda: bool) -> None:
         # fused kernels, CUDA's and those of a compiled block, compute in fp32 without writing it

@@ -8,6 +8,7 @@ from llama_core.config.hardware import GPUS_PER_NODE, DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import cut_layers
+from llama_core.planning.time.links import node_size
 from llama_core.units import divisors
 
 MIN_CONTEXT_TOKENS = 8192
@@ -32,8 +33,7 @@ class Degrees:
 
     def __init__(self, config: RunConfig, device: DeviceSpec | None) -> None:
         self.config, self.asked = config, config.parallel
-        in_a_node = device.gpus_per_node if device else GPUS_PER_NODE
-        self.node_size = max(1, min(in_a_node, self.asked.gpus // config.launch.nodes))
+        self.node_size = node_size(config, device.gpus_per_node if device else GPUS_PER_NODE)
         """Devices connected by a fast link."""
         self.data_parallel_only = self.asked.zero_backend == "deepspeed" or (
             self.asked.gradient_compression == "powersgd"

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from llama_core.config.run import RecomputeMode, RunConfig
-from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, sizes_of, tensors_by_layer
+from llama_core.planning.memory.estimate import estimate_ranks, sizes_of, tensors_by_layer
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
 from llama_core.planning.memory.tensors import Tensors
@@ -45,9 +45,7 @@ class Fitting:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
         if plan not in self._glances:
             ranks = {0, plan.pp // 2, plan.pp - 1}
-            profiles = [
-                estimate_memory(self.config.spec, plan, pp_rank=rank, **sizes_of(self.config, plan)) for rank in ranks
-            ]
+            profiles = estimate_ranks(self.config.spec, plan, pp_ranks=ranks, **sizes_of(self.config, plan))
             self._glances[plan] = max(self._held(profile, plan) for profile in profiles)
         return self._glances[plan]
 

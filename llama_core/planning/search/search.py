@@ -15,12 +15,12 @@ from functools import cached_property
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import Offload
 from llama_core.errors import PlanError
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Candidates, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.search.lower_bounds import MODES, Bounds, Recomputed
 from llama_core.planning.search.rules import in_best_form, no_shape
-from llama_core.planning.time.step_time import StepTime, step_time
+from llama_core.planning.time.step_time import StepTime, step_time_of
 from llama_core.schedules.registry import schedule_type
 
 CLOSE = 0.95
@@ -48,8 +48,7 @@ class Search:
     """
 
     def __init__(self, candidates: Candidates, fitting: Fitting, device: DeviceSpec, offload: Offload = "none") -> None:
-        self.candidates, self.fitting, self.offload = candidates, fitting, offload
-        self.device = replace(device, gpus_per_node=candidates.node_size)
+        self.candidates, self.fitting, self.device, self.offload = candidates, fitting, device, offload
         self.bounds = Bounds(candidates, fitting, self.step)
         self._closer: dict[Variant, float | None] = {}
         self._options: dict[Variant, Option | None] = {}
@@ -147,12 +146,4 @@ class Search:
 
     def step(self, plan: ParallelPlan) -> StepTime:
         """Return the step time of ``plan``."""
-        config = self.candidates.config
-        return step_time(
-            config.spec,
-            plan,
-            self.device,
-            seq_len=config.seq_len,
-            precision=config.training.precision,
-            documents=document_attention(config, plan),
-        )
+        return step_time_of(self.candidates.config, plan, self.device)

@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
 from llama_core.config.run import Precision, RecomputeMode
@@ -135,6 +136,25 @@ class Messages:
     def is_last(self, stage: int) -> bool:
         """Return whether a stage holds the head."""
         return stage == len(self.layers) - 1
+
+    def alike(self) -> list[int]:
+        """Return, for every stage, the first stage with the same work and transfers."""
+        hosting = {stage: hosted for hosted in self.placement for stage in hosted}
+        firsts: dict[tuple[Any, ...], int] = {}
+        return [
+            firsts.setdefault(
+                (
+                    self.modes[stage],
+                    tuple(map(id, self.traits(stage))),  # equal traits are one object
+                    self.is_first(stage),
+                    self.is_last(stage),
+                    # the ends of a model with tied embeddings matter to all stages of their ranks
+                    tuple(map(self._rest, hosting[stage])) if self.spec.tied_embeddings else (),
+                ),
+                stage,
+            )
+            for stage in range(len(self.layers))
+        ]
 
     def traits(self, stage: int) -> tuple[LayerTraits, ...]:
         """Return the traits of a stage's layers."""

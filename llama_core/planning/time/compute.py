@@ -2,8 +2,8 @@
 
 Matrix products run at a measured share of the device's peak, slower if a side is short. Attention runs at the rate of a
 flash kernel, over the scores it does not skip. Everything else runs at the speed of memory, by the bytes its kernels
-read and write. The kernels are this engine's: norms, rotation and activation in eager kernels, or fused if the plan
-compiles; a linear cross-entropy that computes its gradients in the forward.
+read and write. The kernels are this engine's on CUDA: norms in torch's fused kernel; rotation and activation in eager
+kernels, or fused if the plan compiles; a linear cross-entropy that computes its gradients in the forward.
 """
 
 import math
@@ -32,8 +32,11 @@ MEMORY_SHARE = 0.85
 """Share of memory bandwidth that kernels are assumed to reach: about 0.9 in long streams, less in others."""
 KERNEL_SECONDS = 5e-6
 """Shortest time of a kernel: its launch from Python."""
-KERNELS_PER_LAYER = {False: 40, True: 16}
-"""Kernels of a layer's forward, eager and compiled."""
+KERNELS_PER_LAYER = {False: 32, True: 16}
+"""Kernels of a layer's forward, eager and compiled.
+
+Eager: 7 products, attention, 2 norms, 18 of the rotation of queries and keys, 2 of the activation, and 2 additions.
+"""
 BACKWARD_ATTENTION = 2.5
 """Products of attention's backward over those of its forward: five, including recomputed scores, over two."""
 
@@ -67,12 +70,14 @@ class _Accesses(NamedTuple):
     """Feed-forward: the activation and its product."""
 
 
-# (compiled, backward); a norm widens, squares, averages, scales, narrows and multiplies: in eager mode, a kernel each
+# (compiled, backward). In eager mode, a norm reads its input and writes its output. Its backward reads both gradient
+# and input in one kernel, which writes the input's gradient, and again in another for the weight's. An addition reads
+# two tensors and writes one. The compiled activation's backward reads its gradient, gate and up, and writes two.
 _ACCESSES = {
-    (False, False): _Accesses(stream=(14, 14), whole=(0, 0), rotated=(2, 11), queries=(2, 0), ffn=(5, 0)),
-    (False, True): _Accesses(stream=(22, 26), whole=(9, 0), rotated=(2, 11), queries=(2, 0), ffn=(9, 0)),
+    (False, False): _Accesses(stream=(10, 0), whole=(0, 0), rotated=(2, 11), queries=(2, 0), ffn=(5, 0)),
+    (False, True): _Accesses(stream=(16, 0), whole=(9, 0), rotated=(2, 11), queries=(2, 0), ffn=(9, 0)),
     (True, False): _Accesses(stream=(8, 0), whole=(0, 0), rotated=(2, 0), queries=(2, 0), ffn=(3, 0)),
-    (True, True): _Accesses(stream=(10, 0), whole=(3, 0), rotated=(2, 0), queries=(2, 0), ffn=(6, 0)),
+    (True, True): _Accesses(stream=(10, 0), whole=(3, 0), rotated=(2, 0), queries=(2, 0), ffn=(5, 0)),
 }
 FP8_ROUNDING_BYTES = {False: 9, True: 5}
 """Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llama_core.config.hardware import DeviceSpec
+from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -19,6 +20,11 @@ LINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 3.4e-6, 5.7e-6, 9.6e-6
 
 These and ``START_SECONDS`` are from NCCL's own model (``src/graph/tuning.cc``, ring and protocol Simple).
 """
+
+
+def node_size(config: RunConfig, in_a_node: int) -> int:
+    """Return the number of devices of a run that a fast link connects; ``in_a_node`` is the most there can be."""
+    return max(1, min(in_a_node, config.parallel.gpus // config.launch.nodes))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ keys and values.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from llama_core.config.hardware import PCIE_BANDWIDTH, DeviceSpec
 from llama_core.config.models import ModelSpec
@@ -20,6 +20,7 @@ from llama_core.planning.time.links import Links, Traffic
 from llama_core.planning.time.makespan import span
 from llama_core.units import GB
 
+Value = TypeVar("Value")
 Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer"]
 
 CONTENTION = 0.19
@@ -56,7 +57,7 @@ class StepParts:
         self.plan, self.links = plan, Links(plan, device)
         self.messages = Messages(spec, plan, seq_len=seq_len, precision=precision, documents=documents)
         self.compute = StageCompute(spec, plan, device, seq_len=seq_len, precision=precision, documents=documents)
-        self.stages = range(len(self.messages.layers))
+        self._alike = self.messages.alike()
 
     def seconds(self) -> dict[Part, float]:
         """Return the seconds of every part.
@@ -64,14 +65,16 @@ class StepParts:
         The schedule is timed with the work of the stages alone, then with each axis of communication added in turn. An
         axis costs the time by which it lengthens the step.
         """
-        passes = [self._computing(stage) for stage in self.stages]
+        passes = self._of_stages(self._computing)
         alone = span(self.plan, passes)
         parts: dict[Part, float] = {"compute": alone.busy, "bubble": alone.bubble}
         makespan = alone.makespan
         for axis, added in self._adding().items():
-            passes = [before.plus(added(stage, before)) for stage, before in zip(self.stages, passes, strict=True)]
-            longer = span(self.plan, passes).makespan
-            parts[axis], makespan = longer - makespan, longer
+            longer = self._with(added, passes)
+            parts[axis] = 0.0
+            if longer != passes:
+                before, makespan = makespan, span(self.plan, longer).makespan
+                parts[axis], passes = makespan - before, longer
         with_hops = span(self.plan, passes, self.hop).makespan
         parts["tp"] += self._partial_per_step()
         parts["dp"] += self._weights_per_step(passes)
@@ -81,9 +84,9 @@ class StepParts:
 
     def passes(self) -> list[Pass]:
         """Return the seconds of a forward and of its backward on every stage, with what communication adds to them."""
-        passes = [self._computing(stage) for stage in self.stages]
+        passes = self._of_stages(self._computing)
         for added in self._adding().values():
-            passes = [before.plus(added(stage, before)) for stage, before in zip(self.stages, passes, strict=True)]
+            passes = self._with(added, passes)
         return passes
 
     @property
@@ -99,6 +102,15 @@ class StepParts:
             **({"ep": self._expert_parallel} if self.plan.ep > 1 else {}),
             "dp": self._weights_per_pass,
         }
+
+    def _of_stages(self, made: Callable[[int], Value]) -> list[Value]:
+        """Return a value for every stage, made once for those that are alike."""
+        values = {stage: made(stage) for stage in set(self._alike)}
+        return [values[stage] for stage in self._alike]
+
+    def _with(self, added: Callable[[int, Pass], Pass], passes: Sequence[Pass]) -> list[Pass]:
+        """Return the passes with the time that communication adds to each."""
+        return self._of_stages(lambda stage: passes[stage].plus(added(stage, passes[stage])))
 
     def _computing(self, stage: int) -> Pass:
         messages = self.messages
@@ -177,9 +189,9 @@ class StepParts:
 
     def _weights_per_step(self, passes: Sequence[Pass]) -> float:
         """Return the time weight gathers and gradient reductions add once per step, on the rank where it is longest."""
-        added = [
-            sum(self._sharding(stage, self.messages.weights_per_step(stage), passes[stage])) for stage in self.stages
-        ]
+        added = self._of_stages(
+            lambda stage: sum(self._sharding(stage, self.messages.weights_per_step(stage), passes[stage]))
+        )
         return max(sum(added[stage] for stage in hosted) for hosted in self.messages.placement)
 
     def _sharding(self, stage: int, traffic: PassTraffic, before: Pass) -> Pass:

@@ -9,13 +9,14 @@ source, and compares the estimate with published throughputs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import Precision, RecomputeMode
-from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.config.run import Precision, RecomputeMode, RunConfig
+from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
+from llama_core.planning.time.links import node_size
 from llama_core.planning.time.parts import Part, StepParts
 from llama_core.units import format_count, format_duration
 
@@ -158,4 +159,16 @@ def step_time(
         num_devices=plan.world_size,
         flops=tokens * flops_per_token(spec, seq_len),
         peak_flops=plan.world_size * device.bf16_flops,
+    )
+
+
+def step_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> StepTime:
+    """Return the time of one optimizer step of a resolved ``config`` under ``plan`` on its nodes of ``device``."""
+    return step_time(
+        config.spec,
+        plan,
+        replace(device, gpus_per_node=node_size(config, device.gpus_per_node)),
+        seq_len=config.seq_len,
+        precision=config.training.precision,
+        documents=document_attention(config, plan),
     )
