@@ -14,6 +14,7 @@ from llama_core.chain.runs import load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, StoppedError, TrainingFailedError
 from llama_core.launch.outcome import read_outcome
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.cost import BILLION
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
@@ -47,10 +48,14 @@ class Row:
     """Peak of the fullest device."""
     dollars_per_billion_tokens: float | None = None
     """What a billion tokens cost at ``launch.dollars_per_gpu_hour``; None for a measured element."""
+    parallel_plan: ParallelPlan | None = None
+    """The plan itself, of a predicted element; not part of the record."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as a record."""
-        return asdict(self) | {"settings": dict(self.settings)}
+        record = asdict(self) | {"settings": dict(self.settings)}
+        del record["parallel_plan"]
+        return record
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ def _predicted(element: Element, planned: PlannedRun) -> Row:
         mfu=step.mfu if step else None,
         memory_bytes=estimate.profile.peak_bytes,
         dollars_per_billion_tokens=step.price(BILLION, planned.config.launch.dollars_per_gpu_hour) if step else None,
+        parallel_plan=planned.plan,
     )
 
 

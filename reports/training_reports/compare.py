@@ -9,7 +9,7 @@ from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.compare_rows import ComparedRun, Measure, RunComparison
 from training_reports.layout import Card, Panel, write_page
-from training_reports.sweep_loss import LEGEND_LINE_PX, SMOOTHED_POINTS
+from training_reports.sweep_loss import SMOOTHED_POINTS
 
 HEADLINES = {
     "held-out loss": ("Lowest held-out loss", "nats per token"),
@@ -108,7 +108,14 @@ def _curves(
     figure = sweep_figures.loss_curves(losses, x_title=x_title, marked=marked)
     figure.update_xaxes(tickformat=tick_format)
     ends = ", ".join(f"{name} {loss.iloc[-1]:.4f} nats per token" for name, loss in losses.items())
-    return Panel(title, figure, f"At the end: {ends}.", notes, wide=True, height_px=300 + LEGEND_LINE_PX * len(losses))
+    return Panel(
+        title,
+        figure,
+        f"At the end: {ends}.",
+        notes,
+        wide=True,
+        height_px=300 + sweep_figures.LEGEND_LINE_PX * len(losses),
+    )
 
 
 def _bars(comparison: RunComparison) -> Iterator[Panel]:

@@ -1,6 +1,6 @@
 """The page of a predicted sweep: its elements side by side, from arithmetic alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama_core.sweep.comparison import Comparison, Row
@@ -8,6 +8,13 @@ from llama_core.sweep.grid import SweepConfig
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel, write_page
+from training_reports.sweep_pareto import pareto_panel
+from training_reports.sweep_scaling import COLUMN as SCALING
+from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
+from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow, bytes_cell, number
+
+FITS = "fits"
+"""The state of an element that has a plan and fits."""
 
 
 def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) -> Path:
@@ -18,6 +25,13 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
     """
     rows = sorted(comparison.rows, key=lambda row: -(row.tokens_per_second or 0.0))
     planned = [row for row in rows if row.status == "finished"]
+    lines = scaling_lines(
+        [
+            Sized(row.name, row.settings, row.parallel_plan, row.tokens_per_second)
+            for row in planned
+            if row.parallel_plan and row.tokens_per_second
+        ]
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_page(
         path,
@@ -32,22 +46,58 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
             "Price": f"${config.base.launch.dollars_per_gpu_hour:,.2f} per GPU hour",
         },
         cards=_best(planned),
-        panels=[_throughput(planned), _memory([row for row in rows if row.memory_bytes])],
-        rows=[(row.name, *_cells(row)) for row in planned],
+        panels=[
+            _throughput(planned),
+            *_pareto(rows),
+            *scaling_panel(lines, "predicted"),
+            _memory([row for row in rows if row.memory_bytes]),
+        ],
+        table=_table(rows, lines),
         left_out=[(row.name, f"{row.status}: {row.reason}") for row in rows if row.status != "finished"],
         config=config,
     )
 
 
-def _cells(row: Row) -> list[str | None]:
-    return [
-        None if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-        None if row.step_seconds is None else f"{row.step_seconds:.3g} s",
-        None if row.mfu is None else f"{row.mfu:.1%}",
-        None if row.memory_bytes is None else format_bytes(row.memory_bytes),
-        None if row.dollars_per_billion_tokens is None else f"${row.dollars_per_billion_tokens:,.0f}",
-        row.plan,
-    ]
+def _table(rows: Sequence[Row], lines: Sequence[Line]) -> Table:
+    scaling = {SCALING: scaling_cells(lines)} if lines else {}
+    columns: dict[str, dict[str, Cell]] = {
+        "Tokens/s": {row.name: number(row.tokens_per_second, "{:,.0f}") for row in rows},
+        **scaling,
+        "Step": {row.name: number(row.step_seconds, "{:.3g} s") for row in rows},
+        "MFU": {row.name: number(row.mfu, "{:.1%}") for row in rows},
+        "Memory": {row.name: bytes_cell(row.memory_bytes) for row in rows},
+        "Price of 1B tokens": {row.name: number(row.dollars_per_billion_tokens, "${:,.0f}") for row in rows},
+        "Plan": {row.name: Cell(row.plan or None) for row in rows},
+    }
+    return Table(
+        "Every element, fastest first",
+        list(columns),
+        "descending",
+        [
+            TableRow(
+                row.name,
+                FITS if row.status == "finished" else row.status,
+                "good" if row.status == "finished" else "bad",
+                [of_column.get(row.name, UNKNOWN) for of_column in columns.values()],
+            )
+            for row in rows
+        ],
+    )
+
+
+def _pareto(rows: Sequence[Row]) -> Iterator[Panel]:
+    planned = [row for row in rows if row.status == "finished"]
+    points = {
+        row.name: (float(row.memory_bytes), row.tokens_per_second)
+        for row in planned
+        if row.memory_bytes and row.tokens_per_second
+    }
+    left_out = {
+        "does not fit": [row.name for row in rows if row.status == "does-not-fit"],
+        "no valid plan": [row.name for row in rows if row.status == "impossible"],
+        "no predicted time": [row.name for row in planned if row.name not in points],
+    }
+    return pareto_panel(points, {row.name: row.settings for row in rows}, left_out, "predicted")
 
 
 def _best(planned: Sequence[Row]) -> list[Card]:
@@ -56,18 +106,26 @@ def _best(planned: Sequence[Row]) -> list[Card]:
     fastest, leanest = planned[0], min(planned, key=lambda row: row.memory_bytes or 0)
     peak, unit = format_bytes(leanest.memory_bytes or 0).split(" ")
     return [
-        Card("Fastest", _cells(fastest)[0], "tokens/s predicted", [fastest.name, fastest.plan]),
+        Card("Fastest", _rate(fastest), "tokens/s predicted", [fastest.name, fastest.plan]),
         Card("Least memory", peak, f"{unit} estimated", [leanest.name, leanest.plan]),
     ]
+
+
+def _rate(row: Row) -> str | None:
+    return number(row.tokens_per_second, "{:,.0f}").text
 
 
 def _throughput(planned: Sequence[Row]) -> Panel:
     rates = {row.name: row.tokens_per_second for row in planned if row.tokens_per_second}
     if not rates:
         return Panel("Throughput by element", None, "", ["No element has a predicted time."], wide=True)
-    told = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
-    notes = ["Predicted by arithmetic: docs/cost.md compares such predictions with published measurements."]
-    figure, height = sweep_figures.predicted_throughput(rates), sweep_figures.height_px(rates)
+    drawn = sweep_figures.first_drawn(rates)
+    told = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in drawn.items())
+    notes = [
+        *sweep_figures.not_drawn(rates),
+        "Predicted by arithmetic: docs/cost.md compares such predictions with published measurements.",
+    ]
+    figure, height = sweep_figures.predicted_throughput(drawn), sweep_figures.height_px(drawn)
     return Panel("Throughput by element", figure, told, notes, wide=True, height_px=height)
 
 
@@ -75,6 +133,8 @@ def _memory(rows: Sequence[Row]) -> Panel:
     peaks: dict[str, dict[str, int | None]] = {row.name: {"estimated": row.memory_bytes} for row in rows}
     if not peaks:
         return Panel("Peak memory by element", None, "", ["No element has been estimated."], wide=True)
-    told = ", ".join(f"{row.name} {format_bytes(row.memory_bytes or 0)}" for row in rows)
-    figure, height = sweep_figures.memory_by_element(peaks), sweep_figures.height_px(peaks)
-    return Panel("Peak memory by element", figure, told, ["Of the fullest rank."], wide=True, height_px=height)
+    drawn = sweep_figures.first_drawn(peaks)
+    told = ", ".join(f"{name} {format_bytes(by['estimated'] or 0)}" for name, by in drawn.items())
+    figure, height = sweep_figures.memory_by_element(drawn), sweep_figures.height_px(drawn)
+    notes = [*sweep_figures.not_drawn(peaks), "Of the fullest rank."]
+    return Panel("Peak memory by element", figure, told, notes, wide=True, height_px=height)

@@ -1,7 +1,9 @@
 """Figures of a sweep: a bar, a point or a line for each element, labelled with its settings."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -27,8 +29,33 @@ PEAK_COLORS = {"estimated": BLUE, "rehearsed": TEAL, "measured": ORANGE}
 CURVE_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK)
 """Colours of the best elements' lines, in order; the lines of all others are grey."""
 
+MOST_DRAWN = 12
+"""Most elements with a bar or a line of their own in one figure."""
+
 LINE_PX, GAP_PX, AXES_PX = 17, 12, 90
 """Height of a label's line, of the gap between two elements, and of axis and legend."""
+LEGEND_LINE_PX = 18
+"""Height of a name in the legend of a narrow page."""
+
+LETTER_PX, LABEL_PX = 6.2, 15
+"""Width of a letter of a point's label, and the label's height."""
+MOST_LINEAR = 8
+"""Largest ratio of two numbers of ranks on linear axes."""
+NARROW_PX = 300
+"""Width and height of the plot of a narrow page, in which labels must not overlap."""
+
+T = TypeVar("T")
+
+
+def first_drawn(by_name: Mapping[str, T]) -> dict[str, T]:
+    """Return the elements that a figure has room for: the first."""
+    return dict(islice(by_name.items(), MOST_DRAWN))
+
+
+def not_drawn(by_name: Mapping[str, Any], where: str = "the table has all") -> Iterator[str]:
+    """Yield a sentence if there are more elements than a figure has room for."""
+    if len(by_name) > MOST_DRAWN:
+        yield f"The first {MOST_DRAWN} of {len(by_name)}; {where}."
 
 
 def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
@@ -119,6 +146,143 @@ def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figur
         if any(lengths):
             _add_bars(figure, labels, lengths, kind, color=color, hover=f"{kind}: %{{x:.3f}} {unit}")
     _finish(figure, labels, f"peak per rank ({unit})")
+    return figure
+
+
+def throughput_against_memory(
+    points: Mapping[str, tuple[float, float]], front: Sequence[str], labels: Mapping[str, str], how: str
+) -> go.Figure:
+    """Return a point for each element, and the most tokens/s that any reaches in as much memory as a line of steps.
+
+    Args:
+        points: bytes of peak memory and tokens/s of each element, by name.
+        front: the elements that no other one beats in both, by memory.
+        labels: a short label of each element; those without room for it on a narrow page are left out.
+        how: whether the points are measured or predicted.
+    """
+    size, unit = memory_unit(max(num_bytes for num_bytes, _ in points.values()))
+    shown = {name: (num_bytes / size, rate) for name, (num_bytes, rate) in points.items()}
+    others = [name for name in points if name not in set(front)]
+    ranges = _range([x for x, _ in shown.values()]), _range([y for _, y in shown.values()])
+    positions = _placed(shown, [*reversed(front), *others], set(front), labels, ranges)
+    figure = styled_figure("")
+    for kind, names, color, mode in (
+        ("others", others, GREY, "markers+text"),
+        ("front", front, BLUE, "lines+markers+text"),
+    ):
+        if not names:
+            continue
+        figure.add_scatter(
+            x=[shown[name][0] for name in names],
+            y=[shown[name][1] for name in names],
+            name=kind,
+            mode=mode,
+            text=[labels[name] if name in positions else "" for name in names],
+            textposition=[positions.get(name, "top left") for name in names],
+            textfont={"size": 11},
+            hovertext=list(names),
+            line={"color": color, "width": 1.8, "shape": "hv"},
+            marker={"size": 9 if kind == "front" else 7, "color": color},
+            showlegend=True,
+            hovertemplate=f"<b>%{{hovertext}}</b><br>%{{y:,.0f}} tokens/s<br>%{{x:.3f}} {unit}<extra></extra>",
+        )
+    figure.update_layout(hovermode="closest")
+    figure.update_xaxes(title_text=f"{how} peak memory per rank ({unit})", range=list(ranges[0]), showgrid=True)
+    figure.update_yaxes(title_text=f"{how} throughput (tokens/s)", range=list(ranges[1]), tickformat=".3~s")
+    return figure
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of an axis over positive values, with room for labels."""
+    low, high = min(values), max(values)
+    margin = 0.15 * ((high - low) or high)
+    return max(0.0, low - margin), high + margin
+
+
+def _placed(
+    points: Mapping[str, tuple[float, float]],
+    order: Sequence[str],
+    front: set[str],
+    labels: Mapping[str, str],
+    ranges: tuple[tuple[float, float], tuple[float, float]],
+) -> dict[str, str]:
+    """Return where labels stand that overlap no other label and no dot on a narrow page, by name.
+
+    Labels of the front are above it, where no dot can be, if there is room.
+    """
+    (left, right), (low, high) = ranges
+    dots = {
+        name: ((x - left) / (right - left) * NARROW_PX, (y - low) / (high - low) * NARROW_PX)
+        for name, (x, y) in points.items()
+    }
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in dots.values()]
+    positions = {}
+    for name in order:
+        x, y, width = *dots[name], LETTER_PX * len(labels[name])
+        boxes = {
+            "top left": (x - width, y + 4, x - 4, y + LABEL_PX),
+            "top right": (x + 4, y + 4, x + width, y + LABEL_PX),
+            "bottom right": (x + 4, y - LABEL_PX, x + width, y - 4),
+            "bottom left": (x - width, y - LABEL_PX, x - 4, y - 4),
+        }
+        for position in list(boxes) if name in front else list(reversed(boxes)):
+            box = boxes[position]
+            if box[0] >= 0 and box[2] <= NARROW_PX and not any(_overlap(box, other) for other in taken):
+                positions[name] = position
+                taken.append(box)
+                break
+    return positions
+
+
+Box = tuple[float, float, float, float]
+"""The left, lower, right and upper edge of a rectangle."""
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def throughput_by_ranks(lines: Mapping[str, Sequence[tuple[int, float, float, str]]], how: str) -> go.Figure:
+    """Return tokens/s by the number of ranks, with the ideal as a dotted line of the same colour.
+
+    Args:
+        lines: by the name of the line, for each of its elements: ranks, tokens/s, the ideal tokens/s, and its name.
+        how: whether the throughputs are measured or predicted.
+    """
+    figure = styled_figure(f"{how} throughput (tokens/s)")
+    for number, (name, points) in enumerate(lines.items()):
+        color = CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY
+        ranks = [one[0] for one in points]
+        figure.add_scatter(
+            x=ranks,
+            y=[ideal for _, _, ideal, _ in points],
+            mode="lines",
+            line={"color": color, "width": 1.5, "dash": "dot"},
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        figure.add_scatter(
+            x=ranks,
+            y=[rate for _, rate, _, _ in points],
+            name=name,
+            mode="lines+markers",
+            line={"color": color, "width": 1.8},
+            marker={"size": 8},
+            showlegend=True,
+            hovertext=[
+                f"<b>{element}</b><br>{rate:,.0f} tokens/s on {size} ranks<br>{rate / ideal:.1%} of the ideal"
+                for size, rate, ideal, element in points
+            ],
+            hovertemplate="%{hovertext}<extra></extra>",
+        )
+    sizes = sorted({one[0] for points in lines.values() for one in points})
+    figure.update_layout(hovermode="closest")
+    figure.update_xaxes(title_text="ranks", tickvals=sizes, ticktext=list(map(str, sizes)))
+    if sizes[-1] > MOST_LINEAR * sizes[0]:
+        figure.update_xaxes(type="log")
+        figure.update_yaxes(type="log", dtick=math.log10(2), tickformat=".2~s")
+    else:
+        figure.update_yaxes(rangemode="tozero", tickformat="~s")
     return figure
 
 

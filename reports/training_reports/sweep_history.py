@@ -9,12 +9,11 @@ from llama_core.sweep.history import ComparedElement, Judgement
 from llama_core.units import format_bytes
 from training_reports.figures import GREY, styled_figure
 from training_reports.layout import NOTHING, Panel
-from training_reports.sweep_figures import CURVE_COLORS
+from training_reports.sweep_figures import CURVE_COLORS, LEGEND_LINE_PX, first_drawn, not_drawn
 
 COLUMNS = ("Element", "Verdict", "Tokens/s", "Expected", "Change", "Noise between results", "Peak memory", "Remarks")
 VERDICT_STYLE = {"slower": "bad", "faster": "good", "disturbed": "warn"}
 """CSS class of a verdict; that of all others is ``idle``."""
-LEGEND_LINE_PX = 18
 
 
 def history_rows(judgement: Judgement) -> Iterator[tuple[str, str, str, list[str | None]]]:
@@ -45,7 +44,9 @@ def _memory(one: ComparedElement) -> str:
 
 def history_panel(judgement: Judgement) -> Iterator[Panel]:
     """Yield a panel with the throughput of each element by date, if there are earlier results."""
-    lines = [one for one in judgement.elements if one.earlier]
+    every = sorted((one for one in judgement.elements if one.earlier), key=lambda one: one.verdict not in VERDICT_STYLE)
+    by_name = {one.element: one for one in every}
+    lines = list(first_drawn(by_name).values())
     if not lines:
         return
     figure = styled_figure("throughput (tokens/s)")
@@ -57,8 +58,8 @@ def history_panel(judgement: Judgement) -> Iterator[Panel]:
     figure.update_xaxes(title_text="earlier results, and this one", dtick=1)
     told = ", ".join(f"{one.element} {one.sentence()}" for one in lines)
     height = 280 + LEGEND_LINE_PX * len(lines)
-    note = f"Medians of the timed steps. The results are in {judgement.folder}."
-    yield Panel("Throughput since the first result", figure, told, [note], wide=True, height_px=height)
+    notes = [*not_drawn(by_name), f"Medians of the timed steps. The results are in {judgement.folder}."]
+    yield Panel("Throughput since the first result", figure, told, notes, wide=True, height_px=height)
 
 
 def _add_line(figure: go.Figure, name: str, times: list[str], rates: list[float], color: str) -> None:

@@ -9,15 +9,15 @@ from llama_core.units import format_count
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel
 from training_reports.sweep_rows import Ranking, Row, ordered
+from training_reports.sweep_table import Cell, number
 
 HELD_OUT = "Held-out loss"
 X_TITLES = {"step": "optimizer step", "tokens": "tokens"}
 """The title of an x axis, by the column that curves are drawn by."""
 SMOOTHED_POINTS = 50
 """Fewest points of a smoothed line that have no step in common."""
-
-LEGEND_LINE_PX = 18
-"""Height of a name in the legend of a narrow page."""
+MOST_POINTS = 500
+"""Most points of a line."""
 
 
 def rank(rows: Sequence[Row]) -> Ranking:
@@ -33,6 +33,7 @@ def rank(rows: Sequence[Row]) -> Ranking:
     lowest, by = losses[order[0]][0] if order else 0.0, _x_axis(steps)
     return Ranking(
         title="Every element, lowest held-out loss first",
+        order="ascending",
         columns=("Held-out loss", "Above the best", "Training loss", "Steps", "Tokens", "Tokens/s"),
         rows=ranked,
         results={name: _cells(*losses[name], lowest, steps.get(name)) for name in order},
@@ -41,14 +42,15 @@ def rank(rows: Sequence[Row]) -> Ranking:
     )
 
 
-def _cells(loss: float, summary: TrainingSummary, lowest: float, steps: pd.DataFrame | None) -> list[str | None]:
+def _cells(loss: float, summary: TrainingSummary, lowest: float, steps: pd.DataFrame | None) -> list[Cell]:
+    rate = None if steps is None else float(steps["tokens_per_second"].median())
     return [
-        f"{loss:.4f}",
-        f"{loss - lowest:.4f}",
-        f"{summary.train_loss:.4f}",
-        f"{summary.steps:,}",
-        format_count(summary.tokens),
-        None if steps is None else f"{steps['tokens_per_second'].median():,.0f}",
+        number(loss, "{:.4f}"),
+        number(loss - lowest, "{:.4f}"),
+        number(summary.train_loss, "{:.4f}"),
+        number(summary.steps, "{:,}"),
+        Cell(format_count(summary.tokens), summary.tokens),
+        number(rate, "{:,.0f}"),
     ]
 
 
@@ -76,16 +78,22 @@ def _curves(title: str, losses: "Mapping[str, pd.Series[float]]", x_title: str, 
         said.append(f"All but the {len(sweep_figures.CURVE_COLORS)} best are grey.")
     figure = sweep_figures.loss_curves(losses, x_title=x_title, marked=title == HELD_OUT)
     summary = f"At the end: {ends} nats per token."
-    return Panel(title, figure, summary, said, wide=True, height_px=300 + LEGEND_LINE_PX * len(losses))
+    return Panel(title, figure, summary, said, wide=True, height_px=300 + sweep_figures.LEGEND_LINE_PX * len(losses))
 
 
 def _training(steps: Mapping[str, pd.DataFrame], by: str) -> Panel:
     title = "Training loss"
     if not steps:
         return Panel(title, None, "", ["No element has taken a step yet."], wide=True)
-    span = max(1, max(map(len, steps.values())) // SMOOTHED_POINTS)
-    losses = {name: _by(table, "loss", by).rolling(span, min_periods=1).mean() for name, table in steps.items()}
-    notes = ["The best element comes first. A click on a name hides its line; a double click hides all others."]
+    longest = max(map(len, steps.values()))
+    span, stride = max(1, longest // SMOOTHED_POINTS), max(1, longest // MOST_POINTS)
+    losses = {
+        # from the end, so that the last step is a point
+        name: _by(table, "loss", by).rolling(span, min_periods=1).mean()[::-stride][::-1]
+        for name, table in sweep_figures.first_drawn(steps).items()
+    }
+    notes = [*sweep_figures.not_drawn(steps)]
+    notes += ["The best element comes first. A click on a name hides its line; a double click hides all others."]
     if span > 1:
         notes.append(f"Each point is the mean of the last {span} steps.")
     return _curves(title, losses, X_TITLES[by], notes)
@@ -96,7 +104,8 @@ def _held_out(steps: Mapping[str, pd.DataFrame], by: str) -> Iterator[Panel]:
     evaluated = {name: _by(table[table["eval_loss"].notna()], "eval_loss", by) for name, table in steps.items()}
     evaluated = {name: losses for name, losses in evaluated.items() if not losses.empty}
     if max(map(len, evaluated.values()), default=0) > 1:
-        yield _curves(HELD_OUT, evaluated, X_TITLES[by], [])
+        drawn, notes = sweep_figures.first_drawn(evaluated), list(sweep_figures.not_drawn(evaluated))
+        yield _curves(HELD_OUT, drawn, X_TITLES[by], notes)
 
 
 def _by(table: pd.DataFrame, column: str, by: str) -> "pd.Series[float]":

@@ -2,38 +2,47 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from llama_core.errors import TrainingInfraError
 from llama_core.planning.plan import ParallelPlan
+from llama_core.sweep.grid import GridValue
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
+from training_reports.sweep_table import Cell, Order
 
 
 @dataclass(frozen=True)
 class Row:
-    """One element that can run, with its records."""
+    """One element, with its records."""
 
     name: str
     contents: RunContents
+    settings: Mapping[str, GridValue] = field(default_factory=dict)
+    """Its value for each key of the grid."""
+    skipped: str = ""
+    """Why it cannot run; empty if it can."""
 
     @property
     def status(self) -> str:
         """How its job ended, or its state so far."""
         outcome, job = self.contents.outcome, self.contents.job
+        if self.skipped:
+            return "skipped"
         return outcome.status if outcome else "submitted" if job else "waiting"
 
     @property
     def style(self) -> str:
         """The CSS class of the status."""
-        return STATUS_STYLE.get(self.status, "bad") if self.contents.outcome else "idle"
+        return STATUS_STYLE.get(self.status, "bad") if self.contents.outcome and not self.skipped else "idle"
 
-    @property
-    def plan(self) -> str | None:
-        """Its plan in one line, if it is known."""
+    @cached_property
+    def plan(self) -> ParallelPlan | None:
+        """Its plan, if it is known."""
         if self.contents.plan is None:
             return None
         try:
-            return ParallelPlan.from_dict(self.contents.plan).summary()
+            return ParallelPlan.from_dict(self.contents.plan)
         except (TrainingInfraError, LookupError, TypeError, ValueError):  # the plan of another version
             return None
 
@@ -46,6 +55,23 @@ class Row:
         measured = self.contents.benchmark or self.contents.training
         return peaks | {"measured": measured.memory_peak_bytes if measured and self.status == "finished" else None}
 
+    @property
+    def predicted_seconds(self) -> float | None:
+        """The predicted time of a step, if its plan was searched for: on GPUs."""
+        step = (self.contents.choice or {}).get("step")
+        seconds = step.get("step_seconds") if isinstance(step, dict) else None
+        return seconds if isinstance(seconds, int | float) else None
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The median time of a timed step, or else of a training step, if it finished."""
+        if self.status != "finished":
+            return None
+        if self.contents.benchmark is not None:
+            return self.contents.benchmark.median_seconds
+        steps = self.contents.steps
+        return None if steps.empty else float(steps["step_seconds"].median())
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -54,10 +80,12 @@ class Ranking:
     title: str
     """The table's."""
     columns: Sequence[str]
-    """The results of an element, after its name and status and before its memory."""
+    """The results of an element, after its name and status and before times and memory; the first of them ranks."""
+    order: Order
+    """Whether the best has the highest of it (descending) or the lowest."""
     rows: Sequence[Row]
-    """All elements: those with a result by rank, then the others."""
-    results: Mapping[str, Sequence[str | None]]
+    """All elements that can run: those with a result by rank, then the others."""
+    results: Mapping[str, Sequence[Cell]]
     """The cells of ``columns`` for each element with a result, by name."""
     cards: Sequence[Card]
     panels: Sequence[Panel]

@@ -9,10 +9,8 @@ from llama_core.sweep.grid import DONE
 from llama_core.sweep.history import ComparedElement, Judgement
 from training_reports.sweep_history import shown_time
 from training_reports.sweep_rows import Ranking, Row
-from training_reports.sweep_throughput import not_told_apart
+from training_reports.sweep_throughput import MOST_NAMED, not_told_apart
 
-MOST_NAMED = 3
-"""Most elements that a sentence lists with their reasons."""
 PLENTY = 0.5
 """Share of a GPU's memory below which a larger microbatch is worth a try."""
 
@@ -81,8 +79,11 @@ def _since(judgement: Judgement) -> Iterator[str]:
         yield "This is the first result of these elements on this kind of machine."
         return
     for verdict in ("slower", "faster", "disturbed"):
-        for one in judgement.of(verdict):
+        found = judgement.of(verdict)
+        for one in found[:MOST_NAMED]:
             yield f"{one.element} is {verdict}: {one.sentence()}."
+        if len(found) > MOST_NAMED:
+            yield f"{len(found) - MOST_NAMED} more are {verdict}, listed below."
     if same := judgement.of("same"):
         some = _counted(same, judgement)
         yield f"{some[0].upper()}{some[1:]} are as fast as before, within the noise."
@@ -161,4 +162,6 @@ def _room(best: Row) -> Iterator[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
+    if len(names) > MOST_NAMED + 1:
+        names = [*names[:MOST_NAMED], f"{len(names) - MOST_NAMED} more"]
     return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -8,6 +8,10 @@ from training_reports import sweep_figures
 from training_reports.figures import throughput_quartiles
 from training_reports.layout import Card, Panel
 from training_reports.sweep_rows import Ranking, Row, ordered
+from training_reports.sweep_table import Cell, number
+
+MOST_NAMED = 3
+"""Most elements that a sentence names."""
 
 
 def rank(rows: Sequence[Row]) -> Ranking:
@@ -20,7 +24,8 @@ def rank(rows: Sequence[Row]) -> Ranking:
     timed = dict(fastest_first)
     return Ranking(
         title="Every element, fastest first",
-        columns=("Tokens/s", "Middle half", "Step", "MFU"),
+        columns=("Tokens/s", "Middle half", "MFU"),
+        order="descending",
         rows=ordered(rows, timed),
         results={name: _cells(record) for name, record in timed.items()},
         cards=_best(timed),
@@ -29,13 +34,12 @@ def rank(rows: Sequence[Row]) -> Ranking:
     )
 
 
-def _cells(timed: BenchmarkRecord) -> list[str | None]:
+def _cells(timed: BenchmarkRecord) -> list[Cell]:
     slow, fast = throughput_quartiles(timed)
     return [
-        f"{timed.tokens_per_second:,.0f}",
-        f"{slow:,.0f} to {fast:,.0f}",
-        f"{timed.median_seconds:.3f} s",
-        None if timed.mfu is None else f"{timed.mfu:.1%}",
+        number(timed.tokens_per_second, "{:,.0f}"),
+        Cell(f"{slow:,.0f} to {fast:,.0f}", slow),
+        number(timed.mfu, "{:.1%}"),
     ]
 
 
@@ -61,14 +65,20 @@ def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
 
 def _overlaps(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     if close := not_told_apart(timed):
-        yield f"Its middle half overlaps that of {' and of '.join(close)}; time more steps to tell them apart."
+        more = f" and of {len(close) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
+        others = " and of ".join(close[:MOST_NAMED])
+        yield f"Its middle half overlaps that of {others}{more}; time more steps to tell them apart."
 
 
 def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:
     title = "Throughput by element"
     if not timed:
         return Panel(title, None, "", ["No element has been timed yet."], wide=True)
-    rates = [f"{name} {record.tokens_per_second:,.0f} tokens/s" for name, record in timed.items()]
-    notes = ["Bars are medians of the timed steps, over all devices; lines span the middle half of the steps."]
-    figure = sweep_figures.throughput_by_element(timed)
-    return Panel(title, figure, ", ".join(rates), notes, wide=True, height_px=sweep_figures.height_px(timed))
+    drawn = sweep_figures.first_drawn(timed)
+    rates = [f"{name} {record.tokens_per_second:,.0f} tokens/s" for name, record in drawn.items()]
+    notes = [
+        *sweep_figures.not_drawn(timed),
+        "Bars are medians of the timed steps, over all devices; lines span the middle half of the steps.",
+    ]
+    figure = sweep_figures.throughput_by_element(drawn)
+    return Panel(title, figure, ", ".join(rates), notes, wide=True, height_px=sweep_figures.height_px(drawn))

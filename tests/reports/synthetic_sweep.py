@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_record, write_run
 
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.measurements import BenchmarkRecord
@@ -62,6 +63,62 @@ def _write_timed(run, number):
     write_json(run.dry_run, DRY_RUN)
     write_json(run.benchmark, timed)
     write_json(run.outcome, FINISHED)
+
+
+GRID_200 = {
+    "parallel.gpus": [1, 2, 4, 8, 16],
+    "parallel.tp": [1, 2],
+    "parallel.microbatch_size": [1, 2, 4, 8, 16],
+    "parallel.recompute": ["none", "full"],
+    "parallel.compile": [False, True],
+}
+"""200 elements; 20 of them have more tensor-parallel ranks than GPUs."""
+
+
+def write_planned_sweep(path, grid):
+    """Write a sweep of these ranks, microbatches and modes with their plans and predicted steps.
+
+    More tensor-parallel ranks than GPUs are skipped, and microbatches of 16 that recompute nothing run out of memory.
+    An element on n ranks is as fast as n ** 0.9 of them.
+    """
+    config = SweepConfig.from_mapping({"name": path.name, "base": {"model": "llama3_8b"}, "grid": grid})
+    sweep, records = SweepDirectory(path), []
+    for element in config.elements():
+        asked = {key.rpartition(".")[2]: value for key, value in element.settings.items()}
+        gpus, tp, rows = asked.get("gpus", 1), asked.get("tp", 1), asked.get("microbatch_size", 1)
+        if gpus % tp:
+            reason = f"parallel.gpus={gpus} is not a multiple of {tp} (tp={tp})"
+            records.append(ElementRecord(element.name, element.settings, reason))
+            continue
+        records.append(ElementRecord(element.name, element.settings))
+        full, compiled = asked.get("recompute") == "full", asked.get("compile", False)
+        plan = ParallelPlan(tp=tp, dp_replicate=gpus // tp, microbatch_size=rows, num_microbatches=32 // rows)
+        rate = 9000 * gpus**0.9 * (0.9 if tp > 1 else 1) * rows**0.1 * (0.75 if full else 1) * (1.1 if compiled else 1)
+        num_bytes = round((16_000 + 4000 * rows * (0.25 if full else 1) - 900 * compiled) * MIB / tp)
+        run = sweep.run(element.name)
+        run.create()
+        run.config.write_text("launch: {device: cuda}\n")
+        write_json(run.plan, plan.as_dict())
+        seconds = plan.batch_size * 8192 / rate
+        write_json(run.choice, {"step": {"step_seconds": 0.9 * seconds}})
+        write_json(run.estimate, ESTIMATE)
+        fails = rows == 16 and not full
+        write_json(run.outcome, FAILED if fails else FINISHED)
+        if fails:
+            continue
+        timed = replace(
+            BENCHMARK,
+            device="NVIDIA H100",
+            step_seconds=tuple(seconds * part for part in (0.99, 0.995, 1.0, 1.01, 1.03)),
+            median_seconds=seconds,
+            tokens_per_step=plan.batch_size * 8192,
+            tokens_per_second=rate,
+            mfu=0.4,
+            memory_peak_bytes=num_bytes,
+        )
+        write_json(run.benchmark, timed)
+    write_record(sweep, SweepRecord(config.model_dump(), tuple(records)))
+    return sweep
 
 
 def write_loss_sweep(path, losses=(2.6, 2.4, 2.9), *, batch_sizes=(8,)):

@@ -1,9 +1,9 @@
 """The report as a browser shows it, without a network."""
 
 import pytest
-from browser import drawn_figures
+from browser import Browser, drawn_figures
 from synthetic_run import step_records, write_run
-from synthetic_sweep import write_history, write_loss_sweep, write_sweep
+from synthetic_sweep import GRID_200, write_history, write_loss_sweep, write_planned_sweep, write_sweep
 
 from training_reports.compare import write_comparison
 from training_reports.compare_rows import compare_runs
@@ -32,6 +32,7 @@ def test_a_sweep_is_drawn_with_a_bar_for_each_element_and_each_kind_of_peak(tmp_
     drawn = drawn_figures(write_sweep_report(sweep), tmp_path / "profile")
     assert {title: (figure["trace"], figure["point"]) for title, figure in drawn.items()} == {
         "Throughput by element": (1, 5),
+        "Throughput against memory": (1, 5),
         "Peak memory by element": (3, 3 * 5),
     }
     assert drawn["Throughput by element"]["errorbar"] == 5
@@ -65,3 +66,72 @@ def test_a_sweep_of_losses_is_drawn_with_a_line_for_each_element(tmp_path):
         "Held-out loss": (3, 3 * 2),
         "Peak memory by element": (3, 3 * 4),
     }
+
+
+one_browser = pytest.mark.xdist_group("sweep in a browser")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    started = Browser(tmp_path_factory.mktemp("browser"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    return write_sweep_report(write_planned_sweep(tmp_path_factory.mktemp("sweeps") / "large", GRID_200))
+
+
+def column(tab, place):
+    """Return the texts of a column of the table, without the rows that are filtered out."""
+    rows = "[...document.querySelectorAll('.elements tbody tr')].filter((row) => !row.hidden)"
+    return tab.evaluate(f"{rows}.map((row) => row.cells[{place}].textContent)")
+
+
+def orders(tab):
+    """Return the sorted columns of the table, with their order."""
+    headers = "[...document.querySelectorAll('.elements th[aria-sort]')]"
+    return dict(tab.evaluate(f"{headers}.map((one) => [one.textContent, one.ariaSort])"))
+
+
+@one_browser
+def test_a_click_on_a_header_sorts_the_elements_and_unknown_values_stay_last(browser, large):
+    with browser.open(large) as tab:
+        assert orders(tab) == {"Tokens/s": "descending"}
+        rates = column(tab, 2)
+        timed = [rate for rate in rates if rate != "—"]
+        assert len(rates) == 200
+        assert len(timed) == 162
+        tab.click(".elements th:nth-child(3) button")
+        assert orders(tab) == {"Tokens/s": "ascending"}
+        assert column(tab, 2) == timed[::-1] + ["—"] * 38
+        tab.evaluate("document.querySelector('.elements th:nth-child(1) button').focus()")
+        tab.press("Enter", 13, "\r")
+        assert orders(tab) == {"Element": "ascending"}
+        assert column(tab, 0)[0] == "gpus=1,tp=1,microbatch_size=1,recompute=full,compile=false"
+        assert column(tab, 0)[-1] == "gpus=16,tp=2,microbatch_size=16,recompute=none,compile=true"
+
+
+@one_browser
+def test_typed_words_and_a_state_leave_only_the_rows_that_have_them(browser, large):
+    with browser.open(large, width=390, height=844, phone=True) as tab:
+        tab.evaluate("document.querySelector('.choose input').focus()")
+        tab.type("TP=2 recompute=full")
+        shown = column(tab, 0)
+        assert len(shown) == 50
+        assert all("tp=2" in name and "recompute=full" in name for name in shown)
+        tab.evaluate(
+            "(() => { const one = document.querySelector('.choose select'); one.value = 'skipped';"
+            " one.dispatchEvent(new Event('change')); })()"
+        )
+        assert set(column(tab, 1)) == {"skipped"}
+        assert tab.evaluate("document.querySelector('.choose output').textContent") == "10 of 200 elements"
+
+
+@one_browser
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_the_page_of_a_large_sweep_is_drawn_and_no_wider_than_its_window(browser, large, width, dark):
+    with browser.open(large, width=width, height=844, phone=width < 500, dark=dark) as tab:
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        assert tab.evaluate("[...document.querySelectorAll('.plot')].every((one) => one.querySelector('.main-svg'))")

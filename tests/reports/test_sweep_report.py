@@ -1,22 +1,39 @@
+import json
 import re
 
 import pytest
-from synthetic_sweep import DOES_NOT_FIT, write_history, write_loss_sweep, write_sweep
+from synthetic_sweep import (
+    DOES_NOT_FIT,
+    GRID_200,
+    write_history,
+    write_loss_sweep,
+    write_planned_sweep,
+    write_sweep,
+)
 
 from llama_core.errors import RunDirectoryError
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.files import read_json
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.units import GIB
 from training_reports.contents import RunContents
 from training_reports.sweep import write_report
-from training_reports.sweep_figures import memory_by_element, throughput_by_element
+from training_reports.sweep_figures import (
+    MOST_DRAWN,
+    memory_by_element,
+    throughput_against_memory,
+    throughput_by_element,
+)
 from training_reports.sweep_loss import rank
+from training_reports.sweep_pareto import pareto_front
 from training_reports.sweep_rows import Row
+from training_reports.sweep_scaling import Sized, scaling_lines
 
 
 def text_of(page, heading):
-    """Return the text of the part of the page under ``heading``, tags replaced by spaces."""
-    part = page.split(f"<h2>{heading}", 1)[1].split("<h2>", 1)[0]
+    """Return the text of the part of the page under ``heading``, tags replaced by spaces, without scripts."""
+    part = page.split(f"<h2>{heading}", 1)[1].split("<h2>", 1)[0].replace("<wbr>", "")
+    part = re.sub(r"<script.*?</script>", "", part, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", part).split())
 
 
@@ -39,12 +56,95 @@ def test_the_fastest_element_comes_first_and_those_without_a_speed_last(page):
         "microbatch_size=1,recompute=none",
         "microbatch_size=2,recompute=selective",
         "microbatch_size=4,recompute=none",
+        "microbatch_size=4,recompute=selective",  # skipped
     ]
 
 
 def test_a_row_holds_speed_spread_and_the_three_peaks(page):
     row = re.search(r"microbatch_size=2,recompute=none (.*?) microbatch", text_of(page, "Every element"))[1]
-    assert row == "finished 2,031 1,998 to 2,048 8.067 s 32.0% 1.70 GiB 1.70 GiB 2.25 GiB"
+    assert row == "finished 2,031 1,998 to 2,048 32.0% 8.067 s 1.70 GiB 1.70 GiB 2.25 GiB —"
+
+
+def test_the_row_of_an_element_that_failed_holds_what_was_predicted_of_it(page):
+    row = re.search(r"microbatch_size=2,recompute=selective (.*?) microbatch", text_of(page, "Every element"))[1]
+    assert row == "oom — — — — 1.70 GiB — — —"
+
+
+def test_the_predicted_step_stands_beside_the_measured_one_with_its_error(tmp_path):
+    sweep = write_planned_sweep(tmp_path / "sweep", {"parallel.gpus": [1, 4]})
+    timed = RunContents.read(sweep.run("gpus=1")).benchmark
+    predicted = f"{0.9 * timed.median_seconds:.3f} s (-10.0%)"
+    assert f"{predicted} {timed.median_seconds:.3f} s" in text_of(write_report(sweep).read_text(), "Every element")
+
+
+def test_the_front_is_the_most_throughput_within_each_amount_of_memory():
+    points = {f"p{n}": (float(37 * n % 101), float(53 * n % 97 + 1)) for n in range(60)}
+    beaten = {
+        name
+        for name, (size, rate) in points.items()
+        if any(s <= size and r >= rate and (s, r) != (size, rate) for s, r in points.values())
+    }
+    assert set(pareto_front(points)) == points.keys() - beaten
+    assert len(pareto_front({"a": (1.0, 5.0), "b": (1.0, 5.0)})) == 1
+
+
+def test_the_front_is_drawn_and_those_without_a_point_are_named_below(page):
+    panel = text_of(page, "Throughput against memory")
+    assert "(2,031 tokens/s, 2.25 GiB)" in panel
+    assert "failed: microbatch_size=2,recompute=selective (oom)" in panel
+    assert "skipped because they cannot run: microbatch_size=4,recompute=selective" in panel
+    assert "without a result: microbatch_size=4,recompute=none (submitted)" in panel
+
+
+def test_labels_overlap_neither_each_other_nor_a_dot():
+    points = {f"p{n}": (1e9 * (1 + n % 7), 1000.0 + 3 * n) for n in range(40)}
+    figure = throughput_against_memory(points, pareto_front(points), dict.fromkeys(points, "8, selective"), "measured")
+    shown = [text for trace in figure.data for text in trace.text if text]
+    assert 0 < len(shown) < 40
+    close = {"a": (1e9, 1000.0), "b": (1e9, 1000.0), "c": (2e9, 9000.0)}
+    (others, front) = throughput_against_memory(close, ["a", "c"], {"a": "1", "b": "2", "c": "3"}, "measured").data
+    assert set(front.text) | set(others.text) == {"1", "2", "3"}
+
+
+def test_scaling_is_measured_against_as_many_times_the_smallest(tmp_path):
+    sweep = write_planned_sweep(tmp_path / "sweep", {"parallel.gpus": [1, 2, 4], "parallel.tp": [1, 2]})
+    page = write_report(sweep).read_text()
+    panel = text_of(page, "Scaling")
+    assert f"data parallel: {2**-0.1:.1%} on 2, {4**-0.1:.1%} on 4" in panel
+    assert f"data parallel, tp=2: {2**-0.1:.1%} on 4" in panel
+    assert f"tensor parallel: {0.9 * 2**-0.1:.1%} on 2" in panel
+    assert f"tensor parallel, dp=2: {0.9 * 2**-0.1:.1%} on 4" in panel
+    assert "skipped" in text_of(page, "Every element")
+    row = re.search(r"gpus=4,tp=2 (.*?) gpus", text_of(page, "Every element"))[1]
+    assert f"{2**-0.1:.1%} data; {0.9 * 2**-0.1:.1%} tensor" in row
+
+
+def test_elements_that_differ_in_more_than_ranks_are_on_no_line(tmp_path):
+    assert "<h2>Scaling" not in write_report(write_sweep(tmp_path / "sweep", 4)).read_text()
+    grid = {"parallel.gpus": [1, 2], "parallel.microbatch_size": [1, 2]}
+    rows = [
+        Sized(f"{gpus} {size}", dict(zip(grid, (gpus, size), strict=True)), ParallelPlan(dp_replicate=gpus), 1.0)
+        for gpus, size in ((1, 1), (2, 2))
+    ]
+    assert scaling_lines(rows) == []
+
+
+def test_two_hundred_elements_make_one_light_page_with_a_row_for_each(tmp_path):
+    sweep = write_planned_sweep(tmp_path / "sweep", GRID_200)
+    write_history(sweep)
+    path = write_report(sweep)
+    page = path.read_text()
+    table = page.split("<h2>Every element", 1)[1].split("</table>", 1)[0]
+    assert table.count("<tr data-state=") == 200
+    assert all(f"{one.name.replace(',', ',<wbr>')}<" in table for one in read_record(sweep).elements)
+    assert path.stat().st_size < 5_000_000
+    figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    assert len(figures) == 5
+    for figure in figures:
+        assert sum(trace.get("showlegend", True) for trace in figure["data"]) <= MOST_DRAWN
+    assert max(int(height) for height in re.findall(r"height: (\d+)px", page)) < 4000
+    summary = text_of(page, "In short")
+    assert len(summary) < 3000
 
 
 def test_skipped_and_failed_elements_are_listed_with_the_reason(page):

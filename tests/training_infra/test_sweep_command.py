@@ -61,7 +61,7 @@ def test_all_elements_appear_in_one_report(finished):
     page = finished.report.read_text()
     assert "2 of 2 timed" in page
     assert all(page.count(name) >= 3 for name in NAMES)
-    plans = page.split("<h2>Plans", 1)[1]
+    plans = page.split("<h2>Every element", 1)[1]
     assert "1 rank, 4 x 1 sequences per step and rank" in plans
     assert "1 rank, 2 x 2 sequences per step and rank" in plans
     assert "microbatch_size=3" in page
