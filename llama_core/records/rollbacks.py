@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import checked_record, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,14 @@ class Rollback:
 
 
 def read_rollbacks(run: RunDirectory) -> list[Rollback]:
-    """Return the run's rollbacks, oldest first."""
+    """Return the run's rollbacks, oldest first.
+
+    Raises:
+        RunDirectoryError: if their file is damaged.
+    """
     if not run.rollbacks.exists():
         return []
-    return [Rollback(**rollback) for rollback in read_json(run.rollbacks)["rollbacks"]]
+    return checked_record(read_json(run.rollbacks).get("rollbacks"), list[Rollback], run.rollbacks)
 
 
 def write_rollbacks(run: RunDirectory, rollbacks: Sequence[Rollback]) -> None:

@@ -21,6 +21,7 @@ from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.metrics import append_metrics, drop_metrics_after, read_heartbeat, read_metrics
 from llama_core.records.profiles import ProfileRecord, read_profiles, write_profile
+from llama_core.records.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from llama_core.sweep.directory import SweepDirectory, unfinished
 from llama_core.sweep.history import Judgement
 from training_reports.compare_rows import compare_runs
@@ -50,6 +51,7 @@ def whole(tmp_path_factory):
     write_json(run.outcome, outcome)
     write_json(run.job, JOB)
     write_json(run.choice, {"reasons": {"tp": "one rank"}, "step": {"step_seconds": 1.0, "tp_seconds": 0.1}})
+    write_rollbacks(run, [Rollback(10, 12, "loss 9", {"position": 4}, 1.0)])
     append_metrics(run, step_record(41))
     return run
 
@@ -67,7 +69,7 @@ def readers(run):
         partial(read_rank_exits, run, JOB, 0), partial(concluded, run, JOB), partial(conclude, run, JOB),
         partial(attach, run), partial(existing_run, config, run.path, resume=True),
         lambda: list(LogFollower(run, last_lines=None).new_lines()),
-        partial(drop_metrics_after, run, 30),
+        partial(drop_metrics_after, run, 30), partial(read_rollbacks, run),
     ]  # fmt: skip
 
 
