@@ -179,7 +179,7 @@ class ActionClock:
         """Return the times of all actions, once the device has done them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        begins, ends = (self._marks[edge] for edge in ("begins", "ends"))
+        begins, ends = self._marks["begins"], self._marks["ends"]
         return LaneRecord(
             actions=tuple(map(str, begins)),
             begins=tuple(_seconds(self._origin, mark) for mark in begins.values()),
