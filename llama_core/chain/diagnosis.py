@@ -198,8 +198,8 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
     saved = good[-1].step if good else 0
     try:
         rows = {row["step"]: row for row in read_metrics(run).select(["step", "loss", "tokens"]).to_pylist()}
-    except (OSError, ValueError) as error:
-        return Fact("metrics", f"cannot be read: {str(error).splitlines()[0]}", is_problem=True)
+    except RunDirectoryError as error:
+        return Fact("metrics", str(error), is_problem=True)
     last = max(rows, default=0)
     missing = next((step for step in range(1, max(last, saved) + 1) if step not in rows), None)
     if missing is not None:

@@ -209,9 +209,10 @@ def test_metrics_that_disagree_with_the_newest_checkpoint_are_a_problem(run, rec
 
 def test_metrics_that_cannot_be_read_are_a_problem(run):
     end(run, "cancelled")
-    next(run.metrics.glob("part-*")).write_bytes(b"damaged")
+    part = next(run.metrics.glob("part-*"))
+    part.write_bytes(b"damaged")
     ((subject, text),) = problems(diagnose(run))
-    assert (subject, text.startswith("cannot be read: ")) == ("metrics", True)
+    assert (subject, text.startswith(f"{part} is damaged (")) == ("metrics", True)
 
 
 def test_too_little_disk_for_a_checkpoint_is_a_problem(run, monkeypatch):
