@@ -100,6 +100,11 @@ class TrainingSummary:
     memory_by_rank_bytes: tuple[int, ...] = ()
     """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
 
+    @property
+    def memory_added_bytes(self) -> int:
+        """Most memory alive while training beyond that alive before the model was built: what is predicted."""
+        return self.memory_peak_bytes - self.memory_baseline_bytes
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_by_rank_bytes", tuple(self.memory_by_rank_bytes))  # JSON has lists
 
@@ -115,7 +120,7 @@ class TrainingSummary:
             parts.append(
                 f"held-out loss {self.eval_loss:.3f} nats/token" + (f" ({', '.join(baselines)})" if baselines else "")
             )
-        parts.append(f"peak {format_bytes(self.memory_peak_bytes - self.memory_baseline_bytes)}")
+        parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
         if self.memory_process_bytes:
             parts[-1] += f", {format_bytes(self.memory_reserved_bytes)} with the whole process"
         elif self.memory_reserved_bytes:
@@ -152,6 +157,13 @@ class BenchmarkRecord:
     """The machine of the first rank."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The software that was measured: python, torch, this package, its commit."""
+    memory_baseline_bytes: int = 0
+    """Memory alive before the model was built, measured as ``memory_peak_bytes``; 0 if not recorded."""
+
+    @property
+    def memory_added_bytes(self) -> int:
+        """Most memory alive during the timed steps beyond that alive before the model was built: what is predicted."""
+        return self.memory_peak_bytes - self.memory_baseline_bytes
 
     @property
     def relative_spread(self) -> float:

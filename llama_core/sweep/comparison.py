@@ -181,7 +181,7 @@ def _measured(sweep: SweepDirectory) -> list[Row]:
                     step_seconds=timed.median_seconds,
                     tokens_per_second=timed.tokens_per_second,
                     mfu=timed.mfu,
-                    memory_bytes=timed.memory_peak_bytes,
+                    memory_bytes=timed.memory_added_bytes,
                 )
             )
         else:

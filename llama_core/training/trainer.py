@@ -256,7 +256,8 @@ class Trainer:
         (waiting,) = most_over_ranks(-1 if record.waiting_threads is None else round(1e6 * record.waiting_threads))
         return replace(
             record,
-            memory_peak_bytes=peak,
+            memory_baseline_bytes=self.memory_baseline_bytes,
+            memory_peak_bytes=max(peak, self.memory_baseline_bytes),
             memory_reserved_bytes=reserved,
             waiting_threads=None if waiting < 0 else 1e-6 * waiting,
             host=platform.node(),

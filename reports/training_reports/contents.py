@@ -133,9 +133,7 @@ class RunContents:
     @property
     def measured_bytes(self) -> int | None:
         """Peak of the memory alive in training, less that alive before the model was built."""
-        if self.training is None:
-            return None
-        return self.training.memory_peak_bytes - self.training.memory_baseline_bytes
+        return None if self.training is None else self.training.memory_added_bytes
 
     @property
     def measured_beside(self) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The page of a predicted sweep: its elements side by side, from arithmetic alone."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llama_core.sweep.comparison import Comparison, Row
@@ -9,6 +10,7 @@ from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel, write_page
 from training_reports.sweep_pareto import pareto_panel
+from training_reports.sweep_rows import short_names
 from training_reports.sweep_scaling import COLUMN as SCALING
 from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
 from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow, bytes_cell, number
@@ -23,7 +25,10 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
     Raises:
         RunDirectoryError: if the page cannot be written.
     """
-    rows = sorted(comparison.rows, key=lambda row: -(row.tokens_per_second or 0.0))
+    names, shared = short_names([row.name for row in comparison.rows])
+    rows = sorted(
+        (replace(row, name=names[row.name]) for row in comparison.rows), key=lambda row: -(row.tokens_per_second or 0.0)
+    )
     planned = [row for row in rows if row.status == "finished"]
     lines = scaling_lines(
         [
@@ -43,6 +48,7 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
         facts={
             "Model": config.base.model,
             "Planned for": ", ".join(sorted({row.device for row in planned})) or None,
+            **({"In all elements": ", ".join(shared)} if shared else {}),
             "Price": f"${config.base.launch.dollars_per_gpu_hour:,.2f} per GPU hour",
         },
         cards=_best(planned),

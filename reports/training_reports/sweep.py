@@ -13,9 +13,9 @@ from training_reports.contents import RunContents
 from training_reports.layout import Card, Panel, write_page
 from training_reports.page import MEASURES
 from training_reports.sweep_history import COLUMNS as HISTORY_COLUMNS
-from training_reports.sweep_history import history_panel, history_rows, shown_time
+from training_reports.sweep_history import history_panel, history_rows, read_judgement, shown_time
 from training_reports.sweep_pareto import pareto_panel
-from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_rows import Ranking, Row, short_names
 from training_reports.sweep_scaling import COLUMN as SCALING
 from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
 from training_reports.sweep_summary import summarise
@@ -45,15 +45,16 @@ def write_report(sweep: SweepDirectory) -> Path:
         RunDirectoryError: if the directory holds no sweep, or the page cannot be written.
     """
     record = read_record(sweep)
+    names, shared = short_names([element.name for element in record.elements])
     every = [
-        Row(element.name, RunContents.read(sweep.run(element.name)), element.settings, element.skipped)
+        Row(names[element.name], RunContents.read(sweep.run(element.name)), element.settings, element.skipped)
         for element in record.elements
     ]
     ranking = RANKINGS[record.objective]([row for row in every if not row.skipped])
     skipped = [row for row in every if row.skipped]
     lines = scaling_lines(list(_sized(ranking)))
     rows, ranked = ranking.rows, [row for row in ranking.rows if row.name in ranking.results]
-    config, judgement = record.sweep_config, Judgement.read(sweep.history)
+    config, judgement = record.sweep_config, read_judgement(sweep.history, names)
     return write_page(
         sweep.report,
         "sweep.html",
@@ -65,8 +66,9 @@ def write_report(sweep: SweepDirectory) -> Path:
             "Model": config.base.model,
             "Launcher": config.base.launch.launcher,
             **ranking.facts,
+            **({"In all elements": ", ".join(shared)} if shared else {}),
         },
-        summary=summarise(sweep, record, ranking, judgement),
+        summary=summarise(sweep, record.objective, ranking, skipped, judgement),
         cards=[*ranking.cards, _counts(record, rows, ranking)],
         panels=[
             *ranking.panels,
@@ -133,7 +135,7 @@ def _table(rows: Sequence[Row], ranking: Ranking, lines: Sequence[Line]) -> Tabl
                 row.status,
                 row.style,
                 [of_column.get(row.name, UNKNOWN) for of_column in columns.values()],
-                href=None if row.skipped else f"runs/{quote(row.name, safe='=,+')}/",
+                href=None if row.skipped else f"runs/{quote(row.contents.path.name, safe='=,+')}/",
                 is_best=place == 0 and row.name in ranking.results,
             )
             for place, row in enumerate(rows)
@@ -151,7 +153,7 @@ def _sized(ranking: Ranking) -> Iterator[Sized]:
 
 def _pareto(ranking: Ranking, skipped: Sequence[Row]) -> Iterator[Panel]:
     timed = {
-        row.name: (float(benchmark.memory_peak_bytes), benchmark.tokens_per_second)
+        row.name: (float(benchmark.memory_added_bytes), benchmark.tokens_per_second)
         for row in ranking.rows
         if row.name in ranking.results and (benchmark := row.contents.benchmark) is not None
     }
@@ -176,8 +178,7 @@ def _memory(rows: Sequence[Row]) -> Panel:
     notes = [
         *sweep_figures.not_drawn(peaks),
         *(
-            f"The measurement is the peak of {measure}, including what was held before the model was built; the "
-            "predictions leave that out."
+            f"The measurement is the peak of {measure}, less what was held before the model was built."
             for measure in sorted(measures - {""})
         ),
     ]

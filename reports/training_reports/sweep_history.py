@@ -1,7 +1,9 @@
 """A sweep beside the earlier ones of the same elements on the same kind of machine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import plotly.graph_objects as go
 
@@ -14,6 +16,18 @@ from training_reports.sweep_figures import CURVE_COLORS, LEGEND_LINE_PX, first_d
 COLUMNS = ("Element", "Verdict", "Tokens/s", "Expected", "Change", "Noise between results", "Peak memory", "Remarks")
 VERDICT_STYLE = {"slower": "bad", "faster": "good", "disturbed": "warn"}
 """CSS class of a verdict; that of all others is ``idle``."""
+
+
+def read_judgement(path: Path, names: Mapping[str, str]) -> Judgement | None:
+    """Return the judgement in a ``history.json`` with these names of the elements; None if there is none to show."""
+    judgement = Judgement.read(path)
+    if judgement is None:
+        return None
+    elements = [replace(one, element=names.get(one.element, one.element)) for one in judgement.elements]
+    changes = [
+        replace(one, elements=tuple(names.get(name, name) for name in one.elements)) for one in judgement.changes
+    ]
+    return replace(judgement, elements=tuple(elements), changes=tuple(changes))
 
 
 def history_rows(judgement: Judgement) -> Iterator[tuple[str, str, str, list[str | None]]]:

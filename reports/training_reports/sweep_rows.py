@@ -17,6 +17,7 @@ class Row:
     """One element, with its records."""
 
     name: str
+    """Its settings without those that all elements share."""
     contents: RunContents
     settings: Mapping[str, GridValue] = field(default_factory=dict)
     """Its value for each key of the grid."""
@@ -53,7 +54,7 @@ class Row:
             how: profile["peak_bytes"] if profile else None for how, _, profile in self.contents.predictions
         }
         measured = self.contents.benchmark or self.contents.training
-        return peaks | {"measured": measured.memory_peak_bytes if measured and self.status == "finished" else None}
+        return peaks | {"measured": measured.memory_added_bytes if measured and self.status == "finished" else None}
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -90,6 +91,16 @@ class Ranking:
     cards: Sequence[Card]
     panels: Sequence[Panel]
     facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def short_names(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return a name for each element without the settings that all share, by its whole name, and those settings."""
+    parts = [name.split(",") for name in names]
+    shared = [part for part in parts[0] if all(part in others for others in parts[1:])] if len(parts) > 1 else []
+    shown = {name: ",".join(part for part in own if part not in shared) for name, own in zip(names, parts, strict=True)}
+    if len(set(shown.values())) < len(shown) or "" in shown.values():
+        return {name: name for name in names}, []
+    return shown, shared
 
 
 def ordered(rows: Iterable[Row], best_first: Iterable[str]) -> list[Row]:

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from llama_core.records.measurements import BenchmarkRecord
-from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord
-from llama_core.sweep.grid import DONE
+from llama_core.sweep.directory import SweepDirectory
+from llama_core.sweep.grid import DONE, Objective
 from llama_core.sweep.history import ComparedElement, Judgement
 from training_reports.sweep_history import shown_time
 from training_reports.sweep_rows import Ranking, Row
@@ -16,25 +16,32 @@ PLENTY = 0.5
 
 
 def summarise(
-    sweep: SweepDirectory, record: SweepRecord, ranking: Ranking, judgement: Judgement | None
+    sweep: SweepDirectory,
+    objective: Objective,
+    ranking: Ranking,
+    skipped: Sequence[Row],
+    judgement: Judgement | None,
 ) -> list[tuple[str, str]]:
     """Return paragraphs of the summary: a word or two, and sentences."""
     ranked = [row for row in ranking.rows if row.name in ranking.results]
     others = [row for row in ranking.rows if row.name not in ranking.results]
     paragraphs = [
-        ("Best", " ".join(_best(record, ranked))),
-        ("Did not run", " ".join(_left_out(record, others))),
+        ("Best", " ".join(_best(objective, ranked))),
+        ("Did not run", " ".join(_left_out(ranking, skipped, others))),
         ("Since last time", " ".join(_since(judgement)) if judgement else ""),
-        ("Try next", " ".join(_next(sweep, record, ranked, others, judgement))),
+        (
+            "Try next",
+            " ".join([*_next(sweep, objective, ranked, others, judgement), *_edges(ranked, [*ranking.rows, *skipped])]),
+        ),
     ]
     return [(name, text) for name, text in paragraphs if text]
 
 
-def _best(record: SweepRecord, ranked: Sequence[Row]) -> Iterator[str]:
+def _best(objective: Objective, ranked: Sequence[Row]) -> Iterator[str]:
     if not ranked:
-        yield f"No element has been {DONE[record.objective]} yet."
+        yield f"No element has been {DONE[objective]} yet."
         return
-    if record.objective == "loss":
+    if objective == "loss":
         yield from _lowest_loss(ranked)
         return
     timed = _timed(ranked)
@@ -64,14 +71,13 @@ def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
     return {row.name: row.contents.benchmark for row in ranked if row.contents.benchmark is not None}
 
 
-def _left_out(record: SweepRecord, others: Sequence[Row]) -> Iterator[str]:
-    skipped = [(one.name, one.skipped) for one in record.elements if one.skipped]
+def _left_out(ranking: Ranking, skipped: Sequence[Row], others: Sequence[Row]) -> Iterator[str]:
     failed = [(row.name, f"{outcome.status}, {outcome.reason}") for row in others if (outcome := row.contents.outcome)]
-    for what, reasons in (("could not run", skipped), ("failed", failed)):
+    for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
         if reasons:
             named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MOST_NAMED])
             more = f"; and {len(reasons) - MOST_NAMED} more, listed below" if len(reasons) > MOST_NAMED else ""
-            yield f"{len(reasons)} of {len(record.elements)} {what}: {named}{more}."
+            yield f"{len(reasons)} of {len(ranking.rows) + len(skipped)} {what}: {named}{more}."
 
 
 def _since(judgement: Judgement) -> Iterator[str]:
@@ -104,7 +110,7 @@ def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
 
 def _next(
     sweep: SweepDirectory,
-    record: SweepRecord,
+    objective: Objective,
     ranked: Sequence[Row],
     others: Sequence[Row],
     judgement: Judgement | None,
@@ -113,15 +119,12 @@ def _next(
         yield f"Finish the sweep: training-infra sweep --sweep-dir {shlex.quote(str(sweep.path))} --resume."
     if judgement:
         yield from _look_for(judgement)
-    timed = _timed(ranked) if record.objective == "throughput" else {}
+    timed = _timed(ranked) if objective == "throughput" else {}
     if timed and (close := not_told_apart(timed)):
         steps = 4 * max(len(one.step_seconds) for one in timed.values())
         yield f"To tell {_listed([next(iter(timed)), *close])} apart, time more steps: benchmark.steps={steps}."
-    if ranked:
-        best = next(one for one in record.elements if one.name == ranked[0].name)
-        yield from _edges(best, record)
-        if timed:
-            yield from _room(ranked[0])
+    if timed:
+        yield from _room(ranked[0])
 
 
 def _look_for(judgement: Judgement) -> Iterator[str]:
@@ -136,13 +139,14 @@ def _look_for(judgement: Judgement) -> Iterator[str]:
         yield f"{len(noisy)} of {len(judgement.elements)} results are noisy: repeat them while the machine is idle."
 
 
-def _edges(best: ElementRecord, record: SweepRecord) -> Iterator[str]:
+def _edges(ranked: Sequence[Row], every: Sequence[Row]) -> Iterator[str]:
     """Yield a sentence for each setting of the best element that is the largest or smallest in the grid."""
-    for key in record.sweep_config.grid:
-        values = {element.settings[key] for element in record.elements}
+    for key, value in ranked[0].settings.items() if ranked else ():
+        if len({row.settings[key] for row in ranked}) < 2:  # nothing says that it matters
+            continue
+        values = {row.settings[key] for row in every}
         numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
-        value = best.settings[key]
-        if len(numbers) < 2 or len(numbers) < len(values):
+        if len(numbers) < len(values):
             continue
         name = key.rpartition(".")[2]
         if value == numbers[-1]:
@@ -156,7 +160,7 @@ def _room(best: Row) -> Iterator[str]:
     usable = estimate.get("usable_bytes")
     if timed is None or not usable or best.contents.setting("launch", "device") != "cuda":
         return
-    share = timed.memory_peak_bytes / usable
+    share = timed.memory_added_bytes / usable
     if share < PLENTY:
         yield f"It uses {share:.0%} of the GPU's memory: a larger microbatch or less recomputation may be faster."
 

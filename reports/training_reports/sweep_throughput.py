@@ -46,10 +46,10 @@ def _cells(timed: BenchmarkRecord) -> list[Cell]:
 def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
     if not timed:
         return [Card("Fastest", None, "", ["No element has been timed yet."])]
-    fastest, leanest = next(iter(timed)), min(timed, key=lambda name: timed[name].memory_peak_bytes)
+    fastest, leanest = next(iter(timed)), min(timed, key=lambda name: timed[name].memory_added_bytes)
     slow, fast = throughput_quartiles(timed[fastest])
     rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
-    peak, unit = format_bytes(timed[leanest].memory_peak_bytes).split(" ")
+    peak, unit = format_bytes(timed[leanest].memory_added_bytes).split(" ")
     return [
         Card("Fastest", rate, "tokens/s", [fastest, *_overlaps(timed)]),
         Card("Least memory", peak, f"{unit} measured", [leanest]),

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from synthetic_sweep import (
@@ -14,7 +15,7 @@ from synthetic_sweep import (
 from llama_core.errors import RunDirectoryError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.files import read_json
-from llama_core.sweep.directory import SweepDirectory, read_record
+from llama_core.sweep.directory import SweepDirectory, read_record, write_record
 from llama_core.units import GIB
 from training_reports.contents import RunContents
 from training_reports.sweep import write_report
@@ -26,7 +27,7 @@ from training_reports.sweep_figures import (
 )
 from training_reports.sweep_loss import rank
 from training_reports.sweep_pareto import pareto_front
-from training_reports.sweep_rows import Row
+from training_reports.sweep_rows import Row, short_names
 from training_reports.sweep_scaling import Sized, scaling_lines
 
 
@@ -175,10 +176,11 @@ def test_a_sweep_without_timed_elements_has_a_page(tmp_path):
 def test_trained_elements_are_ranked_by_their_held_out_loss(tmp_path):
     page = write_report(write_loss_sweep(tmp_path / "losses")).read_text()
     table = text_of(page, "Every element, lowest held-out loss first")
-    assert re.findall(r"learning_rate=(\S+?),", table) == ["0.001", "0.0001", "0.01", "0.1"]
-    assert "learning_rate=0.0001,batch_size=8 finished 2.6000 0.2000 2.6750 40 32.00K 1,346" in table
+    assert re.findall(r"learning_rate=(\S+)", table) == ["0.001", "0.0001", "0.01", "0.1"]
+    assert "learning_rate=0.0001 finished 2.6000 0.2000 2.6750 40 32.00K 1,346" in table
     assert "3 of 4 trained" in page
-    assert "learning_rate=0.001,batch_size=8 0.2000 below the next" in text_of(page, "Lowest held-out loss")
+    assert re.search(r"In all elements\s*</dt>\s*<dd[^>]*>batch_size=8<", page)
+    assert "learning_rate=0.001 0.2000 below the next" in text_of(page, "Lowest held-out loss")
     assert "non-finite: the loss is not finite" in text_of(page, "Ended without being trained")
 
 
@@ -200,6 +202,25 @@ def test_a_best_value_at_the_end_of_the_grid_calls_for_more(tmp_path):
     assert "The best learning_rate, 0.0001, is the smallest in the grid: try smaller ones." in summary
     middle = text_of(write_report(write_loss_sweep(tmp_path / "middle", (2.6, 2.4, 2.9))).read_text(), "In short")
     assert "in the grid" not in middle
+
+
+def test_a_setting_that_only_an_element_without_a_result_has_is_no_advice(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "sweep", (2.6, 2.4, 2.9))
+    record = read_record(sweep)
+    elements = [
+        replace(one, settings={"training.seed": 7 + (one == record.elements[-1])} | one.settings)
+        for one in record.elements
+    ]
+    write_record(sweep, replace(record, elements=tuple(elements)))
+    assert "in the grid" not in text_of(write_report(sweep).read_text(), "In short")
+
+
+def test_short_names_are_unique_and_keep_every_setting_in_which_elements_differ():
+    names = ["model=a,tp=1,batch_size=8", "model=a,tp=2,batch_size=8", "model=a,tp=2,batch_size=8,run=2"]
+    short, shared = short_names(names)
+    assert (list(short.values()), shared) == (["tp=1", "tp=2", "tp=2,run=2"], ["model=a", "batch_size=8"])
+    assert short_names(names[1:]) == ({name: name for name in names[1:]}, [])  # the first would have no name
+    assert short_names(names[:1]) == ({names[0]: names[0]}, [])
 
 
 def test_the_history_is_a_table_with_verdicts_and_a_list_of_changes(tmp_path):
