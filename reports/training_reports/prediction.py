@@ -25,7 +25,10 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
     Raises:
         RunDirectoryError: if the page cannot be written.
     """
-    names, shared = short_names([row.name for row in comparison.rows])
+    names, shared = short_names(
+        [row.name for row in comparison.rows if row.status == "finished"],
+        [row.name for row in comparison.rows if row.status != "finished"],
+    )
     rows = sorted(
         (replace(row, name=names[row.name]) for row in comparison.rows), key=lambda row: -(row.tokens_per_second or 0.0)
     )
@@ -103,7 +106,7 @@ def _pareto(rows: Sequence[Row]) -> Iterator[Panel]:
         "no valid plan": [row.name for row in rows if row.status == "impossible"],
         "no predicted time": [row.name for row in planned if row.name not in points],
     }
-    return pareto_panel(points, {row.name: row.settings for row in rows}, left_out, "predicted")
+    return pareto_panel(points, {row.name: row.settings for row in planned}, left_out, "predicted")
 
 
 def _best(planned: Sequence[Row]) -> list[Card]:

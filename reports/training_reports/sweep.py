@@ -45,7 +45,9 @@ def write_report(sweep: SweepDirectory) -> Path:
         RunDirectoryError: if the directory holds no sweep, or the page cannot be written.
     """
     record = read_record(sweep)
-    names, shared = short_names([element.name for element in record.elements])
+    names, shared = short_names(
+        [element.name for element in record.runnable], [element.name for element in record.elements if element.skipped]
+    )
     every = [
         Row(names[element.name], RunContents.read(sweep.run(element.name)), element.settings, element.skipped)
         for element in record.elements
@@ -104,11 +106,10 @@ def _style(unfinished: Sequence[Row]) -> str:
 
 
 def _counts(record: SweepRecord, rows: Sequence[Row], ranking: Ranking) -> Card:
-    skipped = len(record.elements) - len(rows)
-    lines = [
-        f"{len(rows) - len(ranking.results)} of them not {DONE[record.objective]} (yet).",
-        f"{skipped} more elements were skipped.",
-    ]
+    done, missing, skipped = DONE[record.objective], len(rows) - len(ranking.results), len(record.elements) - len(rows)
+    lines = [f"{missing} of them not {done} (yet)." if missing else f"All of them {done}."]
+    if skipped:
+        lines.append(f"{skipped} more {'was' if skipped == 1 else 'were'} skipped.")
     return Card("Elements", str(len(rows)), "can run", lines)
 
 
@@ -157,7 +158,7 @@ def _pareto(ranking: Ranking, skipped: Sequence[Row]) -> Iterator[Panel]:
         for row in ranking.rows
         if row.name in ranking.results and (benchmark := row.contents.benchmark) is not None
     }
-    settings = {row.name: row.settings for row in (*ranking.rows, *skipped)}
+    settings = {row.name: row.settings for row in ranking.rows}
     others = [row for row in ranking.rows if row.name not in timed]
     left_out = {
         "skipped because they cannot run": [row.name for row in skipped],

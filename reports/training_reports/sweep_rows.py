@@ -93,13 +93,18 @@ class Ranking:
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
-def short_names(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return a name for each element without the settings that all share, by its whole name, and those settings."""
+def short_names(names: Sequence[str], left_out: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
+    """Return a name for each element without the settings that all share, by its whole name, and those settings.
+
+    Args:
+        names: the whole names of the elements that are compared.
+        left_out: those of others. They keep a setting that ``names`` share if they have another value for it.
+    """
     parts = [name.split(",") for name in names]
-    shared = [part for part in parts[0] if all(part in others for others in parts[1:])] if len(parts) > 1 else []
-    shown = {name: ",".join(part for part in own if part not in shared) for name, own in zip(names, parts, strict=True)}
+    shared = [part for part in parts[0] if all(part in own for own in parts)] if len(parts) > 1 else []
+    shown = {name: ",".join(part for part in name.split(",") if part not in shared) for name in (*names, *left_out)}
     if len(set(shown.values())) < len(shown) or "" in shown.values():
-        return {name: name for name in names}, []
+        return {name: name for name in shown}, []
     return shown, shared
 
 

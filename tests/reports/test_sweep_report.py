@@ -219,6 +219,8 @@ def test_short_names_are_unique_and_keep_every_setting_in_which_elements_differ(
     names = ["model=a,tp=1,batch_size=8", "model=a,tp=2,batch_size=8", "model=a,tp=2,batch_size=8,run=2"]
     short, shared = short_names(names)
     assert (list(short.values()), shared) == (["tp=1", "tp=2", "tp=2,run=2"], ["model=a", "batch_size=8"])
+    skipped = "model=a,tp=1,batch_size=9"
+    assert short_names(names, [skipped])[0][skipped] == "tp=1,batch_size=9"
     assert short_names(names[1:]) == ({name: name for name in names[1:]}, [])  # the first would have no name
     assert short_names(names[:1]) == ({names[0]: names[0]}, [])
 
