@@ -10,7 +10,7 @@ from llama_core.errors import CancelledError, StoppedError, TrainingInfraError
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import SweepConfig
-from llama_core.sweep.history import Judgement, refuse_regressions
+from llama_core.sweep.judgement import Judgement, refuse_regressions
 from tasks import sweep as sweep_tasks
 from tasks.announce import lines_where_they_are_read
 

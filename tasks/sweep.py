@@ -16,7 +16,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
-from llama_core.sweep.history import Judgement, remember_sweep
+from llama_core.sweep.judgement import Judgement, remember_sweep
 from tasks.announce import unless_the_server_is_away
 from tasks.follow import follow, followers
 from training_reports.sweep import write_report as write_page

@@ -555,7 +555,7 @@ def _benchmark(options: argparse.Namespace) -> None:
 
 def _compare_batch_sizes(options: argparse.Namespace) -> None:
     from llama_core.sweep.directory import SweepDirectory
-    from llama_core.sweep.history import Judgement, refuse_regressions
+    from llama_core.sweep.judgement import Judgement, refuse_regressions
     from training_infra.benchmarking import benchmark_from_terminal
 
     config = _config(options)
@@ -578,7 +578,8 @@ def _time_steps(options: argparse.Namespace) -> None:
     from llama_core.chain.chain import run_chain
     from llama_core.chain.console import say
     from llama_core.chain.runs import RUNS
-    from llama_core.sweep.history import check_folder, history_folder, refuse_regressions, remember_run
+    from llama_core.sweep.history import check_folder, history_folder
+    from llama_core.sweep.judgement import refuse_regressions, remember_run
     from training_infra.local import local_steps
 
     config = _config(options)
@@ -613,7 +614,7 @@ def _profile(options: argparse.Namespace) -> None:
 
 def _sweep(options: argparse.Namespace) -> None:
     from llama_core.sweep import steps as sweeps
-    from llama_core.sweep.history import Judgement, refuse_regressions
+    from llama_core.sweep.judgement import Judgement, refuse_regressions
     from training_infra.sweep import predict_from_terminal, sweep_from_terminal
 
     if options.predict:

@@ -10,7 +10,7 @@ from llama_core.config.run import RunConfig
 from llama_core.records.job import Part
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps
-from llama_core.sweep.history import remember_sweep
+from llama_core.sweep.judgement import remember_sweep
 from training_reports import page, sweep
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from llama_core.chain.console import say
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.sweep.directory import SweepDirectory, read_record
-from llama_core.sweep.history import Judgement
+from llama_core.sweep.judgement import Judgement
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
 from llama_core.sweep.grid import DONE, Objective
-from llama_core.sweep.history import Change, Judgement
+from llama_core.sweep.judgement import Change, Judgement
 from llama_core.units import format_bytes
 from training_reports import sweep_figures, sweep_loss, sweep_throughput
 from training_reports.contents import RunContents

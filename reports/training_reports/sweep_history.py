@@ -7,7 +7,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from llama_core.sweep.history import ComparedElement, Judgement
+from llama_core.sweep.judgement import ComparedElement, Judgement
 from llama_core.units import format_bytes
 from training_reports.figures import GREY, styled_figure
 from training_reports.layout import NOTHING, Panel

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import DONE, Objective
-from llama_core.sweep.history import ComparedElement, Judgement
+from llama_core.sweep.judgement import ComparedElement, Judgement
 from training_reports.sweep_history import shown_time
 from training_reports.sweep_rows import Ranking, Row
 from training_reports.sweep_throughput import MOST_NAMED, not_told_apart

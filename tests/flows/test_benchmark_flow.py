@@ -52,7 +52,8 @@ from pathlib import Path
 from flows.benchmark import benchmark
 from llama_core.errors import RegressionError
 from llama_core.sweep.directory import SweepDirectory, read_record
-from llama_core.sweep.history import Judgement, read_history, write_part
+from llama_core.sweep.history import read_history, write_part
+from llama_core.sweep.judgement import Judgement
 
 (sweep,) = map(SweepDirectory, Path("sweeps").glob("tiny-*"))
 folder = Path(Judgement.read(sweep.history).folder)

@@ -23,7 +23,7 @@ from llama_core.records.metrics import append_metrics, drop_metrics_after, read_
 from llama_core.records.profiles import ProfileRecord, read_profiles, write_profile
 from llama_core.records.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from llama_core.sweep.directory import SweepDirectory, unfinished
-from llama_core.sweep.history import Judgement
+from llama_core.sweep.judgement import Judgement
 from training_reports.compare_rows import compare_runs
 from training_reports.page import write_report
 

@@ -10,7 +10,8 @@ from llama_core.records.job import JobRecord
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord, read_record, write_record
 from llama_core.sweep.grid import SweepConfig
-from llama_core.sweep.history import Result, judge
+from llama_core.sweep.history import Result
+from llama_core.sweep.judgement import judge
 from llama_core.units import MIB
 
 DOES_NOT_FIT = "tp=1 needs 91.2 GB of the 80 GB per device; use tp=2"

@@ -12,16 +12,8 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord
-from llama_core.sweep.history import (
-    Judgement,
-    Result,
-    check_folder,
-    judge,
-    read_history,
-    refuse_regressions,
-    remember_run,
-    work_fingerprint,
-)
+from llama_core.sweep.history import Result, check_folder, read_history, work_fingerprint
+from llama_core.sweep.judgement import Judgement, judge, refuse_regressions, remember_run
 from llama_core.sweep.regression import ALARM_RATE, FEWEST, alarms, noise, p_value
 
 TOKENS = 4096

@@ -9,7 +9,8 @@ import yaml
 
 from llama_core.records.files import read_json
 from llama_core.sweep.directory import SweepDirectory
-from llama_core.sweep.history import Judgement, read_history, write_part
+from llama_core.sweep.history import read_history, write_part
+from llama_core.sweep.judgement import Judgement
 from training_infra.cli import main
 
 pytestmark = pytest.mark.xdist_group("sweep")
