@@ -16,17 +16,17 @@ from benchmarks.pages import rewrite_between
 from llama_core.machine.detect import available_cores
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
-_CELL = "cell of the table of faults"
+_CELL, _PROMISE = "cell of the table of faults", "promise of a cell"
 _cells = []
 """The cells of this session, as dictionaries, in order; under xdist, on the process that collects the reports."""
 
 
 @pytest.fixture
 def promise(request):
-    """Say the promise that the test holds, for its cell in the table, once it holds."""
+    """Say what held, for the cell of a fault, or for all cells of the test."""
 
-    def say(text):
-        request.node.user_properties.append((_CELL, json.dumps({"text": text})))
+    def say(text, fault=""):
+        request.node.user_properties.append((_PROMISE, (fault, text)))
 
     return say
 
@@ -56,27 +56,25 @@ def undisturbed(tmp_path_factory, texts, token_cache):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    marker = item.get_closest_marker("fault")
-    if marker is not None and (call.when == "call" or report.outcome != "passed"):
+    if call.when == "call" or report.outcome != "passed":
         title = (item.module.__doc__ or item.module.__name__).splitlines()[0].rstrip(".")
-        place = {"title": title, "fault": marker.args[0], "phase": marker.kwargs.get("phase", "")}
-        report.user_properties.append((_CELL, json.dumps(place)))
+        for marker in reversed(list(item.iter_markers("fault"))):
+            cell = {"title": title, "fault": marker.args[0], "phase": marker.kwargs.get("phase", "")}
+            report.user_properties.append((_CELL, cell))
     return report
 
 
 def pytest_runtest_logreport(report):
-    parts = [json.loads(value) for name, value in report.user_properties if name == _CELL]
-    cell = {key: value for part in parts for key, value in part.items()}
-    if "fault" not in cell:
-        return
-    if hasattr(report, "wasxfail"):
-        cell["text"] = f"**not as promised**: {report.wasxfail.removeprefix('reason: ')}"
-    elif report.outcome == "skipped":
-        cell["text"] = "not run"
-    elif report.outcome == "failed":
-        cell["text"] = "**failed**"
-    cell |= {"held": report.outcome == "passed" and "text" in cell, "at": report.location[:2]}
-    _cells.append(cell)
+    found = [value for name, value in report.user_properties if name == _CELL]
+    texts = dict(value for name, value in report.user_properties if name == _PROMISE)
+    for cell in found:
+        if hasattr(report, "wasxfail"):
+            text = f"**not as promised**: {report.wasxfail.removeprefix('reason: ')}"
+        elif report.outcome == "passed":
+            text = texts.get(cell["fault"], texts.get("", "as promised"))
+        else:
+            text = "not run" if report.outcome == "skipped" else "**failed**"
+        _cells.append(cell | {"text": text, "held": report.outcome == "passed", "at": report.location[:2]})
 
 
 def pytest_sessionfinish(session):

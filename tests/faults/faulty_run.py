@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
+from llama_core.launch.attempts import read_rank_exits
 from llama_core.launch.jobs import submission
 from llama_core.records.checkpoints import recorded_sums
-from llama_core.records.files import read_json
+from llama_core.records.files import read_json, read_typed
+from llama_core.records.job import JobRecord
 from llama_core.records.metrics import read_metrics
 from training_infra import cli
 
@@ -96,7 +98,6 @@ class Fault:
     """The first step in which it acts, if not the phase's."""
     times: int = 1
     """In how many steps it acts in all."""
-    proof: Path = field(default=Path(), init=False)
 
     def to_json(self, proof):
         """Return what the processes of the run read; each that acts adds a line to a file that begins as ``proof``.
@@ -146,10 +147,12 @@ class FaultyRun:
         )
         self.run = prepare_run(config, folder / "run")
         self.outcome = None
+        self.attempts = 0
 
     def train(self, fault=None, while_running=lambda handle: None):
         """Train until the job ends, with a fault; return the outcome. Fails if the fault was not injected."""
-        proof = self.folder / "proof"
+        self.attempts += 1
+        proof = self.folder / f"proof-{self.attempts}"
         with pytest.MonkeyPatch.context() as patch:
             if fault is not None:
                 patch.setenv("INJECTED_FAULT", fault.to_json(proof))
@@ -185,6 +188,10 @@ class FaultyRun:
         after = diagnose(self.run)
         assert (after.state, after.is_healthy) == ("finished", True), after
         return diagnosis
+
+    def rank_exits(self):
+        """Return how the ranks of the last job ended."""
+        return read_rank_exits(self.run, read_typed(self.run.job, JobRecord), 0)
 
     def rows(self):
         """Return what every step computed."""
