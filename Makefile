@@ -2,10 +2,11 @@
 # make serve      a Prefect server, every deployment and a worker, until Ctrl-C
 # make test       every law in its cheapest form: under ten minutes on two cores
 # make test-wide  the other tests: wide matrices, kills, real Slurm, PostgreSQL, a browser (all of it needs Debian and root)
+# make faults     breaks real runs in every phase, one fault at a time (FAULTS_PAGE=docs/reliability.md writes its table)
 # make fuzz       thousands of malformed files and command lines: no traceback, no write elsewhere, an end (FUZZ_CASES=3000)
 # make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-wide fuzz check clean
+.PHONY: help demo serve test test-wide faults fuzz check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,10 +28,13 @@ serve: $(VENV)/installed
 	@$(BIN)/python -m flows.serve
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not wide" $(PYTEST_ARGS)
+	$(PYTEST) -m "not wide and not fault" $(PYTEST_ARGS)
 
 test-wide: $(VENV)/installed-dev
 	$(PYTEST) -m wide $(PYTEST_ARGS)
+
+faults: $(VENV)/installed-dev
+	FAULTS_PAGE=$(FAULTS_PAGE) $(PYTEST) tests/faults -m fault $(PYTEST_ARGS)
 
 fuzz: $(VENV)/installed-dev
 	FUZZ_CASES=$(or $(FUZZ_CASES),3000) $(PYTEST) tests/fuzz --timeout 7200 $(PYTEST_ARGS)

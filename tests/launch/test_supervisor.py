@@ -15,6 +15,7 @@ from llama_core.launch.attempts import log_path, read_rank_exits
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, cuda_defaults, worker_environment
+from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
@@ -105,6 +106,18 @@ def test_signals_reach_the_worker_once(submit, run, number):
     os.kill(job.worker()["supervisor"], number)
     job.handle.wait()
     assert json.loads((run.path / "received.json").read_text()) == [number]
+
+
+def test_a_signal_in_the_first_moment_of_a_supervisor_stops_the_job_by_request(submit, run, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'submitit.core._submit' in sys.orig_argv:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    outcome = submit("serve").handle.wait()
+    assert outcome.status == "cancelled"
+    assert ends(run) in ([(STOPPED_EXIT, None)], [(None, signal.SIGTERM)])  # the worker may not handle signals yet
 
 
 def test_the_exit_code_of_a_worker_is_recorded(submit, run):

@@ -17,6 +17,7 @@ from llama_core.config.run import Device
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
+from llama_core.launch.rank.start import python_command
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
@@ -148,7 +149,7 @@ def _start_controller(request: _Request) -> None:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # submitit would count from 0
     run = RunDirectory(Path(request.run_dir))
-    executor = LocalExecutor(request.folder)
+    executor = LocalExecutor(request.folder, python=python_command())
     executor.update_parameters(
         timeout_min=_NO_TIME_LIMIT_MIN,
         tasks_per_node=request.num_ranks,

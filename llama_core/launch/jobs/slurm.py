@@ -17,6 +17,7 @@ from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.jobs.slurm_check import check_slurm
 from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
 from llama_core.launch.outcome import conclude, concluded, record_refusal
+from llama_core.launch.rank.start import python_command
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
 from llama_core.records.directory import RunDirectory
@@ -125,7 +126,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
             "choose another --run-dir"
         )
     config, num_ranks = submissions[0].config, submissions[0].num_ranks
-    executor = SlurmExecutor(folder)
+    executor = SlurmExecutor(folder, python=python_command())
     host_bytes = max(_host_bytes(submission.run) for submission in submissions)
     executor.update_parameters(**slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes))
     launch = config.launch

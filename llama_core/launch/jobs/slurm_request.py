@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
+from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
 from llama_core.units import MIB
 
@@ -120,7 +120,7 @@ def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, ho
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
-    command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
+    command = f"{python_command()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(folder)])}"
     asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes)
     return str(_make_sbatch_string(command=command, folder=folder, **asked))
 

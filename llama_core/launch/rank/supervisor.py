@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from llama_core.launch.attempts import (
     own_host,
 )
 from llama_core.launch.rank.requeue import begin_attempt, start_again
+from llama_core.launch.rank.start import HELD_SIGNALS
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
@@ -38,7 +40,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import cache_directory, now, read_typed, write_json
 from llama_core.records.job import JobRecord
 
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT)
+FORWARDED_SIGNALS = (*HELD_SIGNALS, signal.SIGCONT)
 
 MALLOC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**62}:glibc.malloc.hugetlb=1"
 """Keep freed memory in the process: glibc otherwise maps every large tensor anew, page fault by page fault."""
@@ -190,9 +192,11 @@ class _Rank:
         self.job_id, self.restart, self.rank, self.num_ranks = job_id, restart, rank, num_ranks
         self.worker: subprocess.Popen[bytes] | None = None
         self.received: list[int] = []
+        self._unsent: deque[int] = deque()
         self.stopped = False
         for number in FORWARDED_SIGNALS:
             signal.signal(number, self._forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)  # those that came since the process began come now
 
     @property
     def job(self) -> JobRecord:
@@ -229,8 +233,7 @@ class _Rank:
                 process_group=0,
                 preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 (a supervisor has one thread)
             )
-        for received in self.received:
-            self.worker.send_signal(received)
+        self._send()
         watchers: list[Watcher] = []
         if watch_siblings:
             watchers.append(Siblings(self.run_directory, job, self.restart, self.num_ranks))
@@ -256,8 +259,14 @@ class _Rank:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        if self.worker is not None:
-            self.worker.send_signal(number)
+        self._unsent.append(number)
+        self._send()
+
+    def _send(self) -> None:
+        """Pass on each signal once; another may come, and be sent, in the middle of this."""
+        with suppress(IndexError):
+            while self.worker is not None:
+                self.worker.send_signal(self._unsent.popleft())
 
     def _wait(
         self, worker: "subprocess.Popen[bytes]", heartbeat: Heartbeat, watchers: Sequence[Watcher]
@@ -283,6 +292,7 @@ class _Rank:
 def _kill_after_dump(worker: "subprocess.Popen[bytes]") -> None:
     """Make a hanging worker dump the stacks of its threads, then kill it."""
     worker.send_signal(signal.SIGUSR1)
+    worker.send_signal(signal.SIGCONT)  # a process that somebody has stopped cannot dump
     with suppress(subprocess.TimeoutExpired):  # this gives the other ranks time to dump before they lose this one
         worker.wait(timeout=DUMP_SECONDS)
     worker.kill()

@@ -68,6 +68,8 @@ from llama_core.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
 Build = Callable[[Callable[[], bool]], Trainer]
 """Builds the trainer; its argument is the function that the trainer calls after each step to learn whether to stop."""
 
@@ -97,10 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = LOST_PEERS_EXIT
         else:
             code = {"finished": 0, "bad-config": 2, "cancelled": STOPPED_EXIT}.get(outcome.status, 1)
+            if arguments is None:  # the process is this rank's own
+                _ignore_stopping_signals()
         if code and dist.is_initialized():
             logging.shutdown()
             os._exit(code)  # threads that still wait for the other ranks would keep this process from ending
     return code
+
+
+def _ignore_stopping_signals() -> None:
+    """Ignore what would stop the run: it has ended, and Slurm would start a finished job again that is stopped."""
+    for number in STOPPING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Formatter(logging.Formatter):
@@ -242,7 +252,7 @@ def _stop_on_signal(on_signal: Callable[[], None]) -> Iterator[Callable[[], bool
         received.append(signum)
         on_signal()
 
-    stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) if current_thread() is main_thread() else ()
+    stopping = STOPPING_SIGNALS if current_thread() is main_thread() else ()
     before = {number: signal.signal(number, remember) for number in stopping}
     try:
         yield lambda: bool(received)
