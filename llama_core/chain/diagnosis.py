@@ -130,7 +130,8 @@ def _state(run: RunDirectory, config: RunConfig) -> tuple[State, Fact, Outcome |
         return ("queued" if queued else "running"), _of_job(run, config, job), outcome
     newest = read_heartbeat(run)
     ended = datetime.fromisoformat(outcome.ended_at).timestamp() + 1 if outcome else 0.0  # recorded to the second
-    if newest is not None and newest.time > ended:  # ranks that no job of ours started, such as torchrun's
+    is_new = newest is not None and newest.time > ended and (outcome is None or newest.step != outcome.step)
+    if is_new:  # ranks that no job of ours started, such as torchrun's, and not only a clock ahead of ours
         fact = _of_steps(run, config, "ranks started by hand", since=ended)
         return ("failed" if fact.is_problem else "running"), fact, outcome
     if outcome is None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llama_core.chain.planned import plan_run, planned_as, with_keys
+from llama_core.chain.planned import PlannedRun, plan_run, planned_as, with_keys
 from llama_core.chain.runs import existing_run, load_config, load_plan, new_run
 from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.data.chat_template import BUILT_IN
@@ -10,6 +10,7 @@ from llama_core.data.check import check_data
 from llama_core.data.datasets import DataStatistics, load_datasets
 from llama_core.data.tokenizer import BYTES
 from llama_core.errors import DoesNotFitError, RunDirectoryError
+from llama_core.launch.jobs.submission import only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -46,6 +47,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         ) from None
     check_initial_weights(planned.config, run)
     statistics = _check_data(config)
+    is_new = run is None
     if run is None:
         run = new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
@@ -54,6 +56,14 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
             planned = planned_as(planned.config, detect_machine(), plan=kept)
     refuse_unfit(planned.estimate, planned.config, "estimated")
     run.create()
+    with only_one_submission(run.logs):
+        if is_new and run.config.exists():  # another process may have started a run here since we looked
+            existing_run(planned.config, run.path, resume=resume)
+        _write(run, planned, statistics)
+    return run
+
+
+def _write(run: RunDirectory, planned: PlannedRun, statistics: DataStatistics | None) -> None:
     if run.config.exists() and load_config(run).training.steps != planned.config.training.steps:
         for of_fewer_steps in (run.training, run.benchmark):
             of_fewer_steps.unlink(missing_ok=True)
@@ -66,7 +76,6 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         write_json(run.choice, planned.choice.as_dict())
     if statistics is not None:
         write_json(run.data, statistics.as_dict())
-    return run
 
 
 def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) -> list[str]:

@@ -110,10 +110,6 @@ def cached_tokens(
 
     cache = opened()
     if cache is None:
-        for entry in entries.values():
-            if entry.is_symlink() or entry.is_file():
-                entry.unlink()
-            shutil.rmtree(entry, ignore_errors=True)
         has_conversations = False
 
         def render(messages: object, location: str) -> Document:
@@ -152,8 +148,10 @@ def _token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
-    """Return the cache in ``entry``; None if there is none, or its files are missing or cut short."""
+    """Return the cache in ``entry``; None if there is none, or after removing one with missing or short files."""
     if not entry.exists():
+        if entry.is_symlink():
+            entry.unlink()
         return None
     try:
         record = read_typed(entry / "cache.json", _Record)
@@ -180,6 +178,9 @@ def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
         )
     except (RunDirectoryError, OSError, ValueError) as error:
         logger.warning("token cache %s is damaged (%s); building it again", entry, error)
+        if entry.is_symlink() or entry.is_file():
+            entry.unlink()
+        shutil.rmtree(entry, ignore_errors=True)
         return None
 
 

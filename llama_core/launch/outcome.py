@@ -14,8 +14,9 @@ from llama_core.launch.attempts import (
 )
 from llama_core.launch.verdict import RESUME, VERDICT_OF_STATE, Verdict, verdict_of_ranks
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import Time, checked_record, now, read_typed, write_json
+from llama_core.records.files import Time, checked_record, now, read_typed
 from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
+from llama_core.records.last_words import write_last_words
 from llama_core.records.metrics import read_heartbeat, read_metrics
 
 
@@ -182,7 +183,7 @@ def _record(
         "ended_at": ended_at,
     }
     outcome = Outcome(verdict.status, verdict.reason, step, verdict.next_action, ended_at, (*earlier, attempt))
-    write_json(run.outcome, outcome)
+    write_last_words(run, run.outcome, outcome)
     return outcome
 
 
@@ -195,10 +196,13 @@ def _started_at(run: RunDirectory, job: JobRecord | None, restart: int) -> str |
 def _start_of_attempt(
     run: RunDirectory, job: JobRecord | None, restart: int, earlier: tuple[Mapping[str, Any], ...]
 ) -> float:
-    """Return the time, in seconds since the epoch, after which every step belongs to this attempt."""
-    attempt = current_attempt(run, job)
-    if attempt is not None and attempt.restart == restart > 0:
-        return datetime.fromisoformat(attempt.started_at).timestamp()
+    """Return the time, in seconds since the epoch, after which steps belong to this attempt.
+
+    It is of the clock of the first rank's machine, as those of the steps are, once that has started.
+    """
+    started_at = _started_at(run, job, restart)
+    if started_at is not None:
+        return datetime.fromisoformat(started_at).timestamp()
     if job is not None and restart == 0:
         return datetime.fromisoformat(job.submitted_at).timestamp()
     return datetime.fromisoformat(earlier[-1]["ended_at"]).timestamp() if earlier else 0.0
@@ -207,7 +211,11 @@ def _start_of_attempt(
 def _steps_since(run: RunDirectory, start: float) -> tuple[int | None, int | None]:
     """Return the first and last step completed after ``start``; a pair of None if there were none."""
     newest = read_heartbeat(run)
-    if newest is None or newest.time < start:
+    if newest is None:
         return None, None
     records = read_metrics(run).select(["step", "time"]).to_pylist()
-    return 1 + max((record["step"] for record in records if record["time"] < start), default=0), newest.step
+    since = [record["step"] for record in records if record["time"] >= start]
+    if not since and newest.time < start:
+        return None, None
+    before = max((record["step"] for record in records if record["time"] < start), default=0)
+    return min([before + 1, *since]), newest.step  # steps before the start may be of a clock that was set back since

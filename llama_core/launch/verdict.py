@@ -24,6 +24,8 @@ MORE_DISK = "free some space there, or lower training.keep_checkpoints, then --r
 LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
 RESUME = "start it again with --resume"
 
+_CUT_OFF = "the network between them failed, or each waited for another"
+_ERROR = "ERROR "
 _QUOTE_CHARACTERS = 300
 _SKEW_SECONDS = 30.0
 """How far the clocks of two nodes may be apart; less than ranks wait for others."""
@@ -126,7 +128,7 @@ def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict
         return _of_silent_ranks(run, lost, exits)
     missing = set(range(exits[0].num_ranks)) - {rank_exit.rank for rank_exit in exits} if exits else {0}
     if missing:
-        return _of_vanished_rank(job, min(missing))
+        return _of_vanished_rank(run, job, min(missing))
     if any(rank_exit.failed for rank_exit in exits):
         return Verdict("crashed", "the ranks were ended, but none of them had failed", RESUME)
     return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", read_log(run, 0))
@@ -156,7 +158,8 @@ def _of_silent_ranks(run: RunDirectory, lost: list[RankExit], exits: list[RankEx
     if rank is not None:
         recorded = any(flight_recorder(run).glob("rank-*"))
         where = f"torchfrtrace {flight_recorder(run)} shows what the ranks waited for; " if recorded else ""
-        reason = f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent})"
+        why = f"; {_CUT_OFF}" if silent == "none" else ""
+        reason = f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent}{why})"
         return Verdict("hang", reason, where + RESUME)
     rank, log = next(iter(logs.items()))
     return Verdict("crashed", f"rank {rank}: {_last_line(log)} (silent ranks: {silent})", RESUME)
@@ -206,10 +209,21 @@ def _of_signal(run: RunDirectory, rank: int, number: int) -> Verdict:
             )
         case signal.SIGKILL:
             return Verdict("crashed", f"rank {rank} was killed by signal 9 (possibly out of memory)", RESUME)
+        case signal.SIGBUS:
+            reason = (
+                f"rank {rank} was killed by signal {number} (SIGBUS): a file that it had mapped, such as the token "
+                "cache, was cut short or can no longer be read, or shared memory is full"
+            )
+            return Verdict("crashed", reason, RESUME)
     return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", read_log(run, rank))
 
 
-def _of_vanished_rank(job: JobRecord, rank: int) -> Verdict:
+def _of_vanished_rank(run: RunDirectory, job: JobRecord, rank: int) -> Verdict:
+    last_words = _last_line(end_of_log(run, rank))
+    if last_words.startswith(_ERROR):  # nothing but its log could be written, as on a read-only disk
+        return Verdict(
+            "crashed", last_words.removeprefix(_ERROR), "make sure that the disk can be written, then --resume"
+        )
     log = submission_log(job)
     evidence = _OUT_OF_MEMORY.search(log)
     if evidence:

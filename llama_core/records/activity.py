@@ -8,7 +8,7 @@ from typing import Literal
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_typed, write_json
+from llama_core.records.files import append_lines, read_typed, write_json
 
 TimePart = Literal[
     "steps", "data", "recomputed", "checkpoints", "evaluation", "benchmark", "startup", "queue", "stopped", "other"
@@ -38,8 +38,8 @@ def record_activity(run: RunDirectory, doing: str, part: TimePart = "startup") -
 
 def append_activities(run: RunDirectory, *activities: Activity) -> None:
     """Add to the history of the first rank alone."""
-    with suppress(OSError), run.activities.open("a") as history:
-        history.write("".join(f"{json.dumps(asdict(activity))}\n" for activity in activities))
+    with suppress(OSError):
+        append_lines(run.activities, map(asdict, activities))
 
 
 def read_activity(run: RunDirectory) -> Activity | None:

@@ -130,6 +130,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def reserve(self) -> Path:
+        """A file without meaning, whose room is for the outcome if the disk is full."""
+        return self.logs / "reserve"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of TensorBoard's events, written by rank 0."""
         return self.logs / "tensorboard"

@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -76,13 +76,36 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        yield temporary
-        if durable:
-            with temporary.open("rb") as written:
-                os.fsync(written.fileno())
-        temporary.replace(path)
+        with named(path, instead_of=temporary):
+            yield temporary
+            if durable:
+                with temporary.open("rb") as written:
+                    os.fsync(written.fileno())
+            temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that has become read-only; the error above says so
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(path: Path, instead_of: Path | None = None) -> Iterator[None]:
+    """Name ``path`` in an error of the system that names no file, as a failed write does, or names ``instead_of``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in {None, str(instead_of)}:
+            error.filename = str(path)
+        raise
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append each record as a line of JSON, after a line break if the last line was cut short, as by a full disk."""
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    with named(path), path.open("a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            lines = lines if file.read(1) == b"\n" else f"\n{lines}"
+        file.write(lines.encode())
 
 
 def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import DAMAGE, atomic_write, checked_record, damaged, read_typed
+from llama_core.records.files import (
+    DAMAGE,
+    append_lines,
+    atomic_write,
+    checked_record,
+    damaged,
+    named,
+    read_typed,
+)
 from llama_core.records.measurements import StepRecord
 
 if TYPE_CHECKING:
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 
 def append_metrics(run: RunDirectory, record: StepRecord) -> None:
     """Keep the record of a step that is in no part yet, so that it outlives this process."""
-    with run.metrics_tail.open("a") as tail:
+    with named(run.metrics_tail), run.metrics_tail.open("a") as tail:
         tail.write(json.dumps(asdict(record)) + "\n")
 
 
@@ -87,8 +95,7 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
 def _append_repeated(run: RunDirectory, rows: "pa.Table") -> None:
     lines = rows.select(["step", "time", "step_seconds", "data_seconds", "loss"]).to_pylist()
     if lines:
-        with run.repeated_steps.open("a") as repeated:
-            repeated.write("".join(f"{json.dumps(line)}\n" for line in lines))
+        append_lines(run.repeated_steps, lines)
 
 
 def _parts(run: RunDirectory) -> list[Path]:

@@ -19,7 +19,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,12 @@ class Checkpointer:
         if self._pending is not None and self._pending.written.done():
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self, patience_s: float | None = None) -> None:
         """Wait for the checkpoint being written, if any, and publish it.
+
+        Args:
+            patience_s: seconds after which it is given up, because ranks that should take part are lost; by default
+                none, since writing may take hours.
 
         Raises:
             CheckpointError: if writing it failed; the earlier checkpoints are untouched.
@@ -114,6 +118,8 @@ class Checkpointer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
+        if not wait([pending.written], patience_s).done:
+            return
         try:
             sums = pending.written.result()
             if is_first_rank():  # its write completes only after all other ranks have reported theirs
@@ -200,10 +206,10 @@ class Checkpointer:
         return self.run.checkpoints / f".{checkpoint_name(step)}.writing"
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        cause = no_room(self.run.checkpoints, self.num_bytes) if lacks_room(error) else one_line(error)
         shutil.rmtree(self._writing(step), ignore_errors=True)
         newest = newest_checkpoint(self.run)
         kept = f"{newest.name} is complete" if newest else "no earlier checkpoint exists"
-        cause = no_room(self.run.checkpoints, self.num_bytes) if lacks_room(error) else one_line(error)
         return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
 
 

@@ -1,7 +1,9 @@
 """Sinks for the record of every step: Parquet, a heartbeat file, TensorBoard, Weights & Biases, and a line of text."""
 
+import logging
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Protocol, Self
 
@@ -13,6 +15,8 @@ from llama_core.records.files import write_json
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
 from llama_core.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsSink(Protocol):
@@ -70,27 +74,46 @@ class HeartbeatSink:
 
 
 class TensorBoardSink:
-    """Writes the scalars of every record as TensorBoard events."""
+    """Writes the scalars of every record as TensorBoard events, until one cannot be written.
+
+    The run's own metrics hold all of them too, so it goes on then.
+    """
 
     def __init__(self, run: RunDirectory, resumed_at: int) -> None:
         # torch wraps the tensorboard package's own writer. Events after the step that a resumed run starts from are
         # purged, so that each step shows once.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.tensorboard), purge_step=resumed_at + 1)
+        self._writer: SummaryWriter | None = None
+        with self._until_it_fails():
+            self._writer = SummaryWriter(str(run.tensorboard), purge_step=resumed_at + 1)
 
     def write(self, record: StepRecord) -> None:
         """Add the record's scalars."""
-        for name, value in _scalars(record).items():
-            self._writer.add_scalar(name, value, record.step, walltime=record.time)
+        with self._until_it_fails():
+            for name, value in _scalars(record).items():
+                if self._writer is not None:
+                    self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
     def flush(self) -> None:
         """Write buffered events."""
-        self._writer.flush()
+        with self._until_it_fails():
+            if self._writer is not None:
+                self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        with self._until_it_fails():
+            if self._writer is not None:
+                self._writer.close()
+
+    @contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            logger.warning("TensorBoard gets no more events: %s; the run goes on, and its own metrics are whole", error)
 
 
 class WandbSink:
@@ -166,7 +189,8 @@ class MetricsSinks:
 
 def print_record(record: StepRecord) -> None:
     """Print the record as one line of the rank's log."""
-    print(format_record(record), flush=True)  # noqa: T201
+    with suppress(OSError):  # a full disk ends a run where it loses something; the metrics have all of this
+        print(format_record(record), flush=True)  # noqa: T201
 
 
 def format_record(record: StepRecord) -> str:

@@ -28,6 +28,7 @@ from llama_core.models.batch import Batch
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.ranks import (
     from_first_rank,
+    has_lost_the_others,
     is_first_rank,
     most_over_devices,
     most_over_ranks,
@@ -190,6 +191,7 @@ class Trainer:
         first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
         self._tell(first, "steps")
         under_way: deque[_StepUnderWay] = deque()
+        patience_s = None
         try:
             while self.step < self.total_steps:
                 under_way.append(self._begin_step())
@@ -199,11 +201,15 @@ class Trainer:
                     sinks = self._roll_back(bad, sinks)
                     continue
                 self._checkpoint_if_due(sinks, stop=stop)
+        except Exception as error:
+            if has_lost_the_others(error):  # those that are silent will not take part in writing
+                patience_s = float(self.config.launch.collective_timeout_s)
+            raise
         finally:  # however the run ends, complete the checkpoint that is being written
             self.batches.stop()
             self._tell("writing a checkpoint", "checkpoints")
             try:
-                self.checkpointer.finish()
+                self.checkpointer.finish(patience_s)
             finally:
                 self.engine.end_saving()
                 if sinks is not None:

@@ -64,8 +64,8 @@ def has_job(run, **changes):
     write_json(run.job, replace(own, **changes))
 
 
-def beat(run, at):
-    write_json(run.heartbeat, step_record(6, time=at))
+def beat(run, at, step=6):
+    write_json(run.heartbeat, step_record(step, time=at))
 
 
 def doctor(capsys, run, *flags):
@@ -141,9 +141,14 @@ def test_a_running_job_without_a_step_for_too_long_is_a_problem(run):
 
 
 def test_ranks_that_torchrun_started_are_told_by_their_steps(run):
-    beat(run, time.time())
+    beat(run, time.time(), step=5)
     found = diagnose(run)
     assert (found.state, found.is_healthy) == ("running", True)
+
+
+def test_the_last_step_of_a_dead_job_is_not_taken_for_a_running_one_by_a_clock_ahead_of_ours(run):
+    beat(run, time.time() + 3600)
+    assert diagnose(run).state == "failed"
 
 
 def test_a_job_that_is_gone_without_a_word_has_failed_and_its_end_is_recorded(run):

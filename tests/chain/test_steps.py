@@ -4,11 +4,12 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from llama_core.chain import steps
+from llama_core.chain import prepare, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
@@ -55,6 +56,22 @@ def test_a_run_is_named_by_model_date_and_fingerprint():
     model, date, fingerprint = run.name.rsplit("-", 2)
     assert (model, len(date)) == ("tiny_llama3_50m", 8)
     assert fingerprint == RunConfig.load(run.config).fingerprint()[:4]
+
+
+@pytest.mark.parametrize(("seed", "reason"), [(0, "already holds this run"), (7, "holds a run of another config")])
+def test_a_run_that_another_process_starts_in_the_same_directory_meanwhile_is_left_alone(monkeypatch, seed, reason):
+    """Here while the data are read."""
+
+    def be_overtaken(wanted):
+        monkeypatch.setattr(prepare, "_check_data", check)
+        written.append(prepare_run(config(seed=seed), Path("run")).config.read_bytes())
+        return check(wanted)
+
+    check, written = prepare._check_data, []
+    monkeypatch.setattr(prepare, "_check_data", be_overtaken)
+    with pytest.raises(RunDirectoryError, match=reason):
+        prepare_run(config(), Path("run"))
+    assert Path("run/config.yaml").read_bytes() == written[0]
 
 
 def test_the_written_configuration_is_resolved_and_can_be_read_back():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from corpora import chat_of, write_jsonl
 
+from llama_core.data import token_cache
 from llama_core.data.corpus import find_files
 from llama_core.data.token_cache import ABANDONED_AFTER_SECONDS, cached_tokens
 from llama_core.data.tokenizer import ByteTokenizer
@@ -146,6 +147,23 @@ def test_concurrent_builders_all_end_with_one_cache(tmp_path):
         caches = list(pool.map(build, [source] * 3, [directory] * 3))
     assert {len(cache.tokens) for cache in caches} == {len(build(source, directory).tokens)}
     assert len(list(directory.iterdir())) == 1
+
+
+def test_a_builder_removes_no_cache_that_appears_once_it_has_looked(source, tmp_path, monkeypatch):
+    directory, look = tmp_path / "cache", token_cache._open
+
+    def look_and_be_overtaken(entry, *rest):
+        found = look(entry, *rest)
+        if not published:
+            monkeypatch.setattr(token_cache, "_open", look)
+            build(source, directory)
+            published.update(path.stat().st_ino for path in directory.iterdir())
+        return found
+
+    published = set()
+    monkeypatch.setattr(token_cache, "_open", look_and_be_overtaken)
+    assert texts_of(build(source, directory)) == DOCUMENTS
+    assert {path.stat().st_ino for path in directory.iterdir()} == published
 
 
 def test_an_interrupted_build_leaves_nothing(source, tmp_path):

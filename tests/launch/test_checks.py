@@ -1,5 +1,6 @@
 """The checks that ranks make on their nodes."""
 
+import json
 import resource
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,15 +9,18 @@ import pytest
 import torch
 from distributed import run_ranks
 
-from llama_core.config.run import RunConfig
-from llama_core.errors import EnvironmentMismatchError
+from llama_core.config.run import DataConfig, RunConfig
+from llama_core.data.datasets import load_datasets
+from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.launch.rank.checks import (
     RankFacts,
     allow_open_files,
+    check_data_agrees,
     check_own_device,
     check_ranks_agree,
     disagreements,
 )
+from llama_core.parallel.ranks import own_rank
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 
@@ -61,6 +65,25 @@ def test_every_rank_refuses_to_train_if_the_plans_differ(tmp_path):
     told = run_ranks(2, disagree, run, config)
     assert told[0] == told[1]
     assert told[0].startswith("the ranks differ in request: ")
+
+
+def read_same_and_other_data(folder):
+    """Read the same texts as the other rank, then in another order; return the refusal."""
+    config = DataConfig(source=str(folder / "texts.jsonl"), cache_dir=str(folder / f"of-{own_rank()}"))
+    same, other = (load_datasets(config, RunConfig().spec, seq_len=16, seed=seed) for seed in (0, own_rank()))
+    check_data_agrees(same)
+    with pytest.raises(DataError) as refused:
+        check_data_agrees(other)
+    return str(refused.value)
+
+
+def test_every_rank_refuses_to_train_if_the_data_differ(tmp_path):
+    texts = (json.dumps({"text": f"text {number}"}) for number in range(20))
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts))
+    told = run_ranks(2, read_same_and_other_data, tmp_path)
+    assert told[0] == told[1]
+    assert told[0].startswith("rank 1 on ")
+    assert " has read other data than rank 0: " in told[0]
 
 
 def test_a_difference_names_the_machines_and_their_values():

@@ -20,6 +20,7 @@ from llama_core.launch.attempts import (
     request_cancellation,
 )
 from llama_core.launch.outcome import conclude, record_outcome
+from llama_core.launch.verdict import LOST_PEERS_EXIT
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.metrics import write_metrics_part
@@ -63,6 +64,12 @@ def test_an_outcome_of_an_earlier_job_says_nothing_about_this_one(run, job):
         ({"by": signal.SIGKILL}, "crashed", "rank 0 was killed by signal 9 (possibly out of memory)"),
         ({"by": signal.SIGKILL, "oom_killed": True}, "oom", "the kernel ran out of memory and killed rank 0"),
         ({"by": signal.SIGABRT}, "crashed", "rank 0 was killed by signal 6 (SIGABRT)"),
+        (
+            {"by": signal.SIGBUS},
+            "crashed",
+            "rank 0 was killed by signal 7 (SIGBUS): a file that it had mapped, such as the token cache, was cut short "
+            "or can no longer be read, or shared memory is full",
+        ),
         ({"by": signal.SIGTERM}, "cancelled", "rank 0 was stopped by SIGTERM before it could save"),
         ({"by": signal.SIGUSR2}, "preempted", "rank 0 was told by SIGUSR2 that its time was up, and could not save"),
         (
@@ -122,6 +129,16 @@ def test_a_rank_that_slurm_kills_after_the_others_gave_up_was_silent(run, job, n
     assert (outcome.status, outcome.reason) == (
         "hang",
         "rank 0 timed out waiting for the other ranks (silent ranks: 1)",
+    )
+
+
+def test_ranks_that_all_wait_for_each_other_have_lost_their_network(run, job):
+    log = "ERROR lost the other ranks: Timed out waiting"
+    for rank in range(2):
+        leave(run, rank=rank, exit_code=LOST_PEERS_EXIT, num_ranks=2, log=log, ended_at=2000.0 + rank)
+    assert conclude(run, job).reason == (
+        "rank 0 timed out waiting for the other ranks (silent ranks: none; the network between them failed, or each "
+        "waited for another)"
     )
 
 
@@ -198,6 +215,15 @@ def test_each_attempt_keeps_its_job_its_status_and_its_steps(run, job):
     attempts = conclude(run, job).attempts
     assert [(attempt["job_id"], attempt["status"]) for attempt in attempts] == [(None, "crashed"), ("4242", "crashed")]
     assert (attempts[1]["first_step"], attempts[1]["last_step"]) == (3, 5)
+
+
+def test_the_steps_of_an_attempt_are_its_own_whatever_its_clock_did(run, job):
+    """Here it is behind that of the submitter, and set back after the second step."""
+    write_json(attempt_path(run), Attempt(job.job_id, job.submitted_at, 0, "", "1970-01-01T00:15:00+00:00"))
+    write_metrics_part(run, [step_record(step, at=at) for step, at in enumerate((901, 902, 3, 4), start=1)])
+    write_json(run.heartbeat, step_record(4, at=4))
+    (attempt,) = conclude(run, job).attempts
+    assert (attempt["first_step"], attempt["last_step"]) == (1, 4)
 
 
 def test_an_attempt_says_when_it_was_submitted_started_and_ended(run, job):

@@ -61,6 +61,15 @@ def test_silence_is_broken_after_three_minutes_and_ever_less_often(run):
     assert one.line(None, "") is None
 
 
+def test_nobody_is_silent_because_a_clock_was_set(run, monkeypatch):
+    """Neither the clock of who waits, nor that of the first rank."""
+    follower, read = Silence(run, time.time(), lambda: ""), time.time
+    assert follower.line(None, "") is None
+    monkeypatch.setattr(time, "time", lambda: read() + 3600)
+    assert follower.line(None, "") is None
+    assert follower.line(step_record(1, at=read() - 3600), "") is None
+
+
 def test_after_a_step_only_a_silence_of_several_steps_is_worth_a_line(run):
     slow = replace(step_record(2, at=time.time() - 200), step_seconds=90.0)
     assert told(run, newest=slow) is None

@@ -6,8 +6,10 @@ import pytest
 from step_record import record
 
 from llama_core.errors import RunDirectoryError
+from llama_core.records.activity import Activity, append_activities, read_activities
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, cache_directory, read_json, write_json
+from llama_core.records.files import atomic_write, cache_directory, is_disk_full, read_json, write_json
+from llama_core.records.last_words import reserve_room, write_last_words
 from llama_core.records.metrics import (
     append_metrics,
     drop_metrics_after,
@@ -53,6 +55,29 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         raise OSError("disk full")
     assert read_json(tmp_path / "a.json") == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.root
+def test_a_full_disk_is_named_and_leaves_room_for_the_last_words(disk_of):
+    run = RunDirectory(disk_of("1m") / "run")
+    run.create()
+    reserve_room(run)
+    with pytest.raises(OSError, match="No space left on device") as full, run.heartbeat.open("wb") as file:
+        file.write(bytes(2**21))
+    with pytest.raises(OSError, match=r"No space left on device: '\S+/run/plan.json'"):
+        write_json(run.plan, {"tp": 1})
+    with pytest.raises(OSError, match=r"No space left on device: '\S+/tail.jsonl'"):
+        append_metrics(run, record(1))
+    assert is_disk_full(full.value)
+    write_last_words(run, run.outcome, {"status": "crashed"})
+    assert read_json(run.outcome) == {"status": "crashed"}
+
+
+def test_a_line_that_a_full_disk_has_cut_short_costs_only_itself(run):
+    run.activities.write_text('{"doing": "cut sh')
+    append_activities(run, Activity("starting", 1.0), Activity("in step 1", 2.0))
+    append_activities(run, Activity("in step 2", 3.0))
+    assert [activity.since for activity in read_activities(run)] == [1.0, 2.0, 3.0]
 
 
 def test_metrics_parts_are_read_as_one_table_in_order(run):

@@ -62,6 +62,16 @@ def test_weights_and_biases_works_offline_without_an_account(run, monkeypatch):
     assert log.stat().st_size > 0
 
 
+@pytest.mark.root
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_tensorboard_and_not_the_run(run, disk_of, caplog):
+    run.tensorboard.symlink_to(disk_of("16k"))
+    write(run, range(1, 100))
+    assert read_metrics(run).num_rows == 99
+    (warning,) = [line for line in caplog.messages if "TensorBoard" in line]
+    assert "No space left on device" in warning
+
+
 def test_tensorboard_can_be_turned_off(run):
     write(run, [1], tensorboard=False)
     assert not (run.logs / "tensorboard").exists()

@@ -101,6 +101,7 @@ class JobHandle(ABC):
             expected: returns a clause on how long a step should take, for such a line.
         """
         newest: StepRecord | None = None
+        before = read_heartbeat(self.run)
         waits_for, looked_at, pause = "", time.monotonic(), self.log_seconds
         logs = LogFollower(self.run)
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
@@ -108,7 +109,8 @@ class JobHandle(ABC):
         while True:
             running = self.is_running()  # asked first, so that the last step is still reported
             step = read_heartbeat(self.run)
-            if step is not None and step != newest and step.time >= submitted:
+            # a step of an earlier job is as old as its time says; one that comes meanwhile is new whatever it says
+            if step is not None and step != newest and (step != before or step.time >= submitted):
                 newest = step
                 if on_progress is not None:
                     on_progress(step)

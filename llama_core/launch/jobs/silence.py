@@ -27,8 +27,11 @@ class Silence:
 
     def __init__(self, run: RunDirectory, submitted: float, expected: Callable[[], str]) -> None:
         self.run, self.expected = run, expected
+        self._clock = time.time() - time.monotonic()
         self._started = submitted
         self._newest: StepRecord | None = None
+        self._news_at: float | None = None
+        self._has_looked = False
         self._queued = False
         self._due = FIRST_WORD_SECONDS
 
@@ -39,13 +42,15 @@ class Silence:
             newest: the last step of this job.
             waits_for: why the job waits in a queue; empty if it does not.
         """
-        now = time.time()
+        now = self._clock + time.monotonic()  # nobody has been silent for an hour because a clock was set
         if self._queued and not waits_for:
             self._started, self._due = now, FIRST_WORD_SECONDS
         self._queued = bool(waits_for)
         if newest is not None and newest != self._newest:
             self._newest, self._due = newest, max(FIRST_WORD_SECONDS, USUAL_STEPS * newest.step_seconds)
-        silent = now - (self._newest.time if self._newest and not self._queued else self._started)
+            self._news_at = now if self._has_looked else min(now, newest.time)
+        self._has_looked = True
+        silent = now - (self._started if self._news_at is None or self._queued else self._news_at)
         if silent < self._due:
             return None
         self._due = silent + min(silent, LONGEST_PAUSE_SECONDS)
@@ -64,4 +69,5 @@ class Silence:
         recorded = read_activity(self.run)
         if recorded is not None and recorded.since >= activity.since:  # otherwise it was over before
             activity = recorded
-        return f"{heading}: rank 0 has been {activity.doing} for {format_duration(now - activity.since)}{ending}"
+        lasts = min(silent, max(0.0, now - activity.since))
+        return f"{heading}: rank 0 has been {activity.doing} for {format_duration(lasts)}{ending}"

@@ -54,7 +54,7 @@ def submit(
     """
     submission = _submission(run, config, num_ranks, only, worker)
     run = submission.run
-    with _only_one_submission(run.logs) as lock:
+    with only_one_submission(run.logs) as lock:
         _recover_unrecorded(run, config)
         at_work = attach(run)
         if at_work is not None:
@@ -89,7 +89,7 @@ def submit_array(
     submissions = [_submission(run, config, num_ranks, only, worker) for run, config in runs]
     logs = folder.resolve() / "logs"
     launcher = LAUNCHERS[runs[0][1].launch.launcher]
-    with _only_one_submission(logs) as lock:
+    with only_one_submission(logs) as lock:
         for submission in submissions:
             _refuse_second_job(submission.run, ask)
         launcher.start(_fresh_folder(logs), submissions, folder.name, lock)
@@ -164,8 +164,8 @@ def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
 
 
 @contextmanager
-def _only_one_submission(logs: Path) -> Iterator[IO[str]]:
-    """Make a second process that submits the same run wait until it can find ``job.json``."""
+def only_one_submission(logs: Path) -> Iterator[IO[str]]:
+    """Make a second process that prepares or submits the same run wait until it finds the first one's records."""
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "submit.lock").open("w") as lock:
         try:

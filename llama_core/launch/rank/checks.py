@@ -21,11 +21,12 @@ import torch.distributed as dist
 import llama_core
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.errors import EnvironmentMismatchError
+from llama_core.data.datasets import Datasets
+from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.launch.attempts import own_host
 from llama_core.machine.detect import detect_machine, device_label
 from llama_core.machine.hazards import fitting_build
-from llama_core.parallel.ranks import is_first_rank
+from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.units import format_bytes
@@ -149,6 +150,21 @@ def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
     differences = list(disagreements(ranks))
     if differences:
         raise EnvironmentMismatchError("; ".join(differences))
+
+
+def check_data_agrees(datasets: Datasets) -> None:
+    """Refuse to train if the ranks have read different data.
+
+    Raises:
+        DataError: on every rank, naming one that differs from the first.
+    """
+    read = [rows.digest for rows in (datasets.train, datasets.validation) if rows is not None]
+    other = "" if from_first_rank(read) == read else f"rank {own_rank()} on {own_host()}"
+    if other := first_complaint(other):
+        raise DataError(
+            f"{other} has read other data than rank 0: a file changed while the ranks started, or the nodes have "
+            "different copies of it; make them the same and start again"
+        )
 
 
 def disagreements(ranks: Sequence[RankFacts]) -> list[str]:

@@ -37,8 +37,9 @@ from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Wat
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import cache_directory, now, read_typed, write_json
+from llama_core.records.files import cache_directory, now, read_typed
 from llama_core.records.job import JobRecord
+from llama_core.records.last_words import write_last_words
 
 FORWARDED_SIGNALS = (*HELD_SIGNALS, signal.SIGCONT)
 
@@ -254,7 +255,8 @@ class _Rank:
             silent_seconds=silent_seconds,
             host=own_host(),
         )
-        write_json(exit_path(self.run_directory, job, self.restart, self.rank), rank_exit)
+        path = exit_path(self.run_directory, job, self.restart, self.rank)
+        write_last_words(self.run_directory, path, rank_exit)
         return rank_exit
 
     def _forward(self, number: int, frame: FrameType | None) -> None:

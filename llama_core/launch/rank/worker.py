@@ -31,12 +31,19 @@ from llama_core.errors import (
     LossSpikeError,
     NonFiniteError,
     RequestError,
+    RunDirectoryError,
     StoppedError,
     TrainingInfraError,
 )
 from llama_core.launch.attempts import current_attempt, own_host, own_job, own_restart
 from llama_core.launch.outcome import record_outcome
-from llama_core.launch.rank.checks import allow_open_files, check_own_device, check_ranks_agree, limit_own_memory
+from llama_core.launch.rank.checks import (
+    allow_open_files,
+    check_data_agrees,
+    check_own_device,
+    check_ranks_agree,
+    limit_own_memory,
+)
 from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.launch.verdict import (
     LESS_MEMORY,
@@ -61,6 +68,7 @@ from llama_core.records.activity import Activity, append_activities, record_acti
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, read_typed, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
+from llama_core.records.last_words import reserve_room
 from llama_core.redaction import redacted
 from llama_core.training.checkpoint import lacks_room
 from llama_core.training.trainer import Trainer
@@ -143,6 +151,7 @@ def run_to_end(
         KeyboardInterrupt: at a second SIGINT; nothing is recorded.
     """
     if os.environ.get("RANK", "0") == "0":
+        reserve_room(run)
         _record_start(run)
     try:
         with _stop_on_signal(on_signal) as should_stop:
@@ -183,9 +192,13 @@ def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **deta
     """Record an ending, unless all ranks share it and this is not the first rank."""
     if is_first_rank():
         append_activities(run, Activity("ended", time.time(), "stopped"))
-    if everywhere and not is_first_rank():
-        return Outcome(status, details["reason"], 0, details["next_action"], now(), ())
-    return record_outcome(run, status, **details)
+    if not (everywhere and not is_first_rank()):
+        try:
+            return record_outcome(run, status, **details)
+        except (OSError, RunDirectoryError) as error:
+            logger.error("%s (its outcome cannot be recorded: %s)", details["reason"], error)
+            status = "crashed" if status == "finished" else status
+    return Outcome(status, details["reason"], 0, details["next_action"], now(), ())
 
 
 def _of_rank(reason: str) -> str:
@@ -213,6 +226,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     tell("reading the data")
     with one_per_machine_first():
         datasets = load_datasets(config.data, config.spec, seq_len=config.seq_len, seed=training.seed)
+    check_data_agrees(datasets)
     if is_first_rank():
         write_json(run.data, datasets.statistics.as_dict())
         logger.info("data: %s", "; ".join((datasets.statistics.summary(), *datasets.statistics.notes)))
@@ -302,7 +316,8 @@ def _first_line(error: Exception) -> str:
 def _named(run: RunDirectory, error: Exception) -> str:
     """Return an unexpected error in one line: its type and message, or those of the process that it comes from."""
     if lacks_room(error):
-        return no_room(run.path)
+        name = getattr(error, "filename", None)
+        return no_room(Path(name).parent if isinstance(name, str) else run.path)
     lines = str(error).strip().splitlines()
     if any(line.startswith("Original Traceback") for line in lines):  # of a worker of torch's DataLoader
         return lines[-1]

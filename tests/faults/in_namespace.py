@@ -1,0 +1,9 @@
+"""A worker that lives on a host of its own, a network namespace: ``in_namespace.py NAME RUN_DIR [...]``."""
+
+import os
+import sys
+
+name, *arguments = sys.argv[1:]
+os.environ |= {"MASTER_ADDR": "10.77.0.10", "GLOO_SOCKET_IFNAME": "eth0"}
+worker = [sys.executable, "-m", "llama_core.launch.rank.worker", *arguments]
+os.execvp("ip", ["ip", "netns", "exec", f"{name}-{os.environ['RANK']}", *worker])
