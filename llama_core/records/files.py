@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -81,8 +81,25 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
             with temporary.open("rb") as written:
                 os.fsync(written.fileno())
         temporary.replace(path)
+    except OSError as error:
+        if error.filename == str(temporary):  # the user knows the file, not its temporary name
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path, before: float) -> None:
+    """Remove what ``atomic_write`` has left in ``folder`` when its process was killed.
+
+    Args:
+        folder: where it wrote.
+        before: seconds since the epoch; whoever wrote a file before has ended.
+    """
+    for temporary in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            if temporary.stat().st_mtime < before:
+                temporary.unlink()
 
 
 def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -141,6 +158,28 @@ def read_typed(path: Path, kind: type[T]) -> T:
         RunDirectoryError: as ``read_json``, or naming the first key that is missing or wrong.
     """
     return checked_record(read_json(path), kind, path)
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """Return the records of a file that has one as JSON in each line; none if there is no file.
+
+    A line that is no JSON was cut short, when its process was killed or its disk was full, and is left out.
+
+    Raises:
+        RunDirectoryError: if the file cannot be read, or naming the first key of a whole line that is missing or wrong.
+    """
+    records = []
+    try:
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
+                records.append(json.loads(line, parse_int=_integer))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, error) from None
+    return [checked_record(record, kind, path) for record in records]
 
 
 def checked_record(record: object, kind: type[T], path: Path) -> T:
