@@ -22,6 +22,7 @@ from llama_core.errors import (
     DoesNotFitError,
     EnvironmentMismatchError,
     RequestError,
+    RunDirectoryError,
     StoppedError,
     TrainingFailedError,
 )
@@ -387,7 +388,7 @@ def say_extension(run: RunDirectory) -> None:
 
 def say_goodput(run: RunDirectory) -> None:
     """Print the share of the run's wall time that became progress, where the rest went, and when it saved and why."""
-    with suppress(OSError, ValueError):  # damaged metrics; the report says so
+    with suppress(RunDirectoryError):  # damaged metrics; the report says so
         if (goodput := read_goodput(run)) is not None:
             say("goodput", goodput.summary())
     if run.checkpoint_interval.exists() and load_config(run).training.checkpoint_every == "auto":

@@ -1,6 +1,5 @@
 """What the first rank does besides steps: now, for someone who waits, and since the run began, for its goodput."""
 
-import json
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -8,7 +7,7 @@ from typing import Literal
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import append_lines, read_typed, write_json
+from llama_core.records.files import append_lines, read_lines, read_typed, write_json
 
 TimePart = Literal[
     "steps", "data", "recomputed", "checkpoints", "evaluation", "benchmark", "startup", "queue", "stopped", "other"
@@ -50,13 +49,9 @@ def read_activity(run: RunDirectory) -> Activity | None:
 
 
 def read_activities(run: RunDirectory) -> list[Activity]:
-    """Return what the first rank has done since the run began, without a line that was cut short."""
-    try:
-        lines = run.activities.read_text().splitlines()
-    except OSError:
-        return []
-    activities = []
-    for line in lines:
-        with suppress(ValueError, TypeError):
-            activities.append(Activity(**json.loads(line)))
-    return activities
+    """Return what the first rank has done since the run began, without a line that was cut short.
+
+    Raises:
+        RunDirectoryError: if the file is damaged.
+    """
+    return read_lines(run.activities, Activity)

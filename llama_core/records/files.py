@@ -108,6 +108,19 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write(lines.encode())
 
 
+def remove_temporaries(folder: Path, before: float) -> None:
+    """Remove what ``atomic_write`` has left in ``folder`` when its process was killed.
+
+    Args:
+        folder: where it wrote.
+        before: seconds since the epoch; whoever wrote a file before has ended.
+    """
+    for temporary in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            if temporary.stat().st_mtime < before:
+                temporary.unlink()
+
+
 def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted key."""
     values: dict[str, Any] = {}
@@ -164,6 +177,28 @@ def read_typed(path: Path, kind: type[T]) -> T:
         RunDirectoryError: as ``read_json``, or naming the first key that is missing or wrong.
     """
     return checked_record(read_json(path), kind, path)
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """Return the records of a file that has one as JSON in each line; none if there is no file.
+
+    A line that is no JSON was cut short, when its process was killed or its disk was full, and is left out.
+
+    Raises:
+        RunDirectoryError: if the file cannot be read, or naming the first key of a whole line that is missing or wrong.
+    """
+    records = []
+    try:
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
+                records.append(json.loads(line, parse_int=_integer))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, error) from None
+    return [checked_record(record, kind, path) for record in records]
 
 
 def checked_record(record: object, kind: type[T], path: Path) -> T:

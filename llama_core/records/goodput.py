@@ -1,14 +1,13 @@
 """Goodput: the share of a run's wall time in which it made progress, and the parts of the rest."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from llama_core.records.activity import Activity, TimePart, read_activities
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_lines
 from llama_core.records.metrics import read_metrics
 from llama_core.units import format_duration
 
@@ -81,7 +80,11 @@ class Goodput:
 
 
 def read_goodput(run: RunDirectory) -> Goodput | None:
-    """Return where the time of ``run`` went until the last sign of life; None if it has taken no step."""
+    """Return where the time of ``run`` went until the last sign of life; None if it has taken no step.
+
+    Raises:
+        RunDirectoryError: naming a file that is damaged.
+    """
     activities, steps = read_activities(run), list(_taken_steps(run))
     return Goodput(tuple(split_time(activities, steps))) if activities and steps else None
 
@@ -154,12 +157,15 @@ def _added(attempts: Iterable[Mapping[TimePart, float]]) -> dict[TimePart, float
 
 
 def _taken_steps(run: RunDirectory) -> Iterable[TakenStep]:
-    for row in read_metrics(run).select(["time", "step_seconds", "data_seconds"]).to_pylist():
+    columns = ["time", "step_seconds", "data_seconds"]
+    for row in read_metrics(run).select(columns).drop_null().to_pylist():  # an earlier version had fewer columns
         yield TakenStep(row["time"], row["step_seconds"], row["data_seconds"], counts=True)
-    repeated = {}
-    with suppress(OSError):
-        for line in run.repeated_steps.read_text().splitlines():
-            with suppress(ValueError, KeyError):
-                row = json.loads(line)
-                repeated[row["time"]] = TakenStep(row["time"], row["step_seconds"], row["data_seconds"], counts=False)
-    yield from repeated.values()
+    for step in {step.time: step for step in read_lines(run.repeated_steps, _Times)}.values():
+        yield TakenStep(step.time, step.step_seconds, step.data_seconds, counts=False)
+
+
+@dataclass(frozen=True)
+class _Times:
+    time: float
+    step_seconds: float
+    data_seconds: float

@@ -1,10 +1,9 @@
 """When the actions of a pipeline ran in one optimizer step."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import read_typed, write_json
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,9 @@ def read_lanes(run: RunDirectory, num_ranks: int) -> list[LaneRecord]:
     """Return the records of a pipeline of ``num_ranks``; empty if a position has none.
 
     Raises:
-        RunDirectoryError, TypeError: if one is damaged or of another version.
+        RunDirectoryError: if one is damaged or of another version.
     """
     paths = [run.timeline(pp_rank) for pp_rank in range(num_ranks)]
     if not all(path.exists() for path in paths):
         return []
-    lists: list[dict[str, Any]] = [read_json(path) for path in paths]
-    return [LaneRecord(**{name: tuple(values) for name, values in record.items()}) for record in lists]
+    return [read_typed(path, LaneRecord) for path in paths]

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import pyarrow as pa
-
 from llama_core.errors import RunDirectoryError
 from llama_core.records.activity import TimePart
 from llama_core.records.directory import RunDirectory
@@ -20,7 +18,7 @@ def goodput_table(run: RunDirectory) -> tuple[str, Row, list[Row]] | None:
     """
     try:
         goodput = read_goodput(run)
-    except (RunDirectoryError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
+    except RunDirectoryError:
         return None
     if goodput is None:
         return None

@@ -15,13 +15,15 @@ from llama_core.launch.attempts import attempt_path, current_attempt, is_cancell
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude, concluded, read_outcome
-from llama_core.records.activity import read_activity
+from llama_core.records.activity import Activity, append_activities, read_activities, read_activity
 from llama_core.records.checkpoints import STATE, newest_step
 from llama_core.records.files import read_json, write_json
+from llama_core.records.goodput import read_goodput
 from llama_core.records.job import JobRecord
 from llama_core.records.metrics import append_metrics, drop_metrics_after, read_heartbeat, read_metrics
 from llama_core.records.profiles import ProfileRecord, read_profiles, write_profile
 from llama_core.records.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from llama_core.records.timelines import LaneRecord, read_lanes, write_lane
 from llama_core.sweep.directory import SweepDirectory, unfinished
 from llama_core.sweep.judgement import Judgement
 from training_reports.compare_rows import compare_runs
@@ -52,7 +54,12 @@ def whole(tmp_path_factory):
     write_json(run.job, JOB)
     write_json(run.choice, {"reasons": {"tp": "one rank"}, "step": {"step_seconds": 1.0, "tp_seconds": 0.1}})
     write_rollbacks(run, [Rollback(10, 12, "loss 9", {"position": 4}, 1.0)])
-    append_metrics(run, step_record(41))
+    for step in (41, 42):
+        append_metrics(run, step_record(step))
+    drop_metrics_after(run, 41)
+    append_activities(run, Activity("", 1.0, "queue"), Activity("", 2.0), Activity("", 3.0, "steps"))
+    write_lane(run, 0, LaneRecord(("0F0", "0B0"), (0.0, 1.0), (1.0, 3.0)))
+    append_metrics(run, step_record(42))
     return run
 
 
@@ -69,6 +76,7 @@ def readers(run):
         partial(read_rank_exits, run, JOB, 0), partial(concluded, run, JOB), partial(conclude, run, JOB),
         partial(attach, run), partial(existing_run, config, run.path, resume=True),
         lambda: list(LogFollower(run, last_lines=None).new_lines()),
+        partial(read_goodput, run), partial(read_activities, run), partial(read_lanes, run, 1),
         partial(drop_metrics_after, run, 30), partial(read_rollbacks, run),
     ]  # fmt: skip
 
@@ -85,8 +93,9 @@ def one_damaged(rng, whole, run):
         write(path, None)
     elif path.suffix == ".json":
         write(path, damaged_json(rng, json.loads(content)))
-    elif path.name == "tail.jsonl" and rng.random() < 0.6:
-        write(path, damaged_json(rng, json.loads(content)) + b"\n")
+    elif path.suffix == ".jsonl" and rng.random() < 0.6:
+        *others, last = content.splitlines(keepends=True)
+        write(path, b"".join(others) + damaged_json(rng, json.loads(last)) + b"\n")
     else:
         write(path, damaged(rng, content))
     return path

@@ -121,10 +121,13 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
     process.wait()
     assert not (run.checkpoints / f"step-{STEPS:08d}").exists()
     assert not run.outcome.exists()
+    half_written = run.metrics / ".heartbeat.json.0123.tmp"  # as another kill may leave it
+    half_written.touch()
 
     code, output = work(run)
     assert code == 0, output
     assert "resuming after step 10" in output
+    assert not half_written.exists()
     assert losses(run) == losses(undisturbed)
     ours, theirs = final_state(run, tmp_path), final_state(undisturbed, tmp_path)
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)

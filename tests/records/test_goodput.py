@@ -1,14 +1,16 @@
 import math
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from step_record import record
 
+from llama_core.errors import RunDirectoryError
 from llama_core.records.activity import Activity, append_activities, read_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.goodput import LABELS, Goodput, TakenStep, read_goodput, split_time
-from llama_core.records.metrics import append_metrics, drop_metrics_after
+from llama_core.records.metrics import append_metrics, drop_metrics_after, write_metrics_part
 
 times = st.floats(0, 1e6)
 activities = st.lists(st.builds(Activity, st.just(""), times, st.sampled_from([*LABELS])), min_size=1, max_size=30)
@@ -81,3 +83,25 @@ def test_dropped_steps_count_as_done_again_once_even_if_they_were_moved_twice(tm
         "33.3% of 4.5 s was progress; steps done again 44.4%, waiting for data 11.1%, start-up 11.1%"
     )
     assert len(read_activities(run)) == 2
+
+
+@pytest.mark.parametrize("line", ["[]", "3", '"x"', "{}", '{"doing": 1, "since": "x", "time": []}', "[" * 100_000])
+@pytest.mark.parametrize("file", ["activities", "repeated_steps"])
+def test_a_whole_line_that_is_no_record_names_its_file(tmp_path, file, line):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    append_activities(run, Activity("", 0.5), Activity("", 1.0, "steps"))
+    path = getattr(run, file)
+    with path.open("a") as history:
+        history.write(f"{line}\n")
+    with pytest.raises(RunDirectoryError, match=f"{path} is damaged"):
+        read_goodput(run)
+
+
+def test_steps_of_a_version_that_did_not_measure_them_are_left_out(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    append_activities(run, Activity("", 0.5), Activity("", 1.0, "steps"))
+    part = write_metrics_part(run, [record(1, time=2.0, step_seconds=1.0, data_seconds=0.5)])
+    pq.write_table(pq.read_table(part).drop_columns(["data_seconds"]), part)
+    assert read_goodput(run) is None

@@ -1,4 +1,6 @@
 import json
+import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,7 +10,14 @@ from step_record import record
 from llama_core.errors import RunDirectoryError
 from llama_core.records.activity import Activity, append_activities, read_activities
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, cache_directory, is_disk_full, read_json, write_json
+from llama_core.records.files import (
+    atomic_write,
+    cache_directory,
+    is_disk_full,
+    read_json,
+    remove_temporaries,
+    write_json,
+)
 from llama_core.records.last_words import reserve_room, write_last_words
 from llama_core.records.metrics import (
     append_metrics,
@@ -78,6 +87,23 @@ def test_a_line_that_a_full_disk_has_cut_short_costs_only_itself(run):
     append_activities(run, Activity("starting", 1.0), Activity("in step 1", 2.0))
     append_activities(run, Activity("in step 2", 3.0))
     assert [activity.since for activity in read_activities(run)] == [1.0, 2.0, 3.0]
+
+
+def test_a_file_that_cannot_be_written_is_named_by_its_own_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"'.*/a\.json'$"), atomic_write(tmp_path / "a.json") as temporary:
+        temporary.read_text()
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    with atomic_write(tmp_path / "new.json") as new:
+        new.write_text("half")
+        old = new.with_name(new.name.replace("new", "old"))
+        old.write_text("half")
+        os.utime(old, (100, 100))
+        (tmp_path / ".hidden").write_text("")
+        os.utime(tmp_path / ".hidden", (100, 100))
+        remove_temporaries(tmp_path, before=time.time() - 60)
+        assert {path.name for path in tmp_path.iterdir()} == {new.name, ".hidden"}
 
 
 def test_metrics_parts_are_read_as_one_table_in_order(run):

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
+from llama_core.errors import RunDirectoryError
 from llama_core.planning.plan import document_attention
 from llama_core.planning.time.step_time import step_time
 from llama_core.records.files import write_json
-from llama_core.records.timelines import LaneRecord, write_lane
+from llama_core.records.timelines import LaneRecord, read_lanes, write_lane
 from llama_core.schedules.clock import Timeline, simulate
 from llama_core.schedules.registry import build_schedule, schedule_names
 from training_reports.contents import RunContents
@@ -94,6 +95,14 @@ def test_the_first_actions_of_a_long_step_are_drawn():
     timeline = simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=50))
     figure = timelines_figure(timeline, timeline, most_actions=20)
     assert sum(len(trace.x) for trace in figure.data) == 2 * 20
+
+
+@pytest.mark.parametrize("values", [{}, {"actions": 3}, {"begins": [None]}, {"ends": {"a": 1}}, {"begins": "abc"}])
+def test_a_record_with_wrong_values_is_named(run, values):
+    whole = {"actions": ["0F0"], "begins": [0.0], "ends": [1.0]}
+    write_json(run.timeline(0), whole | values if values else {})
+    with pytest.raises(RunDirectoryError, match=f"{run.timeline(0)} is damaged"):
+        read_lanes(run, 1)
 
 
 @pytest.mark.parametrize("damage", ["missing", "another plan", "not a record", "not an action"])

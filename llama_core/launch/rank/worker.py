@@ -66,7 +66,7 @@ from llama_core.parallel.ranks import (
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import Activity, append_activities, record_activity
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import no_room, now, read_typed, write_json
+from llama_core.records.files import no_room, now, read_typed, remove_temporaries, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
 from llama_core.records.last_words import reserve_room
 from llama_core.redaction import redacted
@@ -179,13 +179,15 @@ def run_to_end(
 
 
 def _record_start(run: RunDirectory) -> None:
-    """Record when this attempt was submitted and started, for the run's goodput."""
+    """Record when this attempt was submitted and started, for the run's goodput; tidy up after the one before."""
     job = own_job(run)
     attempt = current_attempt(run, job)
     started = datetime.fromisoformat(attempt.started_at).timestamp() if attempt else time.time()
     # Slurm has queued a restarted job since the attempt before it
     submitted = 0.0 if own_restart() else datetime.fromisoformat(job.submitted_at).timestamp() if job else started
     append_activities(run, Activity("waiting in the queue", submitted, "queue"), Activity("starting", started))
+    for folder in (run.path, run.metrics, run.checkpoints, run.logs):
+        remove_temporaries(folder, before=started)
 
 
 def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **details: Any) -> Outcome:
