@@ -230,7 +230,7 @@ JOB_COLUMNS = {
 FILE_COLUMNS = {
     "ranks": "ranks",
     "look at quiet logs, ms": "quiet_look_ms",
-    "look at a new line in each, ms": "look_with_a_line_each_ms",
+    "look at new lines, ms": "look_with_a_line_each_ms",
     "read how each rank ended, ms": "exits_ms",
     "find the rank to blame, ms": "verdict_ms",
 }

@@ -690,7 +690,7 @@ def _logs(options: argparse.Namespace) -> None:
     job = steps.attach(run) if options.follow else None
     while True:
         at_work = job is not None and job.is_running()
-        for rank, line in follower.new_lines():
+        for rank, line in follower.new_lines(of_all=not at_work):
             print(f"rank {rank}: {line}", flush=True)
         if not at_work:
             return

@@ -8,6 +8,7 @@ from llama_core.chain.console import say
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.judgement import Judgement
+from llama_core.sweep.lock import unlock
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,18 @@ class SweepSteps:
 def run_sweep(sweep: SweepDirectory, steps: SweepSteps) -> Path:
     """Validate, rehearse, run and compare the elements of a prepared sweep, and return the path of its report.
 
-    From submission on, the report is written however the sweep ends.
+    From submission on, the report is written however the sweep ends. Other processes may then work on the sweep.
 
     Raises:
         TrainingInfraError: if a step fails.
     """
+    try:
+        return _run(sweep, steps)
+    finally:
+        unlock(sweep)
+
+
+def _run(sweep: SweepDirectory, steps: SweepSteps) -> Path:
     record = read_record(sweep)
     say("sweep", f"{sweep.path}: {len(record.runnable)} of {len(record.elements)} elements can be run")
     steps.validate(sweep)

@@ -31,6 +31,11 @@ class SweepDirectory:
         return self.path / "sweep.json"
 
     @property
+    def lock(self) -> Path:
+        """Held by the process that works on the sweep; names it."""
+        return self.path / "sweep.lock"
+
+    @property
     def history(self) -> Path:
         """How its results compare with those of earlier sweeps."""
         return self.path / "history.json"

@@ -43,6 +43,7 @@ from llama_core.sweep.directory import (
 )
 from llama_core.sweep.grid import DONE, Element, Objective, SweepConfig
 from llama_core.sweep.history import check_folder, history_folder
+from llama_core.sweep.lock import lock, unlock
 
 SWEEPS = Path("sweeps")
 
@@ -61,23 +62,35 @@ _FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force", "
 def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool = False) -> SweepDirectory:
     """Create the directories of a sweep and its runs, or find the sweep to resume.
 
+    It then belongs to this process until ``run_sweep`` ends.
+
     Args:
         config: what to run. On resume, the values of the grid may have changed.
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
 
     Raises:
-        RunDirectoryError: if the directory holds other files, or already holds a sweep and ``resume`` is not set.
+        RunDirectoryError: if the directory holds other files, or already holds a sweep and ``resume`` is not set, or
+            another process works on it.
         ConfigError: if no element can run, with the reason for each.
     """
     sweep = _directory(config, sweep_dir, resume=resume)
+    lock(sweep)
+    try:
+        _prepare(sweep, config)
+    except BaseException:
+        unlock(sweep)
+        raise
+    return sweep
+
+
+def _prepare(sweep: SweepDirectory, config: SweepConfig) -> None:
     elements = config.elements()
     mapping = config.model_dump()
     write_record(sweep, SweepRecord(mapping, tuple(ElementRecord(e.name, e.settings) for e in elements)))
     record = SweepRecord(mapping, tuple(_prepare_element(sweep, element, config) for element in elements))
     write_record(sweep, record)
     _refuse_empty(record)
-    return sweep
 
 
 def _directory(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> SweepDirectory:

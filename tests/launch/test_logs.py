@@ -1,5 +1,7 @@
+from pathlib import Path
+
 from llama_core.launch.attempts import LOG_HEADER, log_path
-from llama_core.launch.logs import LogFollower
+from llama_core.launch.logs import LOGS_AT_ONCE, LogFollower
 
 
 def add(run, rank, text):
@@ -34,6 +36,30 @@ def test_one_rank_can_be_followed(run):
     add(run, 0, "x\n")
     add(run, 1, "y\n")
     assert list(LogFollower(run, rank=1, last_lines=None).new_lines()) == [(1, "y")]
+
+
+def test_the_logs_of_many_ranks_take_turns_beside_the_first(run, monkeypatch):
+    for rank in range(200):
+        add(run, rank, "before\n")
+    follower = LogFollower(run)
+    for rank in range(200):
+        add(run, rank, "new\n")
+    asked, stat = [], Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path: asked.append(path) or stat(path))
+    looks = []
+    for number in range(4):
+        add(run, 0, f"look {number}\n")
+        looks.append(list(follower.new_lines()))
+    assert len(asked) <= 4 * LOGS_AT_ONCE
+    assert all((0, f"look {number}") in look for number, look in enumerate(looks))
+    assert sorted(rank for look in looks for rank, line in look if line == "new") == list(range(200))
+
+
+def test_every_log_is_looked_at_when_a_job_has_ended(run):
+    follower = LogFollower(run)
+    for rank in range(200):
+        add(run, rank, "ERROR the run ended\n")
+    assert [rank for rank, _ in follower.notable_lines(of_all=True)] == list(range(200))
 
 
 def test_warnings_and_errors_are_notable(run):

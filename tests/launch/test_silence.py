@@ -107,6 +107,16 @@ def test_a_job_that_slurm_has_not_considered_does_not_wait_for_none(slurm_lines,
     ]
 
 
+def test_a_controller_that_is_away_for_long_is_told_once_and_changes_nothing_else(slurm_lines):
+    running, away = JobStatus("RUNNING"), [None] * 5
+    heard = slurm_lines(JobStatus("PENDING", "Priority"), *away, running, *away, running, JobStatus("CANCELLED"))
+    gone, back = (
+        "for Slurm's controller, which does not answer; a job that runs goes on without it",
+        "Slurm's controller answers again",
+    )
+    assert heard == ["for Priority", gone, back, "Slurm has started the job", gone, back]
+
+
 @pytest.fixture
 def pending(tmp_path, monkeypatch):
     """Return the status that ``scontrol`` prints for a pending job with a reason."""

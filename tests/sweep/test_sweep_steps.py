@@ -1,5 +1,9 @@
+import fcntl
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -9,6 +13,7 @@ from llama_core.records.files import read_json, write_json
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep import steps as sweeps
+from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record, unfinished
 from llama_core.sweep.grid import SweepConfig
 
@@ -98,6 +103,35 @@ def test_a_directory_is_reused_only_to_resume_its_sweep(tmp_path):
     (tmp_path / "notes" / "note.txt").write_text("")
     with pytest.raises(RunDirectoryError, match="not a sweep"):
         sweeps.prepare(config(), tmp_path / "notes", resume=True)
+
+
+def test_two_processes_on_one_sweep_and_the_second_is_refused(tmp_path):
+    sweep = sweeps.prepare(config(), tmp_path / "sweep")
+    again = (sys.executable, "-m", "training_infra.cli", "sweep", "--resume", "--sweep-dir", str(sweep.path))
+    second = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert f"{sweep.path}: process {os.getpid()} on " in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert not sweep.report.exists()
+
+
+def test_a_sweep_belongs_to_nobody_after_it_was_refused_or_has_run(tmp_path):
+    def is_free():
+        with (tmp_path / "sweep" / "sweep.lock").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with pytest.raises(ConfigError):
+        sweeps.prepare(config({"parallel.microbatch_size": [3]}), tmp_path / "sweep")
+    assert is_free()
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1]}), tmp_path / "sweep", resume=True)
+    assert not is_free()
+    nothing = SweepSteps(*[lambda *_: None] * 5, report=lambda sweep: sweep.report)
+    run_sweep(sweep, nothing)
+    assert is_free()
 
 
 def test_a_resumed_sweep_may_have_more_values_and_another_time_limit(tmp_path):

@@ -14,7 +14,7 @@ from datetime import datetime
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingFailedError
 from llama_core.launch.attempts import request_cancellation
-from llama_core.launch.jobs.silence import Silence
+from llama_core.launch.jobs.silence import News, Silence
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude
 from llama_core.records.directory import RunDirectory
@@ -54,7 +54,7 @@ class JobHandle(ABC):
     poll_seconds = 0.2
     """Seconds between checks of its records."""
     log_seconds = 0.2
-    """Seconds between checks of the logs of all its ranks, or more if there are so many that a check takes long."""
+    """Seconds between looks at the logs of its ranks, or more if a look takes long."""
     kill_seconds = 10.0
     """Seconds that its processes may take to end once they are killed."""
 
@@ -63,6 +63,8 @@ class JobHandle(ABC):
         self.record = record
         self.waits_for = ""
         """Why it waits in a queue, in the queue's own words; empty if it does not wait."""
+        self.is_answered = True
+        """Whether its scheduler answered the last question about it."""
 
     def describe(self) -> str:
         """Return the job's id, and the command that shows its output."""
@@ -96,14 +98,14 @@ class JobHandle(ABC):
             on_progress: called with each newest step meanwhile. If steps are faster than ``poll_seconds``, some are
                 skipped, but never the last.
             on_output: called with the rank and the line of each warning and error that a rank prints.
-            on_waiting: called with a line on the queue whenever the reason that the job waits there changes, and with
-                a line on the first rank when no step has come for long.
+            on_waiting: called with a line on the queue whenever the reason that the job waits there changes or its
+                scheduler stops or begins to answer, and with a line on the first rank when no step has come for long.
             expected: returns a clause on how long a step should take, for such a line.
         """
         newest: StepRecord | None = None
         before = read_heartbeat(self.run)
-        waits_for, looked_at, pause = "", time.monotonic(), self.log_seconds
-        logs = LogFollower(self.run)
+        looked_at, pause = time.monotonic(), self.log_seconds
+        logs, news = LogFollower(self.run), News()
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         silence = Silence(self.run, submitted, expected)
         while True:
@@ -116,16 +118,16 @@ class JobHandle(ABC):
                     on_progress(step)
             if on_output is not None and (not running or time.monotonic() - looked_at >= pause):
                 began = time.monotonic()
-                for rank, line in logs.notable_lines():
+                for rank, line in logs.notable_lines(of_all=not running):
                     on_output(rank, line)
                 looked_at = time.monotonic()
                 pause = max(self.log_seconds, (looked_at - began) / LOOKING_SHARE)
-            if on_waiting is not None and self.waits_for != waits_for:
-                waits_for = self.waits_for
-                on_waiting(f"for {waits_for}" if waits_for else "Slurm has started the job")
+            if on_waiting is not None:
+                for line in news.lines(self.waits_for, is_answered=self.is_answered):
+                    on_waiting(line)
             if not running:
                 return self._conclude()
-            if on_waiting is not None and (word := silence.line(newest, waits_for)):
+            if on_waiting is not None and (word := silence.line(newest, self.waits_for)):
                 on_waiting(word)
             time.sleep(self.poll_seconds)
 

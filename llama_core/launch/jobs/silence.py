@@ -1,7 +1,7 @@
-"""What to tell someone who waits for a job that completes no step."""
+"""What to tell someone who waits for a job: news from its scheduler, and word when no step comes for long."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from llama_core.records.activity import Activity, read_activity
 from llama_core.records.directory import RunDirectory
@@ -14,6 +14,32 @@ LONGEST_PAUSE_SECONDS = 1800.0
 """Most seconds between two lines."""
 USUAL_STEPS = 3
 """Silence that is no news, in steps of the length of the last one."""
+
+
+class News:
+    """Finds a line whenever a job waits for something else, or its scheduler stops or begins to answer."""
+
+    def __init__(self) -> None:
+        self._waits_for = ""
+        self._is_answered = True
+
+    def lines(self, waits_for: str, *, is_answered: bool) -> Iterator[str]:
+        """Yield what has changed.
+
+        Args:
+            waits_for: why the job waits in a queue; empty if it does not.
+            is_answered: whether the scheduler answered the last question about the job.
+        """
+        if is_answered != self._is_answered:
+            self._is_answered = is_answered
+            yield (
+                "Slurm's controller answers again"
+                if is_answered
+                else "for Slurm's controller, which does not answer; a job that runs goes on without it"
+            )
+        if waits_for != self._waits_for:
+            self._waits_for = waits_for
+            yield f"for {waits_for}" if waits_for else "Slurm has started the job"
 
 
 class Silence:

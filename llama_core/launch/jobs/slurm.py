@@ -67,7 +67,7 @@ class SlurmJobHandle(JobHandle):
 
     def _ask(self) -> None:
         status = self._ask_slurm(self.record.job_id, self.record.name)
-        self._asked_at = time.monotonic()
+        self._asked_at, self.is_answered = time.monotonic(), status is not None
         if status is not None:
             self.waits_for = (status.reason or "Slurm to consider the job") if status.state == "PENDING" else ""
         if status is None or status.state == self._state:
