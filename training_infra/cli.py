@@ -23,6 +23,7 @@ from llama_core.errors import (
     ConfigError,
     DoesNotFitError,
     EnvironmentMismatchError,
+    RequestError,
     StoppedError,
     TrainingInfraError,
     safe,
@@ -77,10 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # such as a full disk, which a traceback would not explain
         if options.debug:
             raise
-        full = is_disk_full(error)
-        where = f" writing {error.filename}" if error.filename else ""
-        print(f"error: {f'a disk is full{where}; free some space' if full else safe(str(error))}", file=sys.stderr)
-        return 1
+        print(f"error: {_explained(error)}", file=sys.stderr)
+        return RequestError.exit_code if isinstance(error, PermissionError) else 1
+
+
+def _explained(error: OSError) -> str:
+    """Return what is wrong with a file or a disk, and what to do, in one line."""
+    if is_disk_full(error):
+        return f"a disk is full{safe(f' writing {error.filename}') if error.filename else ''}; free some space"
+    if isinstance(error, PermissionError) and error.filename:  # somebody else's run, for example
+        return safe(f"{error.filename}: permission denied; use one of your own, or ask its owner")
+    return safe(str(error))
 
 
 def _parser() -> Parser:

@@ -5,6 +5,7 @@ Its metadata and its numbers beside tensors are pickles. Only the classes that t
 
 import io
 import pickle
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,20 @@ _HARMLESS = {
 """What torch writes into metadata, by module; dtypes are added to them."""
 
 
+def _member(kind: object, name: str) -> Enum:
+    """Return a member of an enum, which Python 3.11.2, for one, pickles as a ``getattr``."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata names {name!r} of {kind!r}, which torch does not write"
+        )
+    member: Enum = kind[name]
+    return member
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in _HARMLESS.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the checkpoint's metadata names {module}.{name}, which torch does not write")

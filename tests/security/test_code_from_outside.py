@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from flows.serve import _DEFAULTS
 from llama_core.errors import CheckpointError
@@ -50,6 +51,35 @@ def test_a_checkpoint_is_read_as_torch_wrote_it(tmp_path):
     save(tmp_path, state)
     loaded = load(tmp_path, {"weights": torch.zeros(2, 3), "group": {"lr": 0, "betas": 0, "fused": 0, "name": 0}})
     assert torch.equal(loaded["weights"], state["weights"]) and loaded["group"] == state["group"]
+
+
+def test_a_checkpoint_of_a_python_that_pickles_enums_by_name_is_read(tmp_path, monkeypatch):
+    """As Debian 12's 3.11.2 does."""
+    by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    save(tmp_path, {"weights": torch.arange(6.0)})
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert torch.equal(load(tmp_path, {"weights": torch.zeros(6)})["weights"], torch.arange(6.0))
+
+
+class Attribute:
+    """Is unpickled as an attribute of something."""
+
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+@pytest.mark.parametrize(
+    "of", [(Metadata, "__init__"), (torch.Size, "mro"), (_MEM_FORMAT_ENCODING, "__class__"), (torch.float32, "to_real")]
+)
+def test_no_other_attribute_of_anything_is_reached(tmp_path, of):
+    save(tmp_path, {"weights": torch.zeros(2)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(*of)))
+    with pytest.raises(dcp.CheckpointException, match="which torch does not write"):
+        load(tmp_path, {"weights": torch.zeros(2)})
 
 
 def test_metadata_that_run_code_are_refused(tmp_path):
