@@ -687,8 +687,7 @@ def _logs(options: argparse.Namespace) -> None:
     from llama_core.launch.logs import LogFollower
 
     run = RunDirectory(options.run_dir)
-    load_config(run)
-    num_ranks = load_plan(run).world_size
+    num_ranks = max(load_config(run).parallel.gpus, load_plan(run).world_size)  # an attempt may have had fewer nodes
     if options.rank is not None and options.rank not in range(num_ranks):
         ranks = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "only rank 0"
         raise ConfigError(f"--rank {options.rank}: {run.path} has {ranks}")

@@ -7,7 +7,7 @@ from typing import Any
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
-from llama_core.errors import EnvironmentMismatchError
+from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.scheduler import largest_node_bytes
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
@@ -34,6 +34,8 @@ class PlannedRun:
     """One line for each default that was taken from the machine."""
     choice: Choice | None = None
     """The result of the plan search, with its reasons; None if the plan follows from rules or was given."""
+    on_fewest_nodes: "PlannedRun | None" = None
+    """The same run on ``launch.min_nodes`` nodes; None if it always gets all of its nodes."""
 
     @cached_property
     def step(self) -> StepTime | None:
@@ -71,7 +73,37 @@ def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
     """
     machine = machine or detect_machine()
     resolved = resolve_machine_defaults(config, machine)
-    return planned_as(resolved.config, machine, resolved.choices)
+    planned, launch = planned_as(resolved.config, machine, resolved.choices), resolved.config.launch
+    if not launch.is_elastic:
+        return planned
+    try:
+        fewest = planned_as(on_nodes(resolved.config, launch.fewest_nodes), machine)
+    except (ConfigError, PlanError) as error:
+        raise PlanError(f"launch.min_nodes={launch.fewest_nodes}: {error}") from None
+    return with_fewest(planned, fewest)
+
+
+def with_fewest(planned: PlannedRun, fewest: PlannedRun | None) -> PlannedRun:
+    """Return ``planned`` with its plan for the fewest nodes, and with the host memory that this one needs."""
+    host_bytes = 0 if fewest is None else fewest.estimate.host_bytes_of_node
+    return replace(
+        planned, estimate=replace(planned.estimate, host_bytes_on_fewest_nodes=host_bytes), on_fewest_nodes=fewest
+    )
+
+
+def on_nodes(config: RunConfig, num_nodes: int) -> RunConfig:
+    """Return ``config`` with as many ranks on each node and the same steps, but on ``num_nodes`` nodes.
+
+    Raises:
+        ConfigError: if the degrees that it asks for do not divide so many ranks.
+    """
+    ranks = config.parallel.gpus // config.launch.nodes
+    return with_keys(
+        config,
+        training={"batch_size": config.batch_size, "seq_len": config.seq_len},
+        parallel={"gpus": ranks * num_nodes},
+        launch={"nodes": num_nodes, "min_nodes": None},
+    )
 
 
 def plan_for_gpu(config: RunConfig) -> PlannedRun:

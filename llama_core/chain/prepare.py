@@ -1,8 +1,9 @@
 """Prepare a run. Refuse everything that can be refused before writing its directory."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from llama_core.chain.planned import PlannedRun, plan_run, planned_as, with_keys
+from llama_core.chain.planned import PlannedRun, on_nodes, plan_run, planned_as, with_fewest, with_keys
 from llama_core.chain.runs import existing_run, load_config, load_plan, new_run
 from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.data.chat_template import BUILT_IN
@@ -10,7 +11,7 @@ from llama_core.data.check import check_data
 from llama_core.data.datasets import DataStatistics, load_datasets
 from llama_core.data.tokenizer import BYTES
 from llama_core.errors import DoesNotFitError, RunDirectoryError
-from llama_core.launch.jobs.submission import only_one_submission
+from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.memory.peaks import MemoryEstimate
@@ -51,10 +52,8 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     if run is None:
         run = new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
-        kept = load_plan(run)
-        if kept != planned.plan:
-            planned = planned_as(planned.config, detect_machine(), plan=kept)
-    refuse_unfit(planned.estimate, planned.config, "estimated")
+        planned = _with_kept_plan(planned, run)
+    refuse_unfit_on_any_nodes(planned)
     run.create()
     with only_one_submission(run.logs):
         if is_new and run.config.exists():  # another process may have started a run here since we looked
@@ -76,6 +75,20 @@ def _write(run: RunDirectory, planned: PlannedRun, statistics: DataStatistics | 
         write_json(run.choice, planned.choice.as_dict())
     if statistics is not None:
         write_json(run.data, statistics.as_dict())
+
+
+def _with_kept_plan(planned: PlannedRun, run: RunDirectory) -> PlannedRun:
+    """Return ``planned`` with the plan that ``run`` has, unless that is for fewer nodes and no job works by it."""
+    kept = load_plan(run)
+    if kept == planned.plan:
+        return planned
+    config, machine = planned.config, detect_machine()
+    if kept.world_size == planned.plan.world_size:
+        return with_fewest(planned_as(config, machine, plan=kept), planned.on_fewest_nodes)
+    num_nodes, left = divmod(kept.world_size * config.launch.nodes, planned.plan.world_size)
+    if left or attach(run) is None:
+        return planned
+    return replace(planned_as(on_nodes(config, num_nodes), machine, plan=kept), config=config)
 
 
 def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) -> list[str]:
@@ -110,6 +123,16 @@ def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
     if not estimate.fits and not config.launch.force:
         how = f" ({how})" if not estimate.refusal else ""  # a refusal is always an estimate
         raise DoesNotFitError(f"{'; '.join(estimate.notes)}{how}; {_ALL_THE_SAME}")
+
+
+def refuse_unfit_on_any_nodes(planned: PlannedRun) -> None:
+    """Refuse a run that does not fit its nodes, or the fewest of them (``launch.min_nodes``); see ``refuse_unfit``."""
+    refuse_unfit(planned.estimate, planned.config, "estimated")
+    if (fewest := planned.on_fewest_nodes) is not None:
+        try:
+            refuse_unfit(fewest.estimate, fewest.config, "estimated")
+        except DoesNotFitError as error:
+            raise DoesNotFitError(f"launch.min_nodes={fewest.config.launch.nodes}: {error}") from None
 
 
 def _check_data(config: RunConfig) -> DataStatistics | None:

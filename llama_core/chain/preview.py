@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu, plan_run
-from llama_core.chain.prepare import check_initial_weights, refuse_unfit
+from llama_core.chain.prepare import check_initial_weights, refuse_unfit_on_any_nodes
 from llama_core.chain.runs import new_run
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RANDOM_BASE, RunConfig
@@ -105,7 +105,7 @@ def preview_sbatch(config: RunConfig, run_dir: Path | None = None) -> str:
         DoesNotFitError: if it does not fit and ``launch.force`` is not set.
     """
     planned = plan_run(config.with_overrides("launch.launcher=slurm"))
-    refuse_unfit(planned.estimate, planned.config, "estimated")
+    refuse_unfit_on_any_nodes(planned)
     run = RunDirectory(new_run(planned.config, run_dir).path.absolute())
-    folder, host_bytes = run.logs / "submitit" / "submission-00000", planned.estimate.host_bytes_of_node
-    return sbatch_script(planned.config, run.name, folder, planned.plan.world_size, host_bytes)
+    folder, host_bytes = run.logs / "submitit" / "submission-00000", planned.estimate.host_bytes_to_ask_for
+    return sbatch_script(planned.config, run.name, folder, planned.plan.world_size, host_bytes, run_dir=run.path)

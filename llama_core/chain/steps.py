@@ -86,7 +86,7 @@ def asked_memory(run: RunDirectory) -> str:
     config = load_config(run)
     if config.launch.is_here or config.launch.memory_gb_per_node is not None:
         return ""
-    asked = memory_request(config, load_plan(run).world_size, estimate(run).host_bytes_of_node)
+    asked = memory_request(config, config.parallel.gpus, estimate(run).host_bytes_to_ask_for)
     if asked is None:
         return ""
     why = (
@@ -144,7 +144,8 @@ def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
     """
     if only != "benchmark" and is_finished(run):
         return None
-    return submission.submit(run, load_config(run), load_plan(run).world_size, only)
+    config = load_config(run)
+    return submission.submit(run, config, config.parallel.gpus, only)  # the plan may be that of fewer nodes
 
 
 def attach(run: RunDirectory) -> JobHandle | None:
@@ -339,6 +340,9 @@ def say_plan(run: RunDirectory) -> None:
     say("plan", plan.summary())
     for note in plan.notes:
         say("note", note)
+    launch = load_config(run).launch
+    if launch.is_elastic:
+        say("note", f"the job starts with {launch.fewest_nodes} to {launch.nodes} nodes, as many as Slurm has free")
 
 
 def say_weights(run: RunDirectory) -> None:

@@ -288,6 +288,9 @@ class LaunchConfig(Section):
     """Price of one GPU for an hour, for the cost of a plan; set your own: prices differ by a factor of three."""
     nodes: int = Field(1, ge=1)
     """Machines the devices are spread over."""
+    min_nodes: int | None = Field(None, ge=1)
+    """Fewest nodes that a Slurm job starts with, such as after it has lost one: it takes those that are free, up to
+    `nodes`, and plans anew for them; default: all nodes."""
     collective_timeout_s: int = Field(600, ge=1)
     """Seconds that ranks wait for each other before the run counts as hung."""
     hang_timeout_s: int = Field(1800, ge=1)
@@ -311,6 +314,16 @@ class LaunchConfig(Section):
     def is_here(self) -> bool:
         """Whether the ranks run on this machine."""
         return self.launcher == "local"
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Fewest nodes that the job starts with."""
+        return self.min_nodes or self.nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job may start with fewer nodes than it asks for."""
+        return self.fewest_nodes < self.nodes
 
     @property
     def memory_gb_per_node(self) -> int | None:
@@ -418,11 +431,22 @@ class RunConfig(Section):
         gpus = self.parallel.gpus
         if gpus % self.launch.nodes:
             yield f"parallel.gpus={gpus} cannot be spread evenly over launch.nodes={self.launch.nodes}"
+        yield from self._wrong_elasticity()
         if self.training.precision == "fp8":
             yield from self._without_fp8()
         warmup, steps = self.training.warmup_steps, self.training.steps
         if warmup is not None and steps is not None and warmup > steps:
             yield f"training.warmup_steps={warmup} is above training.steps={steps}"
+
+    def _wrong_elasticity(self) -> Iterator[str]:
+        launch = self.launch
+        if launch.fewest_nodes > launch.nodes:
+            yield f"launch.min_nodes={launch.min_nodes} is above launch.nodes={launch.nodes}"
+        if launch.is_elastic and self.parallel.zero_backend == "deepspeed":
+            yield (
+                f"launch.min_nodes={launch.min_nodes}: DeepSpeed's checkpoints load on as many ranks as wrote them; "
+                "leave it out, or use parallel.zero_backend=native"
+            )
 
     def _without_fp8(self) -> Iterator[str]:
         gpu = None if self.launch.gpu_type is None else gpu_spec(self.launch.gpu_type)

@@ -139,6 +139,8 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
         return record
     try:
         requested = config.config_of(element)
+        if requested.launch.is_elastic:
+            raise ConfigError("launch.min_nodes: elements are compared on the nodes that they ask for; leave it out")
         if config.objective == "throughput":
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())

@@ -56,13 +56,15 @@ class CheckpointInterval:
 
     Args:
         config: the configuration.
+        num_ranks: ranks of this attempt, which may be fewer than the configuration asks for (``launch.min_nodes``).
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, num_ranks: int) -> None:
         every = config.training.checkpoint_every
         self.is_auto = every == "auto"
         self.num_steps = FIRST_STEPS if every == "auto" else every
-        self._mtbf_hours, self._num_nodes = config.launch.node_mtbf_hours, config.launch.nodes
+        self._mtbf_hours = config.launch.node_mtbf_hours
+        self._num_nodes = math.ceil(num_ranks * config.launch.nodes / config.parallel.gpus)
         self._saved_at, self._saved_time = 0, time.perf_counter()
 
     def is_due(self, step: int) -> bool:

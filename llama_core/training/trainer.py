@@ -130,7 +130,7 @@ class Trainer:
         self._last_loss = math.nan
         self._last_eval: tuple[float, int] | None = None
         self._spikes = Spikes(config.training)
-        self._interval = CheckpointInterval(config)
+        self._interval = CheckpointInterval(config, plan.world_size)
         self._rollbacks = from_first_rank(read_rollbacks(run) if is_first_rank() else [])
         self._resume()
 

@@ -114,6 +114,29 @@ def start_node(number):
 
 
 @contextmanager
+def without_controller():
+    """Stop Slurm's controller for the time of the block."""
+    _script("stop-controller")
+    try:
+        yield
+    finally:
+        _script("start-controller")
+
+
+def wait_until_idle(*numbers):
+    """Wait until no job is on these nodes."""
+    eventually(lambda: all(_node_state(number) == "idle" for number in numbers))
+
+
+@contextmanager
+def to_itself(*, wanted):
+    """Keep other test processes off the cluster if ``wanted``, or else only those that want it to themselves."""
+    with Path(tempfile.gettempdir(), "slurm-dev-cluster.tests").open("w") as tests:
+        fcntl.flock(tests, fcntl.LOCK_EX if wanted else fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
 def held_node():
     """Keep jobs off one node, so that a job of all nodes waits in the queue while smaller ones run on the others.
 

@@ -25,13 +25,15 @@ def test_no_other_interval_loses_less(save, mtbf, factor):
 
 
 def test_more_nodes_and_longer_steps_mean_fewer_steps_between_checkpoints():
-    def chosen(**launch):
+    def chosen(num_ranks=None, **launch):
         settings = {"training": {"checkpoint_every": "auto"}, "launch": {"node_mtbf_hours": 1000.0} | launch}
         settings["parallel"] = {"gpus": launch.get("nodes", 1)}
-        return CheckpointInterval(RunConfig.from_mapping(settings)).choose(100, save_seconds=2.0, step_seconds=10.0)
+        interval = CheckpointInterval(RunConfig.from_mapping(settings), num_ranks or settings["parallel"]["gpus"])
+        return interval.choose(100, save_seconds=2.0, step_seconds=10.0)
 
     assert chosen().num_steps == 379  # sqrt(2 * 2 s * 3.6e6 s) / 10 s
     assert chosen(nodes=4, launcher="slurm").num_steps == 190
+    assert chosen(1, nodes=4, min_nodes=1, launcher="slurm").num_steps == 379
     assert (
         "fails every 250 h 00 min (launch.node_mtbf_hours=1000, nodes: 4)" in chosen(nodes=4, launcher="slurm").reason
     )

@@ -23,6 +23,7 @@ from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import read_heartbeat
 
 WORKER = (sys.executable, "-m", "llama_core.launch.rank.worker")  # a command line, so that submitting needs no torch
+PLANNER = (sys.executable, "-m", "llama_core.chain.elastic")  # another, as planning a run again is the chain's work
 
 LOOKING_SHARE = 0.05
 """Most of the time that is spent looking at logs."""
@@ -40,6 +41,8 @@ class Submission:
     """Total number of worker processes."""
     command: tuple[str, ...]
     """The command line that every rank runs."""
+    is_elastic: bool = False
+    """Whether its job may start with fewer nodes than ``launch.nodes``; the run is then planned at each start."""
 
 
 class JobHandle(ABC):

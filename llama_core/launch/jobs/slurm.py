@@ -128,7 +128,9 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     config, num_ranks = submissions[0].config, submissions[0].num_ranks
     executor = SlurmExecutor(folder, python=python_command())
     host_bytes = max(_host_bytes(submission.run) for submission in submissions)
-    executor.update_parameters(**slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes))
+    elastic_run = submissions[0].run.path if submissions[0].is_elastic else None
+    asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes, elastic_run=elastic_run)
+    executor.update_parameters(**asked)
     launch = config.launch
     supervisors = [
         Supervisor(s.run.path, s.command, launch.device, launch.hang_timeout_s, max_attempts=launch.slurm.max_attempts)
@@ -149,10 +151,11 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
 
 
 def _host_bytes(run: RunDirectory) -> int:
-    """Return the estimated host memory of a node's ranks; 0 for a run without an estimate."""
+    """Return the estimated host memory of a node's ranks, however many nodes; 0 for a run without an estimate."""
     estimate = read_json(run.estimate) if run.estimate.exists() else {}
     with intact(run.estimate):
-        return int((estimate.get("host") or {}).get("node_bytes", 0))
+        on_all = int((estimate.get("host") or {}).get("node_bytes", 0))
+        return max(on_all, int(estimate.get("host_bytes_on_fewest_nodes", 0)))
 
 
 def _can_see(record: JobRecord) -> bool:

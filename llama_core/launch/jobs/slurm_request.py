@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
+from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
 from llama_core.units import MIB
@@ -30,7 +31,15 @@ _ONLY_NOW = "node not available (down, drained or reserved)"
 """Part of Slurm's refusal to predict the start of a job whose nodes are unavailable at the moment."""
 
 
-def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int, host_bytes: int = 0) -> dict[str, Any]:
+def slurm_parameters(
+    config: RunConfig,
+    name: str,
+    comment: str,
+    num_ranks: int,
+    host_bytes: int = 0,
+    *,
+    elastic_run: Path | None = None,
+) -> dict[str, Any]:
     """Return the request for a job of ``num_ranks`` ranks, as submitit's parameters.
 
     Args:
@@ -39,9 +48,11 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int,
         comment: identifies the submission in the queue.
         num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
         host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
+        elastic_run: the directory of a run whose job may start with ``launch.min_nodes`` nodes or more; None if it
+            needs all of its nodes.
     """
     slurm, nodes, on_cuda = config.launch.slurm, config.launch.nodes, config.launch.device == "cuda"
-    cores = _cores_of_a_rank(config)
+    cores, ranks = _cores_of_a_rank(config), num_ranks // nodes
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
@@ -49,7 +60,7 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int,
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "mem": memory_request(config, num_ranks, host_bytes),
-        "gpus_per_node": num_ranks // nodes if on_cuda else None,
+        "gpus_per_node": ranks if on_cuda else None,
         "setup": slurm.setup or None,
         "array_parallelism": slurm.max_parallel_jobs,
     }
@@ -59,12 +70,12 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int,
     if on_cuda:  # neighbouring ranks on one socket, as their GPUs are; by default srun alternates between sockets
         srun["distribution"] = "block:block"
     srun |= slurm.srun_options
-    return {
+    request: dict[str, Any] = {
         "job_name": job_name(name),
         "comment": comment,
         "time": slurm.time_limit_min,
         "nodes": nodes,
-        "ntasks_per_node": num_ranks // nodes,
+        "ntasks_per_node": ranks,
         "cpus_per_task": cores,
         "signal_delay_s": min(config.launch.save_timeout_s, limit_seconds // 4),
         "stderr_to_stdout": True,
@@ -72,6 +83,23 @@ def slurm_parameters(config: RunConfig, name: str, comment: str, num_ranks: int,
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
     } | {name: value for name, value in asked.items() if value is not None}
+    return request if elastic_run is None else _for_any_nodes(request, config.launch.fewest_nodes, elastic_run)
+
+
+def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) -> dict[str, Any]:
+    """Return the request for a job that takes the nodes that are free, and plans its run for them at each start.
+
+    Slurm is not told how many tasks a node has: it remembers the tasks of the first start, and then gives neither fewer
+    nodes nor, before 22.05.9, more nodes than tasks. Only srun is told.
+    """
+    ranks, cores = request.pop("ntasks_per_node"), request.pop("cpus_per_task")
+    planning = [f'ranks="$({shlex.join([*PLANNER, str(run_dir)])})" || exit 1', 'eval "$ranks"']
+    sizes = {"nodes": f"{fewest_nodes}-{request['nodes']}", "mincpus": ranks * cores}
+    return request | {
+        "setup": [*request.get("setup", ()), *planning],
+        "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
+        "additional_parameters": request["additional_parameters"] | sizes,  # submitit needs one number of nodes, too
+    }
 
 
 def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | None:
@@ -108,7 +136,7 @@ def _cores_of_a_rank(config: RunConfig) -> int:
     return share or slurm.cores_of_a_rank(config.launch.device)
 
 
-def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, host_bytes: int) -> str:
+def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, host_bytes: int, *, run_dir: Path) -> str:
     """Return the script of a job as submitit writes it. Only submitting writes the pickle that it starts from.
 
     Args:
@@ -117,11 +145,13 @@ def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, ho
         folder: where submitit would keep the job's files.
         num_ranks: ranks over all nodes.
         host_bytes: the estimated host memory of a node's ranks.
+        run_dir: the run's directory.
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = f"{python_command()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(folder)])}"
-    asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes)
+    elastic_run = run_dir if config.launch.is_elastic else None
+    asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes, elastic_run=elastic_run)
     return str(_make_sbatch_string(command=command, folder=folder, **asked))
 
 

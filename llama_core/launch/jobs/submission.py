@@ -130,7 +130,7 @@ def _submission(
 ) -> Submission:
     run = RunDirectory(run.path.resolve())
     command = (*worker, str(run.path), *(("--only", only) if only else ()))
-    return Submission(run, config, num_ranks, command)
+    return Submission(run, config, num_ranks, command, config.launch.is_elastic and only != "benchmark")
 
 
 def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobHandle:

@@ -85,6 +85,9 @@ class Supervisor:
         job, restart, nodes = JobEnvironment(), 0, ""
         if job.cluster == "slurm":
             restart, nodes = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["SLURM_JOB_NODELIST"]
+            # An elastic job may have more nodes than its plan needs; submitit counts ranks by those of the job.
+            os.environ["SLURM_JOB_NODELIST"] = os.environ.get("SLURM_STEP_NODELIST", nodes)
+            os.environ["SLURM_JOB_NUM_NODES"] = os.environ.get("SLURM_STEP_NUM_NODES", str(job.num_nodes))
             os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if job.cluster == "local":

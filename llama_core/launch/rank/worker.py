@@ -223,6 +223,10 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     tell("waiting for the other ranks")
     ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
     check_ranks_agree(run, config)
+    if plan.world_size < config.parallel.gpus and is_first_rank():
+        logger.warning(
+            "on %d of %d ranks (launch.min_nodes): %s", plan.world_size, config.parallel.gpus, plan.summary()
+        )
     if loader is not None:
         return loader_trainer(run, unpickled(loader) if is_first_rank() else None, should_stop)
     tell("reading the data")

@@ -80,6 +80,8 @@ class MemoryEstimate:
     """Why no plan fits with the margin that an allocator needs, and what would fit; empty if one does."""
     host: HostMemory | None = None
     """The memory of a node's host; None if nobody asked."""
+    host_bytes_on_fewest_nodes: int = 0
+    """The host memory that a node's ranks take on ``launch.min_nodes`` nodes; 0 if the run always gets all nodes."""
 
     @property
     def holds_process(self) -> bool:
@@ -97,6 +99,11 @@ class MemoryEstimate:
     def host_bytes_of_node(self) -> int:
         """The host memory that the ranks of a node take; 0 if nobody asked."""
         return 0 if self.host is None else self.host.node_bytes(self.host_profile)
+
+    @property
+    def host_bytes_to_ask_for(self) -> int:
+        """The most host memory that the ranks of a node take on any number of nodes; 0 if nobody asked."""
+        return max(self.host_bytes_of_node, self.host_bytes_on_fewest_nodes)
 
     @property
     def host_profile(self) -> MemoryProfile:
@@ -180,6 +187,7 @@ class MemoryEstimate:
             tuple(map(MemoryProfile.from_dict, record["ranks"])),
             record["refusal"],
             HostMemory.from_dict(record["host"]) if record.get("host") else None,
+            record.get("host_bytes_on_fewest_nodes", 0),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -192,6 +200,7 @@ class MemoryEstimate:
             "holds_process": self.holds_process,
             "held_bytes": self.held_bytes,
             "host": self.host and self.host.as_dict(self.host_profile),
+            "host_bytes_on_fewest_nodes": self.host_bytes_on_fewest_nodes,
             "refusal": self.refusal,
             "notes": list(self.notes),
             "ranks": [rank.as_dict() for rank in self.ranks],

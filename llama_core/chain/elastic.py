@@ -1,0 +1,73 @@
+"""Plan an elastic run (``launch.min_nodes``) for the nodes that Slurm has given to its job.
+
+``python -m llama_core.chain.elastic RUN_DIR`` runs on the job's first node before the ranks of an attempt start. It
+writes the plan, and prints the variables that tell srun how many ranks to start on how many nodes.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llama_core.chain.planned import on_nodes, planned_as
+from llama_core.chain.prepare import refuse_unfit
+from llama_core.chain.runs import load_config, load_plan
+from llama_core.errors import ConfigError, PlanError, TrainingInfraError
+from llama_core.launch.attempts import JOB_ID_VARIABLE, RESTART_VARIABLE
+from llama_core.launch.outcome import record_outcome
+from llama_core.machine.detect import detect_machine
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+
+
+def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Plan the run for the job in ``environment``, and return the exit code; an error is also the job's outcome."""
+    (run_dir,) = sys.argv[1:] if arguments is None else arguments
+    run = RunDirectory(Path(run_dir))
+    try:
+        num_nodes, num_ranks = plan_attempt(run, int(environment["SLURM_JOB_NUM_NODES"]))
+    except TrainingInfraError as error:
+        os.environ[JOB_ID_VARIABLE] = environment["SLURM_JOB_ID"]
+        os.environ[RESTART_VARIABLE] = environment.get("SLURM_RESTART_COUNT", "0")
+        record_outcome(run, "bad-config", reason=str(error), next_action="correct the request and start again")
+        sys.stderr.write(f"ERROR {error}\n")
+        return error.exit_code
+    counts = {"SLURM_NNODES": num_nodes, "SLURM_JOB_NUM_NODES": num_nodes}
+    counts |= {"SLURM_NTASKS": num_ranks, "SLURM_NPROCS": num_ranks}
+    sys.stdout.write(f"export {' '.join(f'{name}={count}' for name, count in counts.items())}\n")
+    return 0
+
+
+def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
+    """Plan an elastic run for the most of ``granted`` nodes that have a plan which fits; return the nodes and ranks.
+
+    The plan and its estimate are recorded, unless the run's plan is already for so many nodes. ``config.yaml`` stays
+    as it is, so that the next start may get all nodes again.
+
+    Raises:
+        PlanError: if there is no plan for ``launch.min_nodes`` nodes or more.
+    """
+    config, planned_before = load_config(run), load_plan(run)
+    launch, machine = config.launch, detect_machine()
+    ranks_of_node = config.parallel.gpus // launch.nodes
+    refusal = f"the job got {granted}"
+    for num_nodes in range(min(granted, launch.nodes), launch.fewest_nodes - 1, -1):
+        num_ranks = num_nodes * ranks_of_node
+        if planned_before.world_size == num_ranks:
+            return num_nodes, num_ranks
+        try:
+            planned = planned_as(on_nodes(config, num_nodes), machine)
+            refuse_unfit(planned.estimate, planned.config, "estimated")
+        except (ConfigError, PlanError) as error:
+            refusal = str(error)
+            continue
+        write_json(run.plan, planned.plan.as_dict())
+        write_json(run.estimate, planned.estimate.as_dict())
+        if planned.choice is not None:
+            write_json(run.choice, planned.choice.as_dict())
+        return num_nodes, num_ranks
+    raise PlanError(f"launch.min_nodes={launch.fewest_nodes}: no plan for {granted} nodes or fewer: {refusal}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

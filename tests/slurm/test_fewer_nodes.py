@@ -1,0 +1,72 @@
+"""Elastic jobs of fake workers; that other ranks continue with the same losses is in ``tests/launch/test_ranks.py``."""
+
+import sys
+
+import cluster
+import pytest
+from launch_harness import FAKE_WORKER, Job, eventually
+
+from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import load_config, load_plan
+from llama_core.config.run import RunConfig
+from llama_core.launch.jobs import submission
+
+pytestmark = pytest.mark.xdist_group("attempts")
+
+SMALL = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Submit an elastic job that only some nodes of the cluster may take, with a rank on each; cancel it at the end."""
+    handles = []
+
+    def start(behaviour, *, allowed, nodes, min_nodes):
+        others = ",".join(f"node{number}" for number in range(1, cluster.NUM_NODES + 1) if number not in allowed)
+        slurm = {"cpus_per_rank": 1, "memory_gb_per_node": 2, "time_limit_min": 5}
+        slurm["options"] = {"exclusive": True, "exclude": others}
+        launch = {"launcher": "slurm", "device": "cpu", "nodes": nodes, "min_nodes": min_nodes, "slurm": slurm}
+        config = {
+            "architecture": SMALL,
+            "training": {"seq_len": 32, "batch_size": 8, "steps": 3},
+            "parallel": {"gpus": nodes, "tp": 1, "pp": 1, "cp": 1},
+            "launch": launch,
+        }
+        run = prepare_run(RunConfig.from_mapping(config), tmp_path / "run")
+        cluster.wait_until_idle(*allowed)
+        worker = (sys.executable, str(FAKE_WORKER), behaviour)
+        handles.append(submission.submit(run, load_config(run), nodes, worker=worker))
+        return Job(handles[-1], nodes)
+
+    yield start
+    for handle in handles:
+        handle.cancel(grace_seconds=0)
+
+
+@pytest.fixture
+def node_6():
+    """A node that works again after the test."""
+    yield 6
+    cluster.start_node(6)
+
+
+def test_a_job_that_loses_a_node_without_a_spare_goes_on_with_fewer(submit, node_6):
+    job = submit("serve", allowed=(5, 6), nodes=2, min_nodes=1)
+    assert [job.worker(rank)["environment"]["WORLD_SIZE"] for rank in range(2)] == ["2", "2"]
+    cluster.kill_node(node_6)
+    environment = eventually(lambda: (found := job.worker()["environment"])["WORLD_SIZE"] == "1" and found)
+    assert environment["SLURMD_NODENAME"] == "node5"
+    assert load_plan(job.handle.run).world_size == 1
+    assert load_config(job.handle.run).launch.nodes == 2
+    outcome = job.handle.cancel()
+    assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "cancelled"]
+
+
+def test_a_job_starts_on_the_most_of_its_nodes_that_its_batch_can_be_divided_by(submit):
+    job = submit("finish", allowed=(4, 5, 6), nodes=4, min_nodes=2)
+    assert job.handle.wait().status == "finished"
+    environments = [job.worker(rank)["environment"] for rank in range(2)]
+    assert [(env["SLURMD_NODENAME"], env["LOCAL_RANK"]) for env in environments] == [("node4", "0"), ("node5", "0")]
+    assert {(env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) for env in environments} == {
+        ("2", "1", "node4")
+    }
