@@ -42,6 +42,11 @@ def finish():
     record_outcome(run, "finished", reason="3 steps", next_action="")
 
 
+def finish_slowly():
+    time.sleep(12)
+    finish()
+
+
 def serve():
     """Train until asked to stop, as the real worker does."""
     sys.stdout.write("at work\n")

@@ -24,6 +24,18 @@ def slurm():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _turn(slurm, request):
+    """Run a test that requests ``alone`` when no other test process uses the cluster."""
+    with cluster.to_itself(wanted="alone" in request.fixturenames):
+        yield
+
+
+@pytest.fixture
+def alone():
+    """Requested by a test that takes something from the whole cluster, such as its controller."""
+
+
 @pytest.fixture
 def run(tmp_path):
     directory = RunDirectory(tmp_path / "run")

@@ -2,6 +2,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cluster
@@ -80,6 +81,23 @@ def test_cancelling_kills_ranks_that_do_not_stop(submit):
     pids = [job.worker(rank)["pid"] for rank in range(4)]
     assert job.handle.cancel(grace_seconds=1).status == "cancelled"
     eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_a_job_that_ends_while_slurms_controller_is_away_has_its_outcome_and_who_waits_is_told_once(run, submit, alone):
+    """For half a minute: Slurm's commands try for twenty seconds before they give up."""
+    handle, heard = submit("finish_slowly", ranks_per_node=1).handle, []
+    eventually(lambda: len(list(run.logs.glob("rank-*.log"))) == 2)
+    with ThreadPoolExecutor() as pool:
+        with cluster.without_controller():
+            outcome = pool.submit(handle.wait, on_waiting=heard.append)
+            eventually(lambda: not handle.is_answered)
+            eventually(run.outcome.exists)
+            assert not outcome.done()
+        assert outcome.result().status == "finished"
+    assert heard == [
+        "for Slurm's controller, which does not answer; a job that runs goes on without it",
+        "Slurm's controller answers again",
+    ]
 
 
 def test_a_job_cancelled_in_slurm_is_recorded_as_cancelled(submit):
