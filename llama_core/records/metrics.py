@@ -5,7 +5,7 @@ A Parquet file cannot be read until it is closed, and the process may be killed 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -77,12 +77,13 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
     newest = read_heartbeat(run)
     if newest is not None and newest.step > step:
         run.heartbeat.unlink()
-    _, tail = _parts_and_tail(run)
-    if tail.num_rows:
-        _write_part(run, tail)
+    if rows := _appended(run):
+        before = min(row["step"] for row in rows) - 1
+        known = {step for _, table in _newest_parts(run, before) for step in table.column("step").to_pylist()}
+        if new := [row for row in rows if row["step"] not in known]:
+            _write_part(run, _table(new))
     run.metrics_tail.unlink(missing_ok=True)
-    for path in _parts(run):
-        table = _read_part(path)
+    for path, table in _newest_parts(run, step):
         kept = table.filter(pc.field("step") <= step)
         _append_repeated(run, table.filter(pc.field("step") > step))
         if kept.num_rows == 0:
@@ -90,6 +91,17 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
         elif kept.num_rows < table.num_rows:
             with atomic_write(path) as temporary:
                 pq.write_table(kept, temporary)
+
+
+def _newest_parts(run: RunDirectory, step: int) -> Iterator[tuple[Path, "pa.Table"]]:
+    """Yield parts and their rows, newest first, until one that ends by ``step``: a long run has thousands before it."""
+    import pyarrow.compute as pc
+
+    for path in sorted(_parts(run), key=_number, reverse=True):
+        table = _read_part(path)
+        yield path, table
+        if table.num_rows and pc.max(table.column("step")).as_py() <= step:
+            return
 
 
 def _append_repeated(run: RunDirectory, rows: "pa.Table") -> None:

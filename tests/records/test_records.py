@@ -128,6 +128,19 @@ def test_resuming_drops_the_steps_it_will_repeat(run):
     assert steps_of(run) == [1, 2, 3, 4]
 
 
+def test_resuming_reads_only_the_newest_parts(run):
+    """A run of a million steps has ten thousand."""
+    for step in (1, 3, 5):
+        write_metrics_part(run, [record(step), record(step + 1)])
+    append_metrics(run, record(7))
+    parts = sorted(run.metrics.glob("part-*"))
+    whole = parts[0].read_bytes()
+    parts[0].write_bytes(b"not read")
+    drop_metrics_after(run, 5)
+    parts[0].write_bytes(whole)
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+
+
 def test_steps_that_a_killed_process_appended_are_read_once_and_survive_resuming(run):
     write_metrics_part(run, [record(1), record(2)])
     for step in (2, 3, 4, 5):  # it was killed after it had written the part, before it forgot step 2
