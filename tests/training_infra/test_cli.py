@@ -227,8 +227,9 @@ def test_the_length_of_a_run_comes_from_its_steps_or_else_from_its_data(capsys, 
         assert json.loads(capsys.readouterr().out)["cost"]["tokens"] == pytest.approx(tokens, rel=0.01)
 
 
-def test_a_dry_run_tells_the_price(shell):
-    told = shell("dry-run", *FEW_PARAMETERS, "--seq-len=32", "--batch-size=2", "--tokens=1B").stdout
+def test_a_dry_run_can_target_an_absent_gpu_and_tells_the_price(shell):
+    told = shell("dry-run", *FEW_PARAMETERS, "--seq-len=32", "--batch-size=2", "--tokens=1B", "--gpu-type=h200").stdout
+    assert "fits the 130.32 GiB of H200 141 GB" in told
     assert re.search(
         r"^cost: 1.00B tokens \(as asked for\) take .* at \$2.50 per GPU hour \[--price\]$", told, re.MULTILINE
     )
@@ -393,7 +394,7 @@ def test_train_dry_run_prints_the_same_as_dry_run_and_leaves_nothing(shell):
 
 
 def test_the_long_names_of_dtypes_are_accepted(shell):
-    ended = shell("train", *SMALL, "--dry-run", "--mixed-precision", "bfloat16")
+    ended = shell("estimate-memory", *SMALL, "--mixed-precision", "bfloat16")
     assert ended.returncode == 0, ended.stderr
 
 
@@ -613,13 +614,6 @@ def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
     assert [row.split()[0] for row in rows] == ["0", "1"]
     assert re.search(r"^twin: +agrees with one process over 3 steps of 4 ranks \(tp 2 x pp 2\)", told, re.MULTILINE)
     assert re.search(r"^verdict: +peak .* fits the .* of this machine's memory$", told, re.MULTILINE)
-
-
-def test_a_dry_run_can_target_an_absent_gpu(shell):
-    few = [*FEW_PARAMETERS, "--seq-len=32", "--batch-size=2"]
-    ended = shell("dry-run", *few, "--gpu-type", "h200")
-    assert ended.returncode == 0, ended.stderr
-    assert "fits the 130.32 GiB of H200 141 GB" in ended.stdout
 
 
 @pytest.mark.wide
