@@ -43,7 +43,8 @@ def test_a_run_with_a_stuck_rank_is_a_hang_with_the_stacks_of_all_ranks(
     action, undisturbed, tmp_path, texts, token_cache, promise
 ):
     run = FaultyRun(tmp_path, texts, "launch.hang_timeout_s=3", token_cache=token_cache)
-    outcome = run.train(Fault("forward", action, rank=1))
+    # in every step: a stopped rank is woken to write its stacks, and would finish such a short run before it is killed
+    outcome = run.train(Fault("forward", action, rank=1, times=STEPS))
     assert outcome.status == "hang"
     for rank in range(NUM_RANKS):
         assert "most recent call first" in log_path(run.run, rank).read_text()
