@@ -91,7 +91,7 @@ def while_stopped(run, *acts, rank=0):
 
 def pid_of(run, number=0, rank=0):
     """Return the process of a rank on which a fault has acted more than ``number`` times; None before."""
-    proof = run.folder / f"proof-{rank}"
+    proof = run.folder / f"proof-{run.attempts}-{rank}"
     lines = proof.read_text().splitlines() if proof.exists() else []
     return json.loads(lines[number])["pid"] if len(lines) > number else None
 
