@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from flows.service import SERVE_VARIABLE, answers
 from llama_core.records.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
+STACKS = Path(__file__).parent / "stacks"
 SECRET = "marker-of-a-secret-4711"
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
@@ -38,12 +40,14 @@ class Serving:
         others = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
         home = {"PREFECT_HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache")}
         self.other_terminal = others | home | {"COLUMNS": "500"}
-        self.log = folder / "serve.log"
+        self.log, self.stacks = folder / "serve.log", folder / "stacks.txt"
+        path = os.pathsep.join(filter(None, (str(STACKS), os.environ.get("PYTHONPATH"))))
+        watched = {"PYTHONPATH": path, "STACKS": str(self.stacks)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows.serve"],
                 cwd=self.checkout,
-                env=others | home | {"PREFECT_SERVER_API_PORT": str(port), "WANDB_API_KEY": SECRET},
+                env=others | home | watched | {"PREFECT_SERVER_API_PORT": str(port), "WANDB_API_KEY": SECRET},
                 stdout=log,
                 stderr=log,
             )
@@ -91,15 +95,34 @@ class Serving:
         return run
 
     def submitted(self, flow_run_id):
-        """Wait until the flow run has submitted its job; return its run. A flow run that ends first fails the test."""
+        """Wait until the flow run has submitted its job; return its run. A flow run that ends first fails the test.
+
+        One that has gone silent, which was seen once, is retried as its state says, with a warning that shows where
+        it was.
+        """
+        retried = False
         while True:
             for path in self.checkout.glob("runs/*/flow_run.json"):
                 run = RunDirectory(path.parent)
                 if flow_run_id in path.read_text() and run.job.exists():
                     return run
             state = self.state(flow_run_id)
-            assert state["type"] not in ENDED, state
+            if state["type"] in ENDED:
+                told = f"{state}\n{self.where(flow_run_id)}"
+                assert "no heartbeat" in (state["message"] or ""), told
+                assert not retried, told
+                warnings.warn(told, stacklevel=2)
+                retried = self.prefect("flow-run", "retry", flow_run_id).returncode == 0
             time.sleep(0.1)
+
+    def where(self, flow_run_id):
+        """Return the log of a flow run, and the stacks of all processes of flow runs, which are then killed."""
+        for process in self.processes("prefect.engine"):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(2)
+            process.kill()
+        stacks = self.stacks.read_text() if self.stacks.exists() else "no process of a flow run is left"
+        return f"{self.prefect('flow-run', 'logs', flow_run_id).stdout}\n{stacks}"
 
     def processes(self, word=""):
         """Return the processes started by this ``make serve``, directly or not, with ``word`` in their command."""

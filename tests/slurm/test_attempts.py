@@ -6,6 +6,7 @@ from launch_harness import eventually, is_alive
 
 from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
@@ -40,8 +41,8 @@ def train(tmp_path_factory):
         }
     )
 
-    def start(name):
-        run = prepare_run(config, tmp_path_factory.mktemp("runs") / name)
+    def start(name, *overrides):
+        run = prepare_run(config.with_overrides(*overrides), tmp_path_factory.mktemp("runs") / name)
         handles.append(steps.submit(run))
         return handles[-1]
 
@@ -104,6 +105,17 @@ def test_a_preempted_run_saves_a_checkpoint_and_restarts(interrupted):
     assert second["first_step"] == first["last_step"] + 1
 
 
+def test_a_run_preempted_while_it_times_steps_times_them_again(train, undisturbed):
+    handle = train("timed", "benchmark.steps=300")
+    eventually(handle.run.training.exists)
+    cluster.preempt(nodes_of(handle.record.job_id))
+    outcome = handle.wait()
+    assert (outcome.status, outcome.step) == ("finished", STEPS), outcome
+    assert [(a["status"], a["requeued"]) for a in outcome.attempts] == [("preempted", True), ("finished", False)]
+    assert history(handle.run) == undisturbed
+    assert len(read_json(handle.run.benchmark)["step_seconds"]) == 300
+
+
 @pytest.fixture
 def last_node():
     """Return a function that gives the number of a job's last node; the node works again after the test."""
@@ -121,6 +133,30 @@ def last_node():
 def test_a_run_that_loses_a_node_restarts_on_others(interrupted, last_node):
     first, _ = interrupted(lambda job_id: cluster.kill_node(last_node(job_id)))
     assert first["status"] == "node-failure"
+
+
+def only(*nodes):
+    """Return the setting that leaves a job no other nodes, and so no spare."""
+    others = ",".join(f"node{number}" for number in range(1, cluster.NUM_NODES + 1) if number not in nodes)
+    cluster.wait_until_idle(*nodes)
+    return f"launch.slurm.options={{exclusive: true, exclude: '{others}'}}"
+
+
+def test_a_run_that_loses_a_node_without_a_spare_goes_on_with_fewer(train, undisturbed, last_node):
+    handle = train("elastic", "launch.min_nodes=1", only(5, 6))
+    eventually(lambda: handle.run.heartbeat.exists() and read_json(handle.run.heartbeat)["step"] >= 3)
+    cluster.kill_node(last_node(handle.record.job_id))
+    outcome = handle.wait()
+    assert (outcome.status, outcome.step) == ("finished", STEPS), outcome
+    assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "finished"]
+    assert len(read_json(handle.run.environment)["ranks"]) == load_plan(handle.run).world_size == 1
+    assert load_config(handle.run).launch.nodes == 2
+    assert [step for step, *_ in history(handle.run)] == [step for step, *_ in undisturbed]
+    assert losses(history(handle.run)) == pytest.approx(losses(undisturbed), rel=1e-5)
+
+
+def losses(steps):
+    return [loss for _, loss, _ in steps]
 
 
 def test_ranks_lost_by_slurm_end_once_the_next_attempt_starts(submit, last_node):

@@ -1,13 +1,13 @@
-"""Elastic jobs of fake workers; that other ranks continue with the same losses is in ``tests/launch/test_ranks.py``."""
+"""An elastic job of fake workers; one that trains and loses a node is in ``test_attempts.py``."""
 
 import sys
 
 import cluster
 import pytest
-from launch_harness import FAKE_WORKER, Job, eventually
+from launch_harness import FAKE_WORKER, Job
 
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config, load_plan
+from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs import submission
 
@@ -41,25 +41,6 @@ def submit(tmp_path):
     yield start
     for handle in handles:
         handle.cancel(grace_seconds=0)
-
-
-@pytest.fixture
-def node_6():
-    """A node that works again after the test."""
-    yield 6
-    cluster.start_node(6)
-
-
-def test_a_job_that_loses_a_node_without_a_spare_goes_on_with_fewer(submit, node_6):
-    job = submit("serve", allowed=(5, 6), nodes=2, min_nodes=1)
-    assert [job.worker(rank)["environment"]["WORLD_SIZE"] for rank in range(2)] == ["2", "2"]
-    cluster.kill_node(node_6)
-    environment = eventually(lambda: (found := job.worker()["environment"])["WORLD_SIZE"] == "1" and found)
-    assert environment["SLURMD_NODENAME"] == "node5"
-    assert load_plan(job.handle.run).world_size == 1
-    assert load_config(job.handle.run).launch.nodes == 2
-    outcome = job.handle.cancel()
-    assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "cancelled"]
 
 
 def test_a_job_starts_on_the_most_of_its_nodes_that_its_batch_can_be_divided_by(submit):
