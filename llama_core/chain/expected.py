@@ -6,6 +6,7 @@ from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import Precision, RunConfig
 from llama_core.errors import TrainingInfraError
+from llama_core.imports import importing_torch
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import hardware_flops_per_token, step_time_of
 from llama_core.records.directory import RunDirectory
@@ -92,6 +93,7 @@ def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:
 @cache
 def _rate_here(precision: Precision) -> float:
     """Return the FLOP/s of this machine's matrix products, measured once: before a run takes its processors."""
-    from llama_core.training.measure import product_rate
+    with importing_torch():
+        from llama_core.training.measure import product_rate
 
     return product_rate(precision)

@@ -11,6 +11,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.run import DATALOADER, DataConfig, RunConfig
 from llama_core.data.tokenizer import BYTES, load_tokenizer
 from llama_core.errors import CheckpointError, DataError, WeightsError
+from llama_core.imports import importing_torch
 from llama_core.models.hf import config_json
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, saved_run
@@ -110,7 +111,8 @@ def _write_model(
     special: dict[str, int],
     tell: Callable[[str], None],
 ) -> None:
-    from llama_core.training.weights import write_hugging_face
+    with importing_torch():
+        from llama_core.training.weights import write_hugging_face
 
     if config.spec.lora is not None:
         tell(f"adapters added to {_base(checkpoint, config)}")
@@ -122,7 +124,8 @@ def _write_model(
 def _write_adapters(
     checkpoint: Path, config: RunConfig, folder: Path, *, dtype: str, tell: Callable[[str], None]
 ) -> None:
-    from llama_core.training.weights import write_adapters
+    with importing_torch():
+        from llama_core.training.weights import write_adapters
 
     base = origin_of(checkpoint).base
     tell(f"adapters over {_base(checkpoint, config)}")

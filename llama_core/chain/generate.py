@@ -18,6 +18,7 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
+from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
 from llama_core.models.pretrained import is_checkpoint, origin_of, saved_run
 from llama_core.records.directory import RunDirectory
@@ -82,8 +83,9 @@ def generate(
         )
     used = _device(device, config, dtype)
 
-    from llama_core.models.generation import Sampling, generate_tokens
-    from llama_core.training.weights import whole_model
+    with importing_torch():
+        from llama_core.models.generation import Sampling, generate_tokens
+        from llama_core.training.weights import whole_model
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     tell(f"{weights} in {dtype} on {used}, tokenizer {spoken.name}")

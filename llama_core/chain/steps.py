@@ -26,6 +26,7 @@ from llama_core.errors import (
     StoppedError,
     TrainingFailedError,
 )
+from llama_core.imports import importing_torch
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.jobs.slurm_request import memory_request
@@ -127,7 +128,8 @@ def rehearse_plan(config: RunConfig, plan: ParallelPlan) -> "DryRunResult | None
     """
     if plan.zero_backend == "deepspeed":
         return None
-    from llama_core.rehearsal.dry_run import rehearse as rehearse_steps
+    with importing_torch():
+        from llama_core.rehearsal.dry_run import rehearse as rehearse_steps
 
     return rehearse_steps(config, plan)
 

@@ -20,11 +20,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, get_args
 
-import torch
-import torch.distributed as dist
-
 from llama_core.config.run import RunConfig
-from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.errors import (
     BadStepError,
     CheckpointError,
@@ -35,16 +31,9 @@ from llama_core.errors import (
     StoppedError,
     TrainingInfraError,
 )
+from llama_core.imports import importing_torch
 from llama_core.launch.attempts import current_attempt, own_host, own_job, own_restart
 from llama_core.launch.outcome import record_outcome
-from llama_core.launch.rank.checks import (
-    allow_open_files,
-    check_data_agrees,
-    check_own_device,
-    check_ranks_agree,
-    limit_own_memory,
-)
-from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.launch.verdict import (
     LESS_MEMORY,
     LOST_PEERS_EXIT,
@@ -56,13 +45,6 @@ from llama_core.launch.verdict import (
     read_log,
 )
 from llama_core.machine.detect import device_label
-from llama_core.parallel.ranks import (
-    has_lost_the_others,
-    is_first_rank,
-    joined_ranks,
-    one_per_machine_first,
-    own_rank,
-)
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import Activity, append_activities, record_activity
 from llama_core.records.directory import RunDirectory
@@ -70,8 +52,29 @@ from llama_core.records.files import no_room, now, read_typed, remove_temporarie
 from llama_core.records.job import Outcome, OutcomeStatus, Part
 from llama_core.records.last_words import reserve_room
 from llama_core.redaction import redacted
-from llama_core.training.checkpoint import lacks_room
-from llama_core.training.trainer import Trainer
+
+with importing_torch():
+    import torch
+    import torch.distributed as dist
+
+    from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
+    from llama_core.launch.rank.checks import (
+        allow_open_files,
+        check_data_agrees,
+        check_own_device,
+        check_ranks_agree,
+        limit_own_memory,
+    )
+    from llama_core.launch.rank.loader import loader_trainer, unpickled
+    from llama_core.parallel.ranks import (
+        has_lost_the_others,
+        is_first_rank,
+        joined_ranks,
+        one_per_machine_first,
+        own_rank,
+    )
+    from llama_core.training.checkpoint import lacks_room
+    from llama_core.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
