@@ -14,6 +14,8 @@ from llama_core.units import TFLOP, format_duration
 
 SLOW_STEP_SECONDS = 180.0
 """Steps expected to take longer are announced."""
+LONG_RUN_SECONDS = 3600.0
+"""Runs expected to take longer are announced, however short their steps."""
 CPU_SHARE = 0.5
 """Share of the rate of large matrix products that a whole step reaches on a CPU.
 
@@ -21,11 +23,11 @@ CPU_SHARE = 0.5
 """
 CORE_RATE = 6e10
 """FLOP/s of a core of another machine's CPU in large fp32 products; machines differ by a factor of three."""
-_QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, or a GPU"
+_QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, fewer --steps, or a GPU"
 
 
 def expected_time(run: RunDirectory) -> str:
-    """Return what to expect of a run on this machine's CPU whose steps take minutes; empty for every other run.
+    """Return what to expect of a run on this machine's CPU that takes long; empty for every other run.
 
     It times matrix products, which takes a fraction of a second.
     """
@@ -40,7 +42,7 @@ def expected_time(run: RunDirectory) -> str:
 
 
 def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, num_tokens: int | None) -> str:
-    """Return the time of a step and of the run, and what would shorten it; empty if a step takes less than minutes.
+    """Return the time of a step and of the run, and what would shorten it; empty if neither is long.
 
     Args:
         config: the resolved configuration.
@@ -50,12 +52,12 @@ def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, n
     """
     flops = _step_flops(config, plan)
     seconds = flops / (CPU_SHARE * flops_per_second)
-    if seconds < SLOW_STEP_SECONDS:
-        return ""
     training, whole = config.training, ""
     steps = training.steps
     if steps is None and num_tokens is not None:
         steps = max(1, int(training.epochs * num_tokens / (plan.batch_size * config.seq_len)))
+    if seconds < SLOW_STEP_SECONDS and (steps or 0) * seconds < LONG_RUN_SECONDS:
+        return ""
     if steps is not None:
         whole = f", the {steps:,} steps of the run {format_duration(steps * seconds)}"
     return (
