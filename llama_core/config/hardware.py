@@ -102,11 +102,11 @@ _DEVICES = (
     _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB",
             workspace_mib=8.125),
     _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB",
-            workspace_mib=8.125),
+            "A100-SXM-80GB", workspace_mib=8.125),
     _device("a100_pcie_40gb", "A100 PCIe 40 GB", (312,   0,  19.5), ( 40, 1.55),   0,  (0.82, 0.58), "A100-PCIE-40GB",
             workspace_mib=8.125),
     _device("a100_pcie",  "A100 PCIe 80 GB",  ( 312,    0,  19.5), ( 80, 1.94),   0,  (0.82, 0.58), "A100 80GB PCIe",
-            workspace_mib=8.125),
+            "A100-PCIE-80GB", workspace_mib=8.125),
     _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3"),
     # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
     _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),

@@ -14,6 +14,7 @@ from llama_core.errors import ConfigError
         ("NVIDIA A100-PCIE-40GB", "a100_pcie_40gb"),
         ("NVIDIA A100 80GB PCIe", "a100_pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM-80GB", "a100"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
