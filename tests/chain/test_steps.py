@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llama_core.chain import prepare, steps
+from llama_core.chain import prepare, runs, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
@@ -106,13 +106,14 @@ def end_after(run, step):
     run.report.touch()
 
 
-def test_resume_with_more_steps_takes_the_newest_run_that_took_fewer(capsys):
+def test_resume_with_more_steps_takes_the_newest_run_that_took_fewer(capsys, monkeypatch):
     shorter, short, other = (prepare_run(config(**asked)) for asked in ({"steps": 2}, {"steps": 3}, {"seed": 1}))
     for step, run in ((2, shorter), (3, short), (4, other)):
         end_after(run, step)
     capsys.readouterr()
     assert prepare_run(config(steps=5), resume=True) == short
-    assert prepare_run(config(steps=5), resume=True) == short, "now an unfinished run of five steps"
+    monkeypatch.setattr(runs, "attach", lambda run: "its job")
+    assert prepare_run(config(steps=5), resume=True) == short, "now an unfinished run of five steps, and running"
     assert capsys.readouterr().out == ""
 
 
