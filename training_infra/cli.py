@@ -517,6 +517,8 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     print_ranks(planned, planned.estimate.ranks)
     print_choice(planned)
     print_cost(planned, cost)
+    if planned.step is None and planned.config.launch.device == "cpu":
+        print("time: not known without running anything; dry-run with the same flags measures this CPU and tells it")
     print(planned.estimate.summary())
     print_host(planned.estimate)
     for note in planned.estimate.notes:
@@ -548,6 +550,8 @@ def _preview(config: RunConfig, *, here: bool, twin: bool = False, tokens: float
         print(f"twin:     {shown.twin.summary()}")
     print_host(shown.verdict)
     print_cost(planned, shown.cost)
+    if expected := shown.expected:
+        print(f"expect:   {expected}")
     print(f"verdict:  {shown.verdict.summary()}")
     for note in shown.notes:
         print(f"note: {note}")

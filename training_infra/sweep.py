@@ -68,6 +68,8 @@ def predict_from_terminal(file: Path | None, sweep_dir: Path | None, *, quiet: b
     page = prediction.write_prediction(folder / "predicted.html", config, comparison)
     if not quiet:
         print_comparison(comparison)
+        if best := comparison.fastest_predicted():
+            say("best", best)
         say("report", str(page))
     return comparison
 

@@ -114,7 +114,9 @@ def print_comparison(comparison: "Comparison") -> None:
         step = "" if row.step_seconds is None else _short_duration(row.step_seconds)
         mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
         memory = "" if row.memory_bytes is None else format_bytes(row.memory_bytes)
-        told = f"{row.plan} on {row.device}" if row.status == "finished" else f"{row.status}: {row.reason}"
+        told = f"{row.status}: {row.reason}"
+        if row.status == "finished":
+            told = f"{row.plan} on {row.device}" + (f" ({row.reason})" if row.reason else "")
         print(f"{values}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
 
 

@@ -15,6 +15,8 @@ from llama_core.units import TFLOP, format_duration
 
 SLOW_STEP_SECONDS = 180.0
 """Steps expected to take longer are announced."""
+LONG_RUN_SECONDS = 3600.0
+"""Runs expected to take longer are announced, however short their steps."""
 CPU_SHARE = 0.5
 """Share of the rate of large matrix products that a whole step reaches on a CPU.
 
@@ -22,26 +24,44 @@ CPU_SHARE = 0.5
 """
 CORE_RATE = 6e10
 """FLOP/s of a core of another machine's CPU in large fp32 products; machines differ by a factor of three."""
-_QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, or a GPU"
+_QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, fewer --steps, or a GPU"
 
 
 def expected_time(run: RunDirectory) -> str:
-    """Return what to expect of a run on this machine's CPU whose steps take minutes; empty for every other run.
+    """Return what to expect of a run on this machine's CPU that takes long; empty for every other run.
 
     It times matrix products, which takes a fraction of a second.
     """
-    config = load_config(run)
-    if config.launch.device != "cpu" or not config.launch.is_here:
+    config, num_tokens = load_config(run), None
+    if not _computes_here(config):
         return ""
-    num_tokens = None
     if run.data.exists():
         with intact(run.data):
             num_tokens = int(read_json(run.data)["num_tokens"])
     return slow_steps(config, load_plan(run), _rate_here(config.training.precision), num_tokens)
 
 
+def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None) -> str:
+    """Return how long a step takes on this machine's CPU, and a run; empty if it would not compute there.
+
+    Args:
+        config: the resolved configuration.
+        plan: its plan.
+        num_tokens: tokens to train on; by default those of ``training.steps``.
+    """
+    if not _computes_here(config):
+        return ""
+    of_a_step = plan.batch_size * config.seq_len
+    steps = config.training.steps if num_tokens is None else max(1, round(num_tokens / of_a_step))
+    return _told(config, plan, _rate_here(config.training.precision), steps)
+
+
+def _computes_here(config: RunConfig) -> bool:
+    return config.launch.device == "cpu" and config.launch.is_here
+
+
 def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, num_tokens: int | None) -> str:
-    """Return the time of a step and of the run, and what would shorten it; empty if a step takes less than minutes.
+    """Return the time of a step and of the run, and what would shorten it; empty if neither is long.
 
     Args:
         config: the resolved configuration.
@@ -49,19 +69,23 @@ def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, n
         flops_per_second: rate of matrix products of all ranks together.
         num_tokens: tokens of the training data; None if unknown.
     """
-    flops = _step_flops(config, plan)
-    seconds = flops / (CPU_SHARE * flops_per_second)
-    if seconds < SLOW_STEP_SECONDS:
-        return ""
-    training, whole = config.training, ""
+    seconds, training = _step_flops(config, plan) / (CPU_SHARE * flops_per_second), config.training
     steps = training.steps
     if steps is None and num_tokens is not None:
         steps = max(1, int(training.epochs * num_tokens / (plan.batch_size * config.seq_len)))
-    if steps is not None:
-        whole = f", the {steps:,} steps of the run {format_duration(steps * seconds)}"
+    if seconds < SLOW_STEP_SECONDS and (steps or 0) * seconds < LONG_RUN_SECONDS:
+        return ""
+    return f"{_told(config, plan, flops_per_second, steps)}; {_QUICKER}"
+
+
+def _told(config: RunConfig, plan: ParallelPlan, flops_per_second: float, steps: int | None) -> str:
+    flops = _step_flops(config, plan)
+    seconds = flops / (CPU_SHARE * flops_per_second)
+    count = f"{steps:,} step{'s' * (steps > 1)}" if steps else ""
+    whole = f", the {count} of the run {format_duration(steps * seconds)}" if steps else ""
     return (
         f"a step takes about {format_duration(seconds)} on this CPU ({flops / TFLOP:,.1f} TFLOP; it "
-        f"multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}; {_QUICKER}"
+        f"multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"
     )
 
 

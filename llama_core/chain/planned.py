@@ -54,15 +54,21 @@ class PlannedRun:
             tokens: the tokens to train on; by default those of ``training.steps``, or else of the data and its epochs.
             data: the check of the data.
         """
-        training = self.config.training
-        told_by = "as asked for"
-        if tokens is None and training.steps is not None:
-            tokens, told_by = training.steps * self.config.batch_size * self.config.seq_len, f"{training.steps:,} steps"
-        elif tokens is None and data is not None and data.num_tokens is not None:
-            tokens, told_by = training.epochs * data.num_tokens, f"{training.epochs:g} epochs of the data"
-        if tokens is None or self.step is None:
+        num_tokens, told_by = self.length(tokens, data)
+        if num_tokens is None or self.step is None:
             return None
-        return Cost.of(self.step, tokens, told_by, self.config.launch.dollars_per_gpu_hour)
+        return Cost.of(self.step, num_tokens, told_by, self.config.launch.dollars_per_gpu_hour)
+
+    def length(self, tokens: float | None = None, data: DataCheck | None = None) -> tuple[float | None, str]:
+        """Return the tokens of the run, None if unknown, and what tells them; see ``cost``."""
+        training = self.config.training
+        if tokens is not None:
+            return tokens, "as asked for"
+        if training.steps is not None:
+            return training.steps * self.config.batch_size * self.config.seq_len, f"{training.steps:,} steps"
+        if data is not None and data.num_tokens is not None:
+            return training.epochs * data.num_tokens, f"{training.epochs:g} epochs of the data"
+        return None, ""
 
 
 def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:

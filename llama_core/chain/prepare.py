@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from llama_core.chain.console import say
 from llama_core.chain.planned import PlannedRun, on_nodes, plan_run, planned_as, with_fewest, with_keys
-from llama_core.chain.runs import existing_run, load_config, load_plan, new_run
+from llama_core.chain.runs import existing_run, load_config, load_plan, new_run, why_none_goes_on
 from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
 from llama_core.data.chat_template import BUILT_IN
 from llama_core.data.check import check_data
@@ -50,6 +51,8 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     statistics = _check_data(config)
     is_new = run is None
     if run is None:
+        if resume and run_dir is None:
+            say("note", f"nothing to resume: {why_none_goes_on(planned.config)}")
         run = new_run(planned.config, run_dir)
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
         planned = _with_kept_plan(planned, run)

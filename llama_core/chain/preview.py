@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_core.chain.expected import expected_here
 from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu, plan_run
 from llama_core.chain.prepare import check_initial_weights, refuse_unfit_on_any_nodes
 from llama_core.chain.runs import new_run
@@ -45,6 +46,12 @@ class Preview:
     def cost(self) -> Cost | None:
         """The time and the price of the run; None if its length or the time of a step is unknown."""
         return self.planned.cost(self.tokens, self.data)
+
+    @property
+    def expected(self) -> str:
+        """How long a step and the run take on this machine's CPU; empty elsewhere. Times matrix products."""
+        num_tokens, _ = self.planned.length(self.tokens, self.data)
+        return expected_here(self.planned.config, self.planned.plan, num_tokens)
 
     @property
     def exit_code(self) -> int:

@@ -1,7 +1,7 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,8 @@ from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import by_dotted_key, read_typed
 
 RUNS = Path("runs")
+_MOST_NAMED = 3
+"""Most settings that a sentence names."""
 
 
 def load_config(run: RunDirectory) -> RunConfig:
@@ -86,14 +88,15 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
     Args:
         config: the request, with its defaults filled in.
         run_dir: the requested directory; None looks through ``RUNS``.
-        resume: whether to continue a run; with ``training.steps``, also one that took fewer, finished or not.
+        resume: whether to continue a run: the newest unfinished one of this configuration, or else, with
+            ``training.steps``, the newest that took fewer steps and differs in nothing else, finished or not.
 
     Raises:
         RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set, or
             ``config`` asks for fewer steps than the run has taken.
     """
     if run_dir is None:
-        return _newest_unfinished(config) or _newest_shorter(config) if resume else None
+        return _newest_to_continue(config) if resume else None
     run = RunDirectory(run_dir)
     if _never_began(run):
         return None
@@ -147,38 +150,46 @@ def _name(config: RunConfig) -> str:
     return config.tracking.run_name or config.spec.name
 
 
-def _newest_unfinished(config: RunConfig) -> RunDirectory | None:
-    fingerprint = config.fingerprint()
-    for run in _newest_first(f"{glob.escape(_name(config))}-*-{fingerprint[:4]}*"):
-        seen_to_its_end = is_finished(run) and run.report.exists()
-        if load_config(run).fingerprint() == fingerprint and not seen_to_its_end:
+def _newest_to_continue(config: RunConfig) -> RunDirectory | None:
+    shorter = None
+    for run, differences in _newest_first(config):
+        if not differences and not _is_seen_to_its_end(run):
             return run
-    return None
+        steps = config.training.steps
+        if shorter is None and steps is not None and differences.keys() <= _LENGTH and 0 < newest_step(run) < steps:
+            shorter = run
+    if shorter is not None:
+        _check_extension(shorter, config.training.steps)
+    return shorter
 
 
-def _newest_shorter(config: RunConfig) -> RunDirectory | None:
-    """Return the newest run that differs from ``config`` only in its length and has taken fewer than its steps."""
-    if config.training.steps is None:
-        return None
-    for run in _newest_first(f"{glob.escape(_name(config))}-*"):
-        if 0 < newest_step(run) < config.training.steps and _is_of_other_length(run, config):
-            _check_extension(run, config.training.steps)
-            return run
-    return None
+def why_none_goes_on(config: RunConfig) -> str:
+    """Return why ``RUNS`` holds no run that ``--resume`` would continue, as a clause about the run most like it."""
+    found = list(_newest_first(config))
+    if not found:
+        return f"{RUNS} holds no run of {_name(config)}"
+    run, differences = min(found, key=lambda pair: len(pair[1]))
+    if not differences or (config.training.steps and differences.keys() <= _LENGTH):
+        taken = newest_step(run)
+        return f"{run.path} " + (
+            f"has already taken {taken} steps; ask for more to extend it" if taken else "has no checkpoint"
+        )
+    return f"{run.path} differs: {'; '.join(list(differences.values())[:_MOST_NAMED])}"
 
 
-def _newest_first(pattern: str) -> list[RunDirectory]:
-    """Return the runs in ``RUNS`` whose names match, the last configured first."""
-    found = sorted(RUNS.glob(f"{pattern}/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [RunDirectory(path.parent) for path in found]
+def _is_seen_to_its_end(run: RunDirectory) -> bool:
+    return is_finished(run) and run.report.exists()
 
 
-def _is_of_other_length(run: RunDirectory, config: RunConfig) -> bool:
-    try:
-        there = load_config(run)
-    except ConfigError:  # of another version
-        return False
-    return dict(_differences(there, config)).keys() <= _LENGTH
+def _newest_first(config: RunConfig) -> Iterator[tuple[RunDirectory, dict[str, str]]]:
+    """Yield the runs in ``RUNS`` of this name, the last configured first, and how they differ from ``config``."""
+    pattern = f"{glob.escape(_name(config))}-*/config.yaml"
+    for path in sorted(RUNS.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True):
+        run = RunDirectory(path.parent)
+        try:
+            yield run, dict(_differences(load_config(run), config))
+        except ConfigError:  # of another version
+            continue
 
 
 def _never_began(run: RunDirectory) -> bool:

@@ -41,7 +41,7 @@ class DeviceSpec:
     link_bandwidth: float
     """Bytes per second to another device of the node, each way; 0 if only PCIe connects them."""
     reported_names: tuple[str, ...] = ()
-    """Fragments of the name that the driver reports, to recognise an installed device."""
+    """Names that the driver reports for an installed device, without the maker's."""
     fp8_flops: float = 0.0
     """Peak dense fp8 rate in FLOP/s with sums in fp32; 0 if the engine has no fp8 products for it."""
     fp32_flops: float = 0.0
@@ -100,10 +100,14 @@ def _device(
 _DEVICES = (
     #       name          label                bf16,  fp8,  fp32    GB, TB/s     link products, attention  driver's names
     _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB",
-            "A100-PCIE-40GB", workspace_mib=8.125),
+            workspace_mib=8.125),
     _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB",
-            "A100 80GB PCIe", "A100", workspace_mib=8.125),
-    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3", "H100"),
+            "A100-SXM-80GB", workspace_mib=8.125),
+    _device("a100_pcie_40gb", "A100 PCIe 40 GB", (312,   0,  19.5), ( 40, 1.55),   0,  (0.82, 0.58), "A100-PCIE-40GB",
+            workspace_mib=8.125),
+    _device("a100_pcie",  "A100 PCIe 80 GB",  ( 312,    0,  19.5), ( 80, 1.94),   0,  (0.82, 0.58), "A100 80GB PCIe",
+            "A100-PCIE-80GB", workspace_mib=8.125),
+    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3"),
     # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
     _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
     _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756, 1513,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
@@ -122,6 +126,9 @@ _DEVICES = (
 _REGISTRY = {device.name: device for device in _DEVICES}
 
 DEFAULT_GPU_TYPE = "h100"
+
+_UNTOLD = frozenset(("NVIDIA", "GeForce", "AMD", "Instinct", "OAM", "VF"))
+"""Words of reported names that do not tell one device from another."""
 
 
 def gpu_names() -> list[str]:
@@ -159,11 +166,10 @@ def _words(name: str) -> list[str]:
 
 
 def recognise_gpu(reported_name: str) -> DeviceSpec | None:
-    """Return the device that a driver reports as ``reported_name``, or None if it is not in the table."""
-    matches = [
-        (len(fragment), device)
-        for device in _DEVICES
-        for fragment in device.reported_names
-        if fragment in reported_name
-    ]
-    return max(matches, key=lambda match: match[0])[1] if matches else None
+    """Return the device that a driver reports as ``reported_name``, or None if it is not in the table.
+
+    A name with one word more is another device: the H100 NVL and the GH200 have other memory and links than the H100 and
+    the H200, and a MIG slice has less of both.
+    """
+    name = " ".join(word for word in reported_name.split() if word not in _UNTOLD)
+    return next((device for device in _DEVICES if name in device.reported_names), None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import quantiles
 from typing import Annotated
 
 from pydantic import Field
@@ -164,6 +165,19 @@ class BenchmarkRecord:
     def memory_added_bytes(self) -> int:
         """Most memory alive during the timed steps beyond that alive before the model was built: what is predicted."""
         return self.memory_peak_bytes - self.memory_baseline_bytes
+
+    @property
+    def throughput_quartiles(self) -> tuple[float, float]:
+        """Lower and upper quartile of the timed steps' tokens/s."""
+        rates = [self.tokens_per_step / seconds for seconds in self.step_seconds]
+        if len(rates) == 1:
+            return rates[0], rates[0]
+        slow, _, fast = quantiles(rates, n=4, method="inclusive")
+        return slow, fast
+
+    def is_told_apart(self, slower: "BenchmarkRecord") -> bool:
+        """Return whether the middle half of these steps lies above that of slower ones."""
+        return self.throughput_quartiles[0] > slower.throughput_quartiles[1]
 
     @property
     def relative_spread(self) -> float:

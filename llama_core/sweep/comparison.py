@@ -66,6 +66,16 @@ class Comparison:
     sweep: SweepDirectory | None
     """The sweep that measured; None if every row is predicted."""
 
+    def fastest_predicted(self) -> str:
+        """Return which element is predicted to be the fastest, and how far ahead; empty without two such speeds."""
+        rates = {row.name: row.tokens_per_second for row in self.rows if row.how == "predicted"}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        if len(known) < 2:
+            return ""
+        first, second = sorted(known, key=lambda name: -known[name])[:2]
+        ahead = known[first] / known[second] - 1
+        return f"{first}: {known[first]:,.0f} tokens/s predicted, {ahead:.1%} more than the next, {second}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as a record."""
         return {"sweep_dir": str(self.sweep.path) if self.sweep else None, "rows": [row.as_dict() for row in self.rows]}

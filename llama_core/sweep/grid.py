@@ -106,7 +106,7 @@ class SweepConfig(Section):
         problems += self._problems_of_objective()
         num_elements = math.prod(map(len, self.grid.values())) + len(self.include)
         if num_elements > MOST_ELEMENTS:
-            problems.append(f"grid has {num_elements:,} elements; at most {MOST_ELEMENTS:,} are possible")
+            problems.append(f"grid has {num_elements:,} elements, more than {MOST_ELEMENTS:,}; give fewer values")
         if not problems and not self.elements():
             problems.append("exclude leaves no element of the grid")
         if problems:

@@ -4,7 +4,6 @@ The elements of a sweep are ordinary runs, so these steps apply those of ``llama
 that cannot run is recorded with the reason, and the others continue.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -306,19 +305,28 @@ def _check_ends(sweep: SweepDirectory) -> None:
 def _say_best(sweep: SweepDirectory) -> None:
     record = read_record(sweep)
     runs = [sweep.run(element.name) for element in record.runnable]
-    ends = {run: _result(run, record.objective) for run in runs if has_result(run, record.objective)}
-    if len(ends) > 1:
-        best = min(ends, key=lambda run: ends[run][0])
-        say("best", f"{best.name}: {ends[best][1]}, of {len(ends)} elements {DONE[record.objective]}")
+    done = [run for run in runs if has_result(run, record.objective)]
+    if len(done) > 1:
+        best = _fastest(done) if record.objective == "throughput" else _lowest_loss(done)
+        say("best", f"{best}; {len(done)} elements {DONE[record.objective]}")
 
 
-def _result(run: RunDirectory, objective: Objective) -> tuple[float, str]:
-    """Return a sort key for what ranks an element, the best first, and the same in words."""
-    if objective == "throughput":
-        rate = steps.benchmark(run).tokens_per_second
-        return -rate, f"{rate:,.0f} tokens/s"
-    loss = steps.training_summary(run).eval_loss
-    return (math.inf, "no held-out loss") if loss is None else (loss, f"held-out loss {loss:.4f}")
+def _fastest(runs: Sequence[RunDirectory]) -> str:
+    timed = {run.name: steps.benchmark(run) for run in runs}
+    first, second = sorted(timed, key=lambda name: -timed[name].tokens_per_second)[:2]
+    rate, other = timed[first].tokens_per_second, timed[second].tokens_per_second
+    noise = "" if timed[first].is_told_apart(timed[second]) else ", within the noise of their steps"
+    return f"{first}: {rate:,.0f} tokens/s, {rate / other - 1:.1%} more than the next, {second}{noise}"
+
+
+def _lowest_loss(runs: Sequence[RunDirectory]) -> str:
+    losses = {run.name: steps.training_summary(run).eval_loss for run in runs}
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    if len(known) < 2:
+        return "not known: fewer than two elements have a held-out loss"
+    first, second = sorted(known, key=lambda name: known[name])[:2]
+    ahead = known[second] - known[first]
+    return f"{first}: held-out loss {known[first]:.4f}, {ahead:.4f} below the next, {second}"
 
 
 def cancel(sweep: SweepDirectory) -> int:

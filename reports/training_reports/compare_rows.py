@@ -15,7 +15,6 @@ from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import HELD_OUT
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports.contents import RunContents
-from training_reports.figures import throughput_quartiles
 from training_reports.layout import NOTHING
 
 AVERAGED = 0.05
@@ -220,7 +219,7 @@ def _measures(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
         for run, benchmark in zip(runs, timed, strict=True)
     ]
     mfus = [benchmark.mfu if benchmark else _median(run, "mfu") for run, benchmark in zip(runs, timed, strict=True)]
-    ranges = tuple(throughput_quartiles(benchmark) if benchmark else None for benchmark in timed)
+    ranges = tuple(benchmark.throughput_quartiles if benchmark else None for benchmark in timed)
     yield Measure("tokens/s", tuple(rates), "{:,.0f}".format, "high", ranges=ranges)
     yield Measure("MFU", tuple(mfus), "{:.1%}".format, "high")
     yield Measure("peak memory", tuple(map(_memory, runs)), format_bytes, "low")

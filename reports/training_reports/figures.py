@@ -131,7 +131,7 @@ def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) ->
         figure, steps["step"], steps["tokens_per_second"], "training steps", color=BLUE, hover="%{y:,.0f} tokens/s"
     )
     if benchmark is not None:
-        slow, fast = throughput_quartiles(benchmark)
+        slow, fast = benchmark.throughput_quartiles
         figure.add_hrect(
             slow,
             fast,
@@ -146,12 +146,6 @@ def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) ->
     figure.update_yaxes(rangemode="tozero", tickformat="~s")
     _label_steps(figure, steps)
     return figure
-
-
-def throughput_quartiles(benchmark: BenchmarkRecord) -> tuple[float, float]:
-    """Return the lower and upper quartile of the timed steps' tokens/s."""
-    rates = benchmark.tokens_per_step / pd.Series(benchmark.step_seconds, dtype=float)
-    return float(rates.quantile(0.25)), float(rates.quantile(0.75))
 
 
 def step_time(steps: pd.DataFrame) -> go.Figure:

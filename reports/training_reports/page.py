@@ -185,7 +185,7 @@ def _throughput(contents: RunContents) -> Card:
     benchmark, rates = contents.benchmark, contents.steps["tokens_per_second"]
     value = None if rates.empty else f"{rates.median():,.0f}"
     if benchmark is not None:
-        slow, fast = figures.throughput_quartiles(benchmark)
+        slow, fast = benchmark.throughput_quartiles
         value = f"{benchmark.tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
         lines = [
             f"Median ± half the interquartile range of {len(benchmark.step_seconds)} timed steps,"

@@ -20,7 +20,6 @@ from training_reports.figures import (
     TEAL,
     memory_unit,
     styled_figure,
-    throughput_quartiles,
 )
 
 PEAK_COLORS = {"estimated": BLUE, "rehearsed": TEAL, "measured": ORANGE}
@@ -62,7 +61,7 @@ def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
     """Return the median tokens/s of each element, with a line over the middle half of its timed steps."""
     labels, ahead, behind = [], [], []
     for name, record in timed.items():
-        slow, fast = throughput_quartiles(record)
+        slow, fast = record.throughput_quartiles
         labels.append(_label(name, f"{record.tokens_per_second:,.0f}"))
         ahead.append(max(0.0, fast - record.tokens_per_second))
         behind.append(max(0.0, record.tokens_per_second - slow))

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
-from training_reports.figures import throughput_quartiles
 from training_reports.layout import Card, Panel
 from training_reports.sweep_rows import Ranking, Row, ordered
 from training_reports.sweep_table import Cell, number
@@ -35,7 +34,7 @@ def rank(rows: Sequence[Row]) -> Ranking:
 
 
 def _cells(timed: BenchmarkRecord) -> list[Cell]:
-    slow, fast = throughput_quartiles(timed)
+    slow, fast = timed.throughput_quartiles
     return [
         number(timed.tokens_per_second, "{:,.0f}"),
         Cell(f"{slow:,.0f} to {fast:,.0f}", slow),
@@ -47,7 +46,7 @@ def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
     if not timed:
         return [Card("Fastest", None, "", ["No element has been timed yet."])]
     fastest, leanest = next(iter(timed)), min(timed, key=lambda name: timed[name].memory_added_bytes)
-    slow, fast = throughput_quartiles(timed[fastest])
+    slow, fast = timed[fastest].throughput_quartiles
     rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
     peak, unit = format_bytes(timed[leanest].memory_added_bytes).split(" ")
     return [
@@ -58,9 +57,8 @@ def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
 
 def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
     """Return the elements whose interquartile range overlaps that of the fastest, which is the first."""
-    quartiles = {name: throughput_quartiles(record) for name, record in timed.items()}
     fastest, *others = timed
-    return [name for name in others if quartiles[name][1] >= quartiles[fastest][0]]
+    return [name for name in others if not timed[fastest].is_told_apart(timed[name])]
 
 
 def _overlaps(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_core.chain.expected import SLOW_STEP_SECONDS, expected_step, slow_steps
+from llama_core.chain import expected
+from llama_core.chain.expected import SLOW_STEP_SECONDS, expected_here, expected_step, slow_steps
 from llama_core.chain.planned import plan_for_gpu
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
@@ -24,14 +25,32 @@ def test_a_quick_step_is_not_announced():
     assert told(1, steps=10) == ""
 
 
+def test_a_long_run_of_quick_steps_is_announced():
+    assert told(1, steps=1000).startswith("a step takes about 42.8 s on this CPU (")
+    assert ", the 1,000 steps of the run 11 h 52 min; " in told(1, steps=1000)
+
+
 def test_a_slow_step_is_announced_with_the_run_and_what_is_quicker():
     assert told(64, steps=10).startswith("a step takes about 45 min 37 s on this CPU (")
     assert ", the 10 steps of the run 7 h 36 min; quicker: a smaller --batch-size" in told(64, steps=10)
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(64 * 2048 * 3, 3), (10, 1)])
+@pytest.mark.parametrize(("tokens", "steps"), [(64 * 2048 * 3, "3 steps"), (10, "1 step")])
 def test_the_length_of_a_run_comes_from_its_data(tokens, steps):
-    assert f", the {steps} steps of the run" in told(64, num_tokens=tokens)
+    assert f", the {steps} of the run" in told(64, num_tokens=tokens)
+
+
+def test_a_plan_tells_the_time_of_any_run_on_this_cpu_and_of_none_elsewhere(monkeypatch):
+    monkeypatch.setattr(expected, "_rate_here", lambda precision: 0.1 * TFLOP)
+    plan = ParallelPlan(num_microbatches=2)
+
+    def told(num_tokens, **launch):
+        settings = {"training": {"seq_len": 128, "batch_size": 2, "steps": 30}, "launch": {"device": "cpu"} | launch}
+        return expected_here(RunConfig.from_mapping(settings), plan, num_tokens)
+
+    assert ", the 30 steps of the run " in told(None)
+    assert ", the 7 steps of the run " in told(7 * 2 * 128)
+    assert told(None, device="cuda") == told(None, launcher="slurm") == ""
 
 
 def test_the_step_expected_of_a_gpu_is_the_planned_one(tmp_path):

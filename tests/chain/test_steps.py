@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llama_core.chain import prepare, steps
+from llama_core.chain import prepare, runs, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
@@ -98,6 +98,40 @@ def test_resume_takes_the_newest_unfinished_run_of_the_configuration():
     finish(first)
     first.report.touch()
     assert prepare_run(config(), resume=True).name.endswith("-3")
+
+
+def end_after(run, step):
+    save_checkpoint(run, step)
+    finish(run)
+    run.report.touch()
+
+
+def test_resume_with_more_steps_takes_the_newest_run_that_took_fewer(capsys, monkeypatch):
+    shorter, short, other = (prepare_run(config(**asked)) for asked in ({"steps": 2}, {"steps": 3}, {"seed": 1}))
+    for step, run in ((2, shorter), (3, short), (4, other)):
+        end_after(run, step)
+    capsys.readouterr()
+    assert prepare_run(config(steps=5), resume=True) == short
+    monkeypatch.setattr(runs, "attach", lambda run: "its job")
+    assert prepare_run(config(steps=5), resume=True) == short, "now an unfinished run of five steps, and running"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_resume_starts_anew_says_why(capsys):
+    def said(**asked):
+        capsys.readouterr()
+        run = prepare_run(config(**asked), resume=True)
+        (line,) = capsys.readouterr().out.splitlines()
+        return run, line
+
+    run, none = said(steps=3)
+    assert none == "note      nothing to resume: runs holds no run of tiny_llama3_50m"
+    end_after(run, 3)
+    again, same = said(steps=3)
+    assert same == f"note      nothing to resume: {run.path} has already taken 3 steps; ask for more to extend it"
+    end_after(again, 3)
+    _, seed = said(steps=3, seed=1)
+    assert seed == f"note      nothing to resume: {again.path} differs: training.seed is 0 there, 1 here"
 
 
 def test_a_slurm_job_on_the_cpu_has_the_memory_it_requests():

@@ -11,19 +11,38 @@ from llama_core.errors import ConfigError
         ("NVIDIA H100 PCIe", "h100_pcie"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100_pcie_40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100_pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM-80GB", "a100"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
     ],
 )
 def test_a_device_is_recognised_by_the_name_its_driver_reports(reported, name):
     assert recognise_gpu(reported) == gpu_spec(name)
 
 
-def test_an_unknown_device_is_not_mistaken_for_another():
-    assert recognise_gpu("Quadro K620") is None
+@pytest.mark.parametrize(
+    "reported",
+    [
+        "Quadro K620",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ],
+)
+def test_an_unknown_device_is_not_mistaken_for_another(reported):
+    assert recognise_gpu(reported) is None
+
+
+@pytest.mark.parametrize("name", ["a100_pcie", "a100_pcie_40gb", "h100_pcie"])
+def test_pcie_cards_are_joined_by_no_other_link(name):
+    assert gpu_spec(name).neighbour_bandwidth == PCIE_BANDWIDTH
 
 
 @pytest.mark.parametrize("name", gpu_names())
@@ -37,8 +56,8 @@ def test_a_program_gets_less_memory_than_the_data_sheet_says(name):
         ("a100_80gb", "a100"),
         ("a100-40gb", "a100_40gb"),
         ("A100-SXM4-80GB", "a100"),
-        ("a100-pcie-40gb", "a100_40gb"),
-        ("a100-pcie", "a100"),
+        ("a100-pcie-40gb", "a100_pcie_40gb"),
+        ("a100-pcie", "a100_pcie"),
         ("H100-SXM5-80GB", "h100"),
         ("H100 PCIe", "h100_pcie"),
         ("H200", "h200"),

@@ -172,6 +172,8 @@ def test_a_sweep_is_predicted_without_hardware(tmp_path, capsys):
     assert rates["tp=1,zero_stage=3"] > rates["tp=8,zero_stage=3"]
     whole_hours = 1e9 / rates["tp=8,zero_stage=3"] / 3600
     assert rows["tp=8,zero_stage=3"]["dollars_per_billion_tokens"] == pytest.approx(8 * 2.5 * whole_hours)
+    assert main(asked) == 0
+    assert " more than the next, tp=" in capsys.readouterr().out.split("\nbest      tp=1,zero_stage=3: ")[1]
     page = (tmp_path / "there" / "predicted.html").read_text()
     assert all(row["plan"] in page for row in rows.values())
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["predicted.html"]
