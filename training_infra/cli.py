@@ -88,6 +88,8 @@ def _explained(error: OSError) -> str:
         return f"a disk is full{safe(f' writing {error.filename}') if error.filename else ''}; free some space"
     if isinstance(error, PermissionError) and error.filename:  # somebody else's run, for example
         return safe(f"{error.filename}: permission denied; use one of your own, or ask its owner")
+    if str(error.strerror).startswith("No usable temporary directory"):  # Python's, with the folders that it has tried
+        return safe(f"{error.strerror}; free some space in one of them, or set TMPDIR to a folder with room")
     return safe(str(error))
 
 
