@@ -64,6 +64,8 @@ class Sizes:
     step: int
     rank_bytes: int
     """Resident set of the first rank."""
+    rank_own_bytes: int
+    """The same without files that it has mapped, such as the tokens: the kernel takes those pages back if need be."""
     rank_handles: int
     """Its open files and sockets."""
     supervisor_bytes: int
@@ -273,8 +275,15 @@ def _processes(handle: JobHandle) -> tuple[list[psutil.Process], list[psutil.Pro
 
 def _sizes(handle: JobHandle, worker: psutil.Process, supervisor: psutil.Process) -> Sizes:
     newest = read_heartbeat(handle.run)
-    held = [value for one in (worker, supervisor) for value in (one.memory_info().rss, one.num_fds())]
-    return Sizes(newest.step if newest else 0, *held)
+    memory = worker.memory_info()
+    return Sizes(
+        step=newest.step if newest else 0,
+        rank_bytes=memory.rss,
+        rank_own_bytes=memory.rss - memory.shared,
+        rank_handles=worker.num_fds(),
+        supervisor_bytes=supervisor.memory_info().rss,
+        supervisor_handles=supervisor.num_fds(),
+    )
 
 
 def _losses(run: RunDirectory, last_step: int) -> dict[int, tuple[float, ...]]:
@@ -298,6 +307,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 Figure = tuple[str, float, str, Callable[[Sizes], float]]
 FLAT: tuple[Figure, ...] = (
     ("resident set of a rank, MiB", MIB, "KiB", lambda sizes: sizes.rank_bytes),
+    ("that without mapped files, MiB", MIB, "KiB", lambda sizes: sizes.rank_own_bytes),
     ("file handles of a rank", 1, "", lambda sizes: sizes.rank_handles),
     ("resident set of its supervisor, MiB", MIB, "KiB", lambda sizes: sizes.supervisor_bytes),
     ("file handles of its supervisor", 1, "", lambda sizes: sizes.supervisor_handles),

@@ -31,6 +31,7 @@ _ADDRESS_MARK = "# Written by `make serve`, which removes it when it stops."
 _DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # what a server answers while its database is away
     "PREFECT_SERVER_API_HOST": "127.0.0.1",
     "PREFECT_SERVER_API_PORT": "4200",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",

@@ -88,6 +88,8 @@ def _explained(error: OSError) -> str:
         return f"a disk is full{safe(f' writing {error.filename}') if error.filename else ''}; free some space"
     if isinstance(error, PermissionError) and error.filename:  # somebody else's run, for example
         return safe(f"{error.filename}: permission denied; use one of your own, or ask its owner")
+    if str(error.strerror).startswith("No usable temporary directory"):  # Python's, with the folders that it has tried
+        return safe(f"{error.strerror}; free some space in one of them, or set TMPDIR to a folder with room")
     return safe(str(error))
 
 
@@ -470,10 +472,14 @@ def _train(options: argparse.Namespace) -> int:
 
 def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
     """Run the steps under Prefect, on the server of PREFECT_API_URL or on one that stops with the run."""
-    quiet = {"DO_NOT_TRACK": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    if not options.debug:
-        quiet["PREFECT_LOGGING_LEVEL"] = "CRITICAL"  # errors reach the user as one line, from main
-    for name, value in quiet.items():
+    defaults = {
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # what a server answers while its database is away
+    }
+    if not options.debug:  # errors reach the user as one line, from main
+        defaults |= dict.fromkeys(("PREFECT_LOGGING_LEVEL", "PREFECT_LOGGING_SERVER_LEVEL"), "CRITICAL")
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # Flows live in the repository, not in the installed package.
     sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -153,6 +153,10 @@ class RunDirectory:
         """The ``LaneRecord`` of a pipeline position."""
         return self.trace / f"pipeline-{pp_rank:05d}.json"
 
+    def temporary(self, host: str) -> Path:
+        """Folder of a machine's temporary files if its own folder for them has no room."""
+        return self.logs / "tmp" / host
+
     @property
     def rollbacks(self) -> Path:
         """The ``Rollback`` records of the run; missing if there were none."""

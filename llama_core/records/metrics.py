@@ -4,6 +4,7 @@ A Parquet file cannot be read until it is closed, and the process may be killed 
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -44,7 +45,9 @@ def write_metrics_part(run: RunDirectory, records: Sequence[StepRecord]) -> Path
 def _write_part(run: RunDirectory, table: "pa.Table") -> Path:
     import pyarrow.parquet as pq
 
-    number = 1 + max(map(_number, _parts(run)), default=-1)
+    run.metrics.mkdir(parents=True, exist_ok=True)
+    with os.scandir(run.metrics) as entries:  # a long run has thousands of parts, so no list of them is made
+        number = 1 + max(map(_number, entries), default=-1)
     path = run.metrics / f"part-{number:05d}.parquet"
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary)
@@ -114,10 +117,10 @@ def _parts(run: RunDirectory) -> list[Path]:
     return sorted(path for path in run.metrics.glob("part-*.parquet") if _number(path) >= 0)
 
 
-def _number(path: Path) -> int:
-    """Return the number of a part; -1 if the name has none."""
-    digits = path.stem.removeprefix("part-")
-    return int(digits) if re.fullmatch("[0-9]{1,18}", digits) else -1
+def _number(path: "Path | os.DirEntry[str]") -> int:
+    """Return the number of a part; -1 if the name is none of a part."""
+    found = re.fullmatch(r"part-([0-9]{1,18})\.parquet", path.name)
+    return int(found[1]) if found else -1
 
 
 def _parts_and_tail(run: RunDirectory) -> tuple["pa.Table", "pa.Table"]:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.soak import KEPT, Cycle, Sizes, Soak, as_markdown, problems, slope
 from llama_core.units import MIB
 
-SIZES = Sizes(10, 300 * MIB, 40, 60 * MIB, 8)
+SIZES = Sizes(10, 300 * MIB, 200 * MIB, 40, 60 * MIB, 8)
 CYCLE = Cycle(0, 10, "SIGTERM", SIZES, KEPT, 1000, 2000, temporary_files=(), processes=0)
 KILLED = replace(CYCLE, ended_by="kill -9 of rank 0", checkpoints=KEPT + 1, temporary_files=("a", "b"))
 LONG = tuple(replace(SIZES, step=step) for step in range(0, 3000, 100))

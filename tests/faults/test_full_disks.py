@@ -193,16 +193,48 @@ def test_a_run_that_cannot_write_its_configuration_or_report_is_one_line(
     promise("one line that names the disk")
 
 
-@pytest.mark.fault("no room", phase="TMPDIR")
-def test_a_run_needs_no_room_for_temporary_files(run, disks, undisturbed, monkeypatch, promise):
-    folder = run.folder / "tmp"
-    disks.mount(folder, "64k")
-    disks.fill(folder)
-    for name in ("TMPDIR", "TEMP", "TMP"):
-        monkeypatch.setenv(name, str(folder))
+@pytest.fixture
+def no_temporary_files(tmp_path, disks, monkeypatch):
+    """Return a function that makes the folder for temporary files full or read-only."""
+    folder = tmp_path / "tmp"
+
+    def spoil(fault):
+        disks.mount(folder, "64k")
+        (disks.fill if fault == "no room" else disks.freeze)(folder)
+        for name in ("TMPDIR", "TEMP", "TMP"):
+            monkeypatch.setenv(name, str(folder))
+        return folder
+
+    return spoil
+
+
+def trains(run):
     command = [sys.executable, "-m", "training_infra.cli", "train", "--run-dir", str(run.run.path), "--resume"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert read_json(run.run.outcome)["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=pytest.mark.fault(name, phase="TMPDIR")) for name in ("no room", "read-only")],
+)
+def test_a_run_needs_no_room_for_temporary_files(fault, run, no_temporary_files, undisturbed, promise):
+    no_temporary_files(fault)
+    trains(run)
     run.equals(undisturbed)
     promise("finished; equal")
+
+
+@pytest.mark.fault("no room", phase="TMPDIR, compiling")
+def test_a_run_that_compiles_without_room_for_temporary_files_has_them_in_its_directory(
+    tmp_path, no_temporary_files, texts, token_cache, promise
+):
+    run = FaultyRun(tmp_path, texts, "parallel.compile=true", token_cache=token_cache)
+    folder = no_temporary_files("no room")
+    trains(run)
+    warnings = [line for line in log_path(run.run, 0).read_text().splitlines() if line.startswith("WARNING ")]
+    assert len(warnings) == 1
+    assert str(folder) in warnings[0]
+    assert any(run.run.logs.glob("tmp/*/torchinductor_*"))
+    promise("a warning that names the folder; finished")

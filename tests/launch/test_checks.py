@@ -2,7 +2,10 @@
 
 import json
 import resource
+import subprocess
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +22,7 @@ from llama_core.launch.rank.checks import (
     check_own_device,
     check_ranks_agree,
     disagreements,
+    find_room_for_temporary_files,
 )
 from llama_core.parallel.ranks import own_rank
 from llama_core.records.directory import RunDirectory
@@ -138,6 +142,44 @@ def test_a_node_without_the_planned_device_says_so(monkeypatch):
     check_own_device(config.with_overrides("launch.device=cpu"))
     with pytest.raises(EnvironmentMismatchError, match=r"^rank 3 on .*: torch .* sees no CUDA device"):
         check_own_device(config)
+
+
+@pytest.fixture
+def temporary_folder(monkeypatch):
+    """Return a function that sets the folder for temporary files; the test's own is back after it."""
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
+    return lambda folder: monkeypatch.setenv("TMPDIR", str(folder))
+
+
+def temporary_files():
+    """Return where this process keeps temporary files, and where a C program that it starts does."""
+    with tempfile.NamedTemporaryFile() as own:
+        made = subprocess.run(["mktemp"], capture_output=True, text=True, check=True).stdout.strip()
+        Path(made).unlink()
+        return {str(Path(name).parent) for name in (own.name, made)}
+
+
+@pytest.mark.parametrize("fault", ["missing", pytest.param("little room", marks=pytest.mark.root)])
+def test_a_rank_without_room_for_temporary_files_keeps_them_in_the_run_directory(
+    fault, tmp_path, temporary_folder, caplog, request
+):
+    run, _ = prepared(tmp_path)
+    folder = tmp_path / fault if fault == "missing" else request.getfixturevalue("disk_of")("1m")
+    temporary_folder(folder)
+    find_room_for_temporary_files(run)
+    (where,) = temporary_files()
+    assert where.startswith(str(run.logs / "tmp"))
+    assert f"{folder} on" in caplog.text
+    assert where in caplog.text
+
+
+def test_a_rank_with_room_for_temporary_files_keeps_them_where_they_were(tmp_path, temporary_folder, caplog):
+    run, _ = prepared(tmp_path)
+    temporary_folder(tmp_path)
+    tempfile.tempdir = None
+    find_room_for_temporary_files(run)
+    assert temporary_files() == {str(tmp_path)}
+    assert not caplog.records
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows():

@@ -1,6 +1,7 @@
 import json
 import os
 import time
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 
@@ -139,6 +140,22 @@ def test_resuming_reads_only_the_newest_parts(run):
     drop_metrics_after(run, 5)
     parts[0].write_bytes(whole)
     assert steps_of(run) == [1, 2, 3, 4, 5]
+
+
+def test_the_memory_to_write_a_part_does_not_grow_with_the_parts(run):
+    def peak_bytes(step):
+        tracemalloc.start()
+        write_metrics_part(run, [record(step)])
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    write_metrics_part(run, [record(1)])  # imports, and fills caches
+    with_one = peak_bytes(2)
+    for number in range(2, 500):
+        (run.metrics / f"part-{number:05d}.parquet").touch()
+    assert peak_bytes(3) < with_one + 20_000  # a list of 500 paths takes ten times that
+    assert (run.metrics / "part-00500.parquet").stat().st_size
 
 
 def test_steps_that_a_killed_process_appended_are_read_once_and_survive_resuming(run):

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial, reduce
 from pathlib import Path
@@ -657,3 +658,15 @@ def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell):
     assert sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert "Profile of the timed steps" in (shell.path / "profiled" / "report.html").read_text()
     assert RunConfig.load(RunDirectory(shell.path / "mine").config).benchmark.profile is False
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_one_line_that_names_those_tried(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    monkeypatch.setattr(cli, "_models", lambda options: tempfile.gettempdir())
+    assert cli.main(["models"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "missing") in line
+    assert line.endswith("or set TMPDIR to a folder with room")

@@ -4,12 +4,15 @@ A login node can check neither. The ranks' facts go to ``environment.json``, bes
 """
 
 import hashlib
+import logging
 import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,13 +32,18 @@ from llama_core.machine.hazards import fitting_build
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
-from llama_core.units import format_bytes
+from llama_core.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
 
 PLAN_TOLERANCE = 0.95
 """Share of the planned device's memory that a device must have: drivers reserve a few percent."""
 
 FP8_CAPABILITY = (8, 9)
 """The oldest compute capability whose tensor cores multiply fp8: Ada's."""
+
+TEMPORARY_BYTES = 64 * MIB
+"""Room for temporary files that compiling a block can take."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,34 @@ def allow_open_files() -> None:
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def find_room_for_temporary_files(run: RunDirectory) -> None:
+    """Let this process, and those that it starts, keep temporary files in the run directory if TMPDIR cannot take them.
+
+    Python finds another folder by itself; the C compiler that torch.compile and Triton start does not.
+
+    Raises:
+        OSError: if the run directory cannot take them either.
+    """
+    usual = Path(os.environ.get("TMPDIR") or "/tmp")
+    try:
+        with tempfile.NamedTemporaryFile(dir=usual) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+        free = shutil.disk_usage(usual).free
+        problem = f"{format_bytes(free)} free" if free < TEMPORARY_BYTES else ""
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if not problem:
+        return
+    folder = run.temporary(own_host()).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None  # None: look again
+    logger.warning(
+        "%s on %s cannot take temporary files (%s), which go to %s instead; free some space there, or set TMPDIR",
+        *(usual, own_host(), problem, folder),
+    )
 
 
 def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:

@@ -63,6 +63,7 @@ with importing_torch():
         check_data_agrees,
         check_own_device,
         check_ranks_agree,
+        find_room_for_temporary_files,
         limit_own_memory,
     )
     from llama_core.launch.rank.loader import loader_trainer, unpickled
@@ -220,6 +221,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
         if os.environ.get("RANK", "0") == "0":
             record_activity(run, doing)
 
+    find_room_for_temporary_files(run)
     check_own_device(config)
     limit_own_memory(config)
     allow_open_files()

@@ -1,0 +1,55 @@
+"""A PostgreSQL server for a test, which can be stopped and started again."""
+
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+class PostgreSQL:
+    """A server that runs as its own user, and the URL of an empty database.
+
+    Args:
+        folder: an empty folder for it.
+    """
+
+    def __init__(self, folder):
+        if "CI" not in os.environ and (not PROGRAMS or os.geteuid() != 0):
+            pytest.skip("needs root, and Debian's postgresql")
+        self.folder = folder
+        for parent in (folder, *folder.parents[:3]):
+            parent.chmod(parent.stat().st_mode | 0o111)  # the server refuses to run as root, and must reach this folder
+        shutil.chown(folder, "postgres")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"postgresql+asyncpg://postgres@127.0.0.1:{self.port}/postgres"
+        self._as_postgres("initdb", "--pgdata", str(folder / "data"), "--auth=trust")
+        self.start()
+
+    def start(self):
+        """Start the server, and wait until it answers."""
+        self._control("--options", f"-p {self.port} -k {self.folder} -h 127.0.0.1", "start")
+
+    def kill(self):
+        """End the server without a word to its clients."""
+        self._control("--mode=immediate", "stop")
+
+    def ask(self, query):
+        """Return what psql prints, one row a line."""
+        command = ("psql", "--no-align", "--tuples-only", self.url.replace("+asyncpg", ""), "--command", query)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def _control(self, *arguments):
+        self._as_postgres(
+            "pg_ctl", "--pgdata", str(self.folder / "data"), "--log", str(self.folder / "log"), *arguments
+        )
+
+    def _as_postgres(self, program, *arguments):
+        command = ("runuser", "-u", "postgres", "--", str(PROGRAMS[-1] / program), *arguments)
+        subprocess.run(command, capture_output=True, text=True, check=True, cwd=self.folder)
