@@ -58,4 +58,4 @@ def test_no_model_needs_more_of_a_larger_device(capsys):
 
 def test_an_unknown_device_is_one_line(capsys):
     assert main(["models", "--gpu-type", "h101"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown GPU type 'h101'; choose one of a100_40gb, a100, h100")
+    assert capsys.readouterr().err.startswith("error: unknown GPU type 'h101'; choose one of a100_40gb, a100, ")
