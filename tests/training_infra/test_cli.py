@@ -587,6 +587,7 @@ def test_adapters_are_exported_alone_or_merged_and_loaded_only_with_their_settin
     )
 
 
+@pytest.mark.wide
 def test_benchmark_times_steps_without_training(shell):
     ended = shell("benchmark", *SMALL, "--json")
     record = json.loads(ended.stdout)
@@ -594,6 +595,7 @@ def test_benchmark_times_steps_without_training(shell):
     assert record["tokens_per_second"] == pytest.approx(64 / record["median_seconds"])
 
 
+@pytest.mark.wide
 def test_a_dry_run_agrees_with_the_estimate(shell):
     told = json.loads(shell("dry-run", *SMALL, "--json").stdout)
     assert told["dry_run"]["peak_bytes"] == pytest.approx(told["estimate"]["peak_bytes"], rel=0.05)

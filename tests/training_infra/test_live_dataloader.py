@@ -115,7 +115,7 @@ class Broken(torch.utils.data.Dataset):
         return batches()[0][0]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_loader_that_raises_is_one_line_with_the_log_that_has_the_traceback(num_workers):
     one = orchestrator(1, steps=4)
     loader = torch.utils.data.DataLoader(Broken(), batch_size=1, num_workers=num_workers)
