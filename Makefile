@@ -30,8 +30,6 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not wide and not fault" $(PYTEST_ARGS)
 
-# One process more than cores: some of these tests wait for Slurm, for Prefect or for a killed process.
-test-wide: JOBS := $(shell echo $$(($(JOBS) + 1)))
 test-wide: $(VENV)/installed-dev
 	$(PYTEST) -m wide $(PYTEST_ARGS)
 

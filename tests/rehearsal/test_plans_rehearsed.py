@@ -40,7 +40,7 @@ EXPERTS = st.fixed_dictionaries(
     }
 )
 SLOW = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # to shrink a plan takes minutes, and makes it no clearer

@@ -29,11 +29,19 @@ def brought_up():
     """Provide a cluster shared with other test processes; the last one takes it down if a test brought it up."""
     with Path(tempfile.gettempdir(), "slurm-dev-cluster.users").open("w") as users:
         fcntl.flock(users, fcntl.LOCK_SH)
-        if "already up" not in _script("up"):
-            _mark().touch()
+        with to_itself(wanted=False):  # not while a test has stopped the controller
+            if not _is_up() and "already up" not in _script("up"):
+                _mark().touch()
         yield
         if _is_last(users) and _mark().exists():
             _script("down")
+
+
+def _is_up():
+    """Return whether a cluster answers; ``up`` would also start the nodes that a test of another process has killed."""
+    if shutil.which("scontrol") is None:
+        return False
+    return subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode == 0
 
 
 def _mark():
