@@ -1,5 +1,6 @@
-"""The example scripts, run on the smallest model as a user would run them, each from its own directory."""
+"""The example scripts, run on a very small model as a user would run them, each from its own directory."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,19 +11,36 @@ import pytest
 pytestmark = pytest.mark.wide
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY = ["--model", "tiny_llama3_50m"]
+SMALL = ["--model", "small"]
 QUICKLY = ["--device", "cpu", "--steps", "1", "--seq-len", "16"]
 TWO_RANKS = ["--gpus", "2", *QUICKLY]
 RUNS = {
-    "train_llama_7b.py": [*TINY, "--gpus", "1", "--batch-size", "2", *QUICKLY],
-    "finetune_with_lora.py": [*TINY, "--batch-size", "2", *QUICKLY],
-    "multi_node_training.py": [*TINY, "--launcher", "local", "--nodes", "1", "--tensor-parallel", "2", *TWO_RANKS],
-    "custom_data_loading.py": [*TINY, "--batch-size", "2", *TWO_RANKS],
-    "train_with_moe.py": [*TINY, "--experts", "2", "--layers", "1", "--batch-size", "2", *TWO_RANKS],
+    "train_llama_7b.py": [*SMALL, "--gpus", "1", "--batch-size", "2", *QUICKLY],
+    "finetune_with_lora.py": [*SMALL, "--batch-size", "2", *QUICKLY],
+    "multi_node_training.py": [*SMALL, "--launcher", "local", "--nodes", "1", "--tensor-parallel", "2", *TWO_RANKS],
+    "custom_data_loading.py": [*SMALL, "--batch-size", "2", *TWO_RANKS],
+    "train_with_moe.py": [*SMALL, "--experts", "2", "--layers", "1", "--batch-size", "2", *TWO_RANKS],
 }
 
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+"""Of the Hugging Face folder ``small``, which names the model."""
+
+
 def run(script, arguments, place):
+    (place / "small").mkdir()
+    (place / "small" / "config.json").write_text(json.dumps(CONFIG))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(place / "cache")}
     command = [sys.executable, EXAMPLES / script, *arguments]
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
