@@ -133,18 +133,17 @@ def wait_for_all() -> None:
 
 def has_lost_the_others(error: BaseException) -> bool:
     """Return whether ``error`` says that another rank is gone or does not answer, so this rank is not at fault."""
-    if not dist.is_initialized():
-        return False
+    if not dist.is_initialized():  # another rank may have died while this one was joining it
+        return isinstance(error, dist.DistNetworkError) and any(words in str(error) for words in _GONE)
     of_the_store = isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
-    return of_the_store or any(words in str(error) for words in _LIBRARIES_SAY)
+    return of_the_store or any(words in str(error) for words in (*_GONE, *_LIBRARIES_SAY))
 
+
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What the kernel says of a connection whose other process has died, as gloo and the store repeat it."""
 
 _LIBRARIES_SAY = (
-    # gloo
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
+    "Timed out waiting",  # gloo
     # NCCL: ncclRemoteError, and the watchdog of torch
     "remote process exit",
     "communicator was aborted",
