@@ -58,7 +58,7 @@ def test_a_run_that_gets_signals_in_a_step_stops_after_it_with_a_checkpoint(
             text = "cancelled at once"
         else:
             step += 1
-            assert outcome.reason == f"stopped after step {step} of {STEPS}", (name, count)
+            assert outcome.reason == f"rank 0: stopped after step {step} of {STEPS}", (name, count)
             text = "cancelled after the step, with a checkpoint"
         promise(f"{text}; equal", named(name, count, target))
     diagnosis = run.resume()
