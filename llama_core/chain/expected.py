@@ -69,7 +69,7 @@ def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, n
         flops_per_second: rate of matrix products of all ranks together.
         num_tokens: tokens of the training data; None if unknown.
     """
-    seconds, training = _step_flops(config, plan) / (CPU_SHARE * flops_per_second), config.training
+    seconds, training = _step_seconds(config, plan, flops_per_second), config.training
     steps = training.steps
     if steps is None and num_tokens is not None:
         steps = max(1, int(training.epochs * num_tokens / (plan.batch_size * config.seq_len)))
@@ -79,13 +79,12 @@ def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, n
 
 
 def _told(config: RunConfig, plan: ParallelPlan, flops_per_second: float, steps: int | None) -> str:
-    flops = _step_flops(config, plan)
-    seconds = flops / (CPU_SHARE * flops_per_second)
+    seconds = _step_seconds(config, plan, flops_per_second)
     count = f"{steps:,} step{'s' * (steps > 1)}" if steps else ""
     whole = f", the {count} of the run {format_duration(steps * seconds)}" if steps else ""
     return (
-        f"a step takes about {format_duration(seconds)} on this CPU ({flops / TFLOP:,.1f} TFLOP; it "
-        f"multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"
+        f"a step takes about {format_duration(seconds)} on this CPU ({_step_flops(config, plan) / TFLOP:,.1f} TFLOP; "
+        f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"
     )
 
 
@@ -108,6 +107,10 @@ def _step(run: RunDirectory) -> str:
     took = step_time_of(config, plan, device)
     compiles = ", and the first compiles the blocks" if plan.compile else ""
     return f"about {format_duration(took.total)} a step on {device.label}{compiles}"
+
+
+def _step_seconds(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -> float:
+    return _step_flops(config, plan) / (CPU_SHARE * flops_per_second)
 
 
 def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:

@@ -112,7 +112,9 @@ class Serving:
                 assert "no heartbeat" in (state["message"] or ""), told
                 assert not retried, told
                 warnings.warn(told, stacklevel=2)
-                retried = self.prefect("flow-run", "retry", flow_run_id).returncode == 0
+                retry = self.prefect("flow-run", "retry", flow_run_id)
+                assert retry.returncode == 0, retry.stdout + retry.stderr
+                retried = True
             time.sleep(0.1)
 
     def where(self, flow_run_id):

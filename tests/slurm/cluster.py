@@ -37,6 +37,11 @@ def brought_up():
             _script("down")
 
 
+def all_but(*numbers):
+    """Return the names of all other nodes, as ``--exclude`` takes them."""
+    return ",".join(f"node{number}" for number in range(1, NUM_NODES + 1) if number not in numbers)
+
+
 def _is_up():
     """Return whether a cluster answers; ``up`` would also start the nodes that a test of another process has killed."""
     if shutil.which("scontrol") is None:

@@ -137,9 +137,8 @@ def test_a_run_that_loses_a_node_restarts_on_others(interrupted, last_node):
 
 def only(*nodes):
     """Return the setting that leaves a job no other nodes, and so no spare."""
-    others = ",".join(f"node{number}" for number in range(1, cluster.NUM_NODES + 1) if number not in nodes)
     cluster.wait_until_idle(*nodes)
-    return f"launch.slurm.options={{exclusive: true, exclude: '{others}'}}"
+    return f"launch.slurm.options={{exclusive: true, exclude: '{cluster.all_but(*nodes)}'}}"
 
 
 def test_a_run_that_loses_a_node_without_a_spare_goes_on_with_fewer(train, undisturbed, last_node):

@@ -22,9 +22,8 @@ def submit(tmp_path):
     handles = []
 
     def start(behaviour, *, allowed, nodes, min_nodes):
-        others = ",".join(f"node{number}" for number in range(1, cluster.NUM_NODES + 1) if number not in allowed)
         slurm = {"cpus_per_rank": 1, "memory_gb_per_node": 2, "time_limit_min": 5}
-        slurm["options"] = {"exclusive": True, "exclude": others}
+        slurm["options"] = {"exclusive": True, "exclude": cluster.all_but(*allowed)}
         launch = {"launcher": "slurm", "device": "cpu", "nodes": nodes, "min_nodes": min_nodes, "slurm": slurm}
         config = {
             "architecture": SMALL,
