@@ -68,6 +68,7 @@ _FLOP_FORMULAS = ChainMap(_MISSING_FORMULAS, flop_registry)
 """FLOPs of each operator, attention counted in full."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_DEVICE = torch.ops.prim.device.default
 _LOOKED_INTO: dict[Any, Callable[..., Any]] = {
     gathered_attention.GATHERED_ATTENTION: gathered_attention.forward,
     gathered_attention.GATHERED_ATTENTION_BACKWARD: gathered_attention.backward,
@@ -301,6 +302,8 @@ class ByteCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator, then count its results."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two of three calls ask for it
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor dispatches it again, as operators on this rank's shards
         if func is _WAIT and isinstance(args[0], FakeTensor):
@@ -313,7 +316,7 @@ class ByteCounter(TorchDispatchMode):
             finally:
                 super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
-        if self._is_paused or func.namespace == "prim":  # prim asks for a fake tensor's device
+        if self._is_paused:
             return out
         span = self.spans[-1]
         formula = _FLOP_FORMULAS.get(func.overloadpacket)

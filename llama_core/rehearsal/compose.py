@@ -184,12 +184,6 @@ def _around(actions: Sequence[Action], places: Sequence[int], place: int) -> set
     return {action.microbatch for action in actions[places[max(0, number - 1)] : end]}
 
 
-def one_pass(actions: Sequence[Action]) -> list[Action]:
-    """Return the actions of the last microbatch through each of a rank's stages."""
-    last_passes = {action.stage: action.microbatch for action in actions}
-    return [action for action in actions if action.microbatch in last_passes.values()]
-
-
 @dataclass(frozen=True)
 class Walk:
     """The changes between two moments, relative to the bytes alive at the first."""

@@ -107,6 +107,11 @@ def _repeats_layers(plan: ParallelPlan) -> bool:
     return not plan.splits_backward and not (several_stages and plan.uses_fully_shard and plan.effective_zero_stage < 3)
 
 
+def state_of(module: nn.Module) -> Any:
+    """Return what ``fully_shard`` knows of a module."""
+    return getattr(fully_shard, "state")(module)  # noqa: B009 - torch's annotations do not know it
+
+
 class LeftOut:
     """The layers of a model that a trace leaves out: they have weights, gradients and moments, but do not run.
 
@@ -133,7 +138,6 @@ class LeftOut:
         """Keep ``fully_shard`` from ending the backward of layers that have none, once it knows all layers."""
         if not isinstance(self._model, FSDPModule) or not self._pairs:
             return
-        state_of: Any = getattr(fully_shard, "state")  # noqa: B009 - torch's annotations do not know it
         hidden = {id(state_of(block)) for _, blocks in self._pairs for block in blocks}
         states: list[Any] = state_of(self._model)._state_ctx.all_states
         states[:] = [state for state in states if id(state) not in hidden]

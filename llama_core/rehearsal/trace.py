@@ -14,19 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.models.batch import Batch, Documents
+from llama_core.models.llama import Llama
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.planning.memory.peaks import Category, Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
-from llama_core.rehearsal.compose import Closing, Hosting, Recording, Step, Walk, one_pass, steps, telling_actions
-from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage
+from llama_core.rehearsal.compose import Closing, Hosting, Recording, Step, Walk, steps, telling_actions
+from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage, state_of
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.labels import GradientBuckets, Labels
 from llama_core.rehearsal.transfers import axes_by_group, on_axes
@@ -117,16 +119,12 @@ def _traced(
 def trace_steps(
     model: ParallelModel, config: RunConfig, *, in_full: bool, folds: bool = False, known: Collection[Step] = ()
 ) -> Trace:
-    """Return the trace of the second step of a model that has no memory yet; its tensors may be real or fake.
-
-    The first step creates the optimizer's moments, for which one microbatch per stage is enough; the second step starts
-    with them.
-    """
+    """Return the trace of a step, with moments, of a model that has no memory yet; its tensors may be real or fake."""
     counter = ByteCounter()
     with counter:
         tracer = _Tracer(model.materialize(), config, counter, folds=folds)
         whole = tuple(tracer.pipeline.actions)
-        tracer.take_step(whole if in_full else one_pass(whole))
+        tracer.create_moments()
         tracer.left_out.hide()
         counter.forget_spans()
         actions = whole if in_full else telling_actions(whole, tracer.hosting, known)
@@ -159,11 +157,27 @@ class _Tracer:
             for layer in stage.watched:
                 self._watch(layer)
 
+    def create_moments(self) -> None:
+        """Update the weights with gradients of zero, and leave what every later step finds."""
+        counter, training = self.counter, self.config.training
+        _gather_once(self.model)
+        counter.relabel(self.model.parameters(), "weights")  # fully_shard has padded uneven shards
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.engine.update(
+            torch.zeros(()),
+            learning_rate=training.learning_rate,
+            max_grad_norm=training.max_grad_norm,
+            loss_scale=1.0,
+            on_phase=self.labels.enter,
+        )
+        counter.relabel((s for state in self.optimizer.state.values() for s in state.values()), "moments")
+
     def take_step(self, actions: Sequence[Action]) -> None:
         """Take an optimizer step that runs ``actions`` only, and begin the span after it."""
         counter, training = self.counter, self.config.training
         self._inputs_since: int | None = counter.num_born
-        counter.relabel(self.model.parameters(), "weights")  # fully_shard pads uneven shards in its first forward
         self.pipeline.actions = tuple(actions)
         self.buckets.expect(actions)
         num_forwards = self.plan.build_schedule().num_microbatches
@@ -179,7 +193,6 @@ class _Tracer:
                 on_phase=self._enter,
             )
         counter.begin_span()
-        counter.relabel((s for state in self.optimizer.state.values() for s in state.values()), "moments")
 
     def _enter(self, phase: Phase) -> None:
         if self._inputs_since is not None:  # context parallelism has cut its part out of every microbatch
@@ -241,6 +254,17 @@ class _Tracer:
                 stack.enter_context(replaced(_Execution, name, beginning(getattr(_Execution, name))))
             stack.enter_context(replaced(_Execution, "_forget_sent", one_by_one(_Execution._forget_sent)))
             yield
+
+
+def _gather_once(model: Llama) -> None:
+    """Let ``fully_shard`` do now what else its first forward does: pad uneven shards and make memory to gather in."""
+    if isinstance(model, FSDPModule):
+        state_of(model)._lazy_init()
+        groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for group in groups:
+            group.unshard()
+        for group in groups:
+            group.reshard()
 
 
 @contextmanager

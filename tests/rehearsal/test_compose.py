@@ -8,7 +8,7 @@ from llama_core.config import models
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.compose import Hosting, Walk, compose, one_pass, renamed_layers, steps, telling_actions
+from llama_core.rehearsal.compose import Hosting, Walk, compose, renamed_layers, steps, telling_actions
 from llama_core.rehearsal.folding import FoldedStage
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.schedules.registry import schedule_names
@@ -136,12 +136,6 @@ def test_the_traced_actions_of_1f1b_do_not_grow_with_the_number_of_microbatches(
     ]
     assert kept[0] == kept[1]
     assert max(kept[1]) < 60  # of 256 computations and transfers
-
-
-@pytest.mark.parametrize("schedule", schedule_names())
-def test_one_pass_runs_every_stage_that_a_rank_hosts(schedule):
-    for actions, hosting in actions_of(plan_of(schedule)):
-        assert {action.stage for action in one_pass(actions)} == set(hosting.stages)
 
 
 def test_places_are_named_after_another_ranks_layers():
