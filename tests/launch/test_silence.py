@@ -82,17 +82,18 @@ def test_after_a_step_only_a_silence_of_several_steps_is_worth_a_line(run):
 
 @pytest.fixture
 def slurm_lines(run, monkeypatch):
-    """Return what a Slurm job tells for the statuses that Slurm reports one after the other."""
+    """Return what a Slurm job tells, its steps included, for the statuses that Slurm reports one after the other."""
     monkeypatch.setattr(slurm, "FIRST_POLL_SECONDS", 0.0)
     monkeypatch.setattr(slurm, "SLOWEST_POLL_SECONDS", 0.0)
     monkeypatch.setattr(SlurmJobHandle, "poll_seconds", 0.0)
 
-    def lines(*statuses):
+    def lines(statuses):
         record = JobRecord("slurm", "17", "here", timestamp(), name="train")
         write_json(run.job, record)
         answers = iter(statuses)
         heard = []
-        SlurmJobHandle(run, record, lambda job_id, name: next(answers)).wait(on_waiting=heard.append)
+        handle = SlurmJobHandle(run, record, lambda job_id, name: next(answers))
+        handle.wait(on_waiting=heard.append, on_progress=lambda step: heard.append(f"step {step.step}"))
         return heard
 
     return lines
@@ -100,7 +101,7 @@ def slurm_lines(run, monkeypatch):
 
 def test_a_job_that_slurm_has_not_considered_does_not_wait_for_none(slurm_lines, pending):
     statuses = [pending(reason) for reason in ("None", "Priority")]
-    assert slurm_lines(*statuses, JobStatus("RUNNING"), JobStatus("CANCELLED"))[:3] == [
+    assert slurm_lines([*statuses, JobStatus("RUNNING"), JobStatus("CANCELLED")])[:3] == [
         "for Slurm to consider the job",
         "for Priority",
         "Slurm has started the job",
@@ -109,12 +110,25 @@ def test_a_job_that_slurm_has_not_considered_does_not_wait_for_none(slurm_lines,
 
 def test_a_controller_that_is_away_for_long_is_told_once_and_changes_nothing_else(slurm_lines):
     running, away = JobStatus("RUNNING"), [None] * 5
-    heard = slurm_lines(JobStatus("PENDING", "Priority"), *away, running, *away, running, JobStatus("CANCELLED"))
+    heard = slurm_lines([JobStatus("PENDING", "Priority"), *away, running, *away, running, JobStatus("CANCELLED")])
     gone, back = (
         "for Slurm's controller, which does not answer; a job that runs goes on without it",
         "Slurm's controller answers again",
     )
     assert heard == ["for Priority", gone, back, "Slurm has started the job", gone, back]
+
+
+def test_a_step_tells_that_its_job_has_started_before_slurm_does(run, slurm_lines):
+    queued = JobStatus("PENDING", "Priority")
+
+    def statuses():
+        yield queued
+        write_json(run.heartbeat, step_record(1))  # between two answers
+        yield queued
+        yield JobStatus("RUNNING")
+        yield JobStatus("CANCELLED")
+
+    assert slurm_lines(statuses()) == ["for Priority", "Slurm has started the job", "step 1"]
 
 
 @pytest.fixture

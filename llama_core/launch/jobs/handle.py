@@ -111,9 +111,14 @@ class JobHandle(ABC):
         logs, news = LogFollower(self.run), News()
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         silence = Silence(self.run, submitted, expected)
+        tell = _unheard if on_waiting is None else on_waiting
         while True:
             running = self.is_running()  # asked first, so that the last step is still reported
             step = read_heartbeat(self.run)
+            if step not in (None, newest, before):
+                self.waits_for = ""  # the job has started since its scheduler was asked
+            for line in news.lines(self.waits_for, is_answered=self.is_answered):
+                tell(line)
             # a step of an earlier job is as old as its time says; one that comes meanwhile is new whatever it says
             if step is not None and step != newest and (step != before or step.time >= submitted):
                 newest = step
@@ -125,13 +130,10 @@ class JobHandle(ABC):
                     on_output(rank, line)
                 looked_at = time.monotonic()
                 pause = max(self.log_seconds, (looked_at - began) / LOOKING_SHARE)
-            if on_waiting is not None:
-                for line in news.lines(self.waits_for, is_answered=self.is_answered):
-                    on_waiting(line)
             if not running:
                 return self._conclude()
-            if on_waiting is not None and (word := silence.line(newest, self.waits_for)):
-                on_waiting(word)
+            if word := silence.line(newest, self.waits_for):
+                tell(word)
             time.sleep(self.poll_seconds)
 
     def cancel(
@@ -157,6 +159,10 @@ class JobHandle(ABC):
             on_second(left)
             time.sleep(self.poll_seconds)
         return True
+
+
+def _unheard(_: str) -> None:
+    """Tell nobody."""
 
 
 def cancel_all(
