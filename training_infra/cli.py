@@ -31,6 +31,7 @@ from llama_core.errors import (
 from llama_core.models.hf import DTYPES
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import is_disk_full
+from llama_core.records.job import Outcome
 from llama_core.units import parse_count
 from training_infra.flags import FLAGS, LAUNCHERS, Flag
 from training_infra.parser import Parser
@@ -717,11 +718,14 @@ def _logs(options: argparse.Namespace) -> None:
 def _cancel(options: argparse.Namespace) -> None:
     from llama_core.chain import steps
 
-    outcome = steps.cancel(RunDirectory(options.run_dir))
-    if outcome is None:
-        print(f"{options.run_dir}: no job is running")
-    else:
-        print(f"{options.run_dir}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
+    run = RunDirectory(options.run_dir)
+    match steps.cancel(run):
+        case None:
+            print(f"{run.path}: no job is running")
+        case Outcome(status="cancelled") as outcome:
+            print(f"{run.path}: {steps.stopped(run, outcome)}")
+        case outcome:
+            print(f"{run.path}: {outcome.status} after step {outcome.step}; {outcome.next_action}".rstrip("; "))
 
 
 def _doctor(options: argparse.Namespace) -> int:

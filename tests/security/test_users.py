@@ -100,10 +100,12 @@ def test_a_user_trains_stops_and_resumes_and_another_user_gets_one_line_and_chan
     training = user.python("-m", "training_infra.cli", "train", *SMALL, "--run-dir=mine")
     while not run.heartbeat.exists() and training.poll() is None:
         time.sleep(0.05)
-    code, _, errors = user.infra("cancel", "mine")
+    code, told, errors = user.infra("cancel", "mine")
     assert (code, training.communicate()[1].count("\n")) == (0, 1), errors
     outcome = read_json(run.outcome)
     assert outcome["status"] == "cancelled"
+    again = "training-infra train --run-dir mine --resume"
+    assert told == f"mine: stopped after step {outcome['step']}; continue with: {again}\n"
     code, _, errors = user.infra("train", "--resume", "--run-dir=mine", f"--steps={outcome['step'] + 2}")
     assert (code, read_json(run.outcome)["status"]) == (0, "finished"), errors
     reading = [["doctor", str(run.path)], ["logs", str(run.path)], ["generate", str(run.path), "--prompt=x"]]
