@@ -15,7 +15,8 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 # Test processes share the cores: each, and what it starts, keeps to one thread. The tests of an xdist_group run in one
 # process, so that what their module starts is started once.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10
+PROCESSES = $(JOBS)
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=10
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 help:
@@ -30,6 +31,8 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not wide and not fault" $(PYTEST_ARGS)
 
+# tests on Slurm and Prefect wait for most of their time
+test-wide: PROCESSES = $(shell echo $$(($(JOBS) + 1)))
 test-wide: $(VENV)/installed-dev
 	$(PYTEST) -m wide $(PYTEST_ARGS)
 
@@ -42,7 +45,7 @@ fuzz: $(VENV)/installed-dev
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 	$(BIN)/lint-imports --no-cache
 
 clean:
