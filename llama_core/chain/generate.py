@@ -1,5 +1,6 @@
 """Continue a prompt with the weights of a run or of a folder, in this process, to look at what was trained."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def generate(
             f"the prompt has {len(ids):,} tokens, which fill the context of {config.spec.name} "
             f"({config.spec.max_context:,}); shorten it"
         )
-    used = _device(device, config, dtype)
+    used = choose_device(device, config, dtype)
 
     with importing_torch():
         from llama_core.models.generation import Sampling, generate_tokens
@@ -117,7 +118,7 @@ def _tokenizer(source: Path, config: RunConfig, asked: str | None) -> str:
     """Return the name of the model's tokenizer.
 
     Raises:
-        DataError: if nothing tells it.
+        DataError: if nothing names it.
     """
     if asked is not None:
         return asked
@@ -153,7 +154,7 @@ def _encode(
     except TemplateRefusalError as error:
         raise DataError(f"chat template {template.name!r} refuses the prompt: {error}") from None
     except UnusableRecordError as error:
-        raise DataError(f"chat template {template.name!r} renders what is {error}; name another") from None
+        raise DataError(f"chat template {template.name!r} renders text that is {error}; name another") from None
     encoded = [tuple(tokens.ids.tolist()) for tokens in tokenizer.encode_rendered([text, end])]
     return list(encoded[0]), ends | ({encoded[1]} if end else set())
 
@@ -166,20 +167,20 @@ def _has_chat_template(config: RunConfig, tokenizer: Tokenizer, weights: Path) -
     return data is not None and data.exists() and read_json(data).get("chat_template") is not None
 
 
-def _device(asked: str | None, config: RunConfig, dtype: str) -> str:
-    """Return the device to use.
+def choose_device(asked: str | None, config: RunConfig, dtype: str) -> str:
+    """Return the device that generates: the one asked for, else the first GPU, else the CPU.
 
     Raises:
         EnvironmentMismatchError: if there is no such device.
-        DoesNotFitError: if the weights do not fit into its memory.
+        DoesNotFitError: if the weights do not fit into its memory, as far as that is known.
     """
     machine = detect_machine()
     if asked == "cuda" and not machine.gpus:
         raise EnvironmentMismatchError("--device cuda: this machine has no CUDA device that torch can use; use cpu")
     device = asked or ("cuda" if machine.gpus else "cpu")
-    free = machine.available_memory_bytes
+    free: float = machine.available_memory_bytes
     if device == "cuda":
-        free = machine.gpu_type.usable_bytes if machine.gpu_type else free
+        free = machine.gpu_type.usable_bytes if machine.gpu_type else math.inf
     needed = config.spec.num_parameters * (4 if dtype == "fp32" else 2)
     if needed > free:
         raise DoesNotFitError(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.export import export_run
-from llama_core.chain.generate import generate
+from llama_core.chain.generate import choose_device, generate
+from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import LLAMA3, LLAMA3_MARKERS
 from llama_core.errors import (
@@ -24,6 +26,7 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
+from llama_core.machine.detect import Machine
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
@@ -272,3 +275,12 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(tmp_path, e
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DoesNotFitError, match=r"take .* in fp32, more than the .* of cpu memory here"):
         generate(tmp_path, PROMPT, tokenizer="bytes", device="cpu")
+
+
+@pytest.mark.parametrize(("gpu_type", "refused"), [(None, False), (gpu_spec("h100"), True)])
+def test_only_a_gpu_of_known_memory_is_too_small(monkeypatch, gpu_type, refused):
+    machine = Machine(("NVIDIA GPU",), gpu_type, True, memory_bytes=1, available_memory_bytes=1, cores=1)
+    monkeypatch.setattr("llama_core.chain.generate.detect_machine", lambda: machine)
+    config = RunConfig.from_mapping({"model": "llama3_405b"})
+    with pytest.raises(DoesNotFitError, match="of cuda memory here") if refused else nullcontext():
+        assert choose_device(None, config, "bf16") == "cuda"
