@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks of this machine and returns what each rank returned."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -11,9 +12,10 @@ from pathlib import Path
 
 TIMEOUT_SECONDS = 300
 
-# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds.
+# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds. The compiler
+# is imported too, because DeepSpeed and compiled blocks need it.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["llama_core.training.trainer"])
+_CONTEXT.set_forkserver_preload(["llama_core.training.trainer", "torch._inductor.compile_fx"])
 
 
 def run_ranks(world_size, function, *args, timeout=TIMEOUT_SECONDS):
@@ -83,6 +85,7 @@ def _run(rank, world_size, folder, sender, function, args):
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # collections need not go through the imported modules
     with _stderr(folder, rank).open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     faulthandler.enable(2)
