@@ -1,9 +1,9 @@
 """Measure each overhead of this project against its floor: ``python -m benchmarks.overheads --out DIR``.
 
-An overhead is what a user waits for besides the training itself. Its floor is the least that the same result could
-take: the same bytes written plainly, the same tokenizer alone, an interpreter that does nothing. Times are CPU seconds,
-the median of several runs for short ones, so that other load on the machine shows little. ``DIR`` then holds
-``overheads.json`` and ``overheads.md``.
+An overhead is time that a user waits besides the training itself. Its floor is the least time that the same result
+could take: the same bytes written plainly, the same tokenizer alone, an interpreter that does nothing. Times are CPU
+seconds, the median of several runs for short ones, so that other load on the machine shows little; those beside
+training steps are wall seconds. ``DIR`` then holds ``overheads.json`` and ``overheads.md``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ class Overhead:
     """One overhead, how to measure it, and what it should be."""
 
     name: str
-    """What is measured, as ``--only`` selects it."""
+    """Name of the overhead, by which ``--only`` selects it."""
     measure: Callable[[], Figures]
-    """Returns ``ours`` and, if there is one, its ``floor``: seconds."""
+    """Returns the seconds of ``ours`` and, if there is one, of its ``floor``."""
     floor: str
-    """What the floor is."""
+    """Description of the floor."""
     aim: str
-    """The largest ratio or seconds that is fine."""
+    """The largest ratio or time that is fine."""
     repeats: int = 1
 
 
@@ -93,7 +93,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measured(overhead: Overhead) -> Row:
-    """Return the medians of an overhead's figures, each run in a process of its own; or what made it fail."""
+    """Return the medians of an overhead's figures, or its error; each run has a process of its own."""
     command = [sys.executable, "-m", "benchmarks.overheads", "--measure", overhead.name]
     runs: list[Figures] = []
     for _ in range(overhead.repeats):
@@ -135,7 +135,7 @@ def cpu_seconds(*command: str) -> float:
 
 
 def command_line(*command: str, floor: Sequence[str]) -> Callable[[], Figures]:
-    """Return how to measure a command of the command line; ``floor`` are arguments of Python."""
+    """Return a function that measures a command; ``floor`` holds the arguments of Python for its floor."""
     return lambda: {
         "ours": cpu_seconds("-m", "training_infra.cli", *command),
         "floor": cpu_seconds(*floor),
@@ -162,7 +162,7 @@ def timed(figures: Figures, name: str, clock: Callable[[], float] = time.process
 
 
 def plan_of(gpus: int) -> Callable[[], Figures]:
-    """Return how to measure the search for a plan of LLaMA 3 405B."""
+    """Return a function that measures the search for a plan of Llama 3 405B."""
 
     def measure() -> Figures:
         from llama_core.config.hardware import gpu_spec
@@ -341,9 +341,10 @@ def report() -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         _, run = _small_run(Path(folder))
         sink = ParquetSink(run)
-        values: dict[str, Any] = dict.fromkeys(StepRecord.__dataclass_fields__, 1.0) | {"total_steps": 10_000}
+        required = [field.name for field in fields(StepRecord) if field.default is MISSING]
+        values: dict[str, Any] = dict.fromkeys(required, 1.0) | {"total_steps": 10_000, "skipped": False}
         for step in range(1, 10_001):
-            sink.write(StepRecord(**(values | {"step": step, "loss": 5 + 1 / step, "skipped": False})))
+            sink.write(StepRecord(**(values | {"step": step, "loss": 5 + 1 / step})))
         sink.close()
         with timed(figures, "ours"):
             write_report(run)
@@ -386,7 +387,8 @@ OVERHEADS = [
 def _in_short(row: Row) -> str:
     if "failed" in row:
         return f"failed: {row['failed']}"
-    return f"{row['ours']:.2f} s" + (f", {_ratio(row)} of {row['floor_is']}" if "floor" in row else "")
+    floor = f"; floor {row['floor']:.3g} s ({row['floor_is']})" if "floor" in row else ""
+    return f"{row['ours']:.2f} s{floor}"
 
 
 def _ratio(row: Row) -> str:
