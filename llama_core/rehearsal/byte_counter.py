@@ -95,7 +95,7 @@ def _workspace_of_documents(
 _WORKSPACES: dict[Any, Callable[..., tuple[int, ...]]] = {
     torch.ops.torch_attn._varlen_attn_backward: _workspace_of_documents,
 }
-"""Bytes of the buffers that an operator holds only while it runs on CUDA, and a fake one never."""
+"""Bytes of the buffers that an operator holds while it runs on CUDA; on fake tensors it makes none."""
 
 
 @contextmanager
@@ -140,7 +140,7 @@ class Span:
     start: Snapshot
     """The bytes alive when it began."""
     layer: int | None = None
-    """The layer with which it goes on with the span before, if it does."""
+    """The layer with which it continues the previous span; None if it begins something new."""
     peaks: dict[Phase, Snapshot] = field(default_factory=dict)
     """The peak in every phase that the span touches."""
     flops: int = 0
@@ -234,7 +234,7 @@ class ByteCounter(TorchDispatchMode):
         return most
 
     def begin_span(self, layer: int | None = None) -> None:
-        """End the current span and begin another one; with a ``layer``, it goes on with the current one."""
+        """End the current span and begin another one; with a ``layer``, the new span continues the current one."""
         self.spans.append(Span(self._snapshot(self.landmark), layer))
 
     def forget_spans(self) -> None:

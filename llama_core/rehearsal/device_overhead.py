@@ -96,8 +96,8 @@ def num_connections(plan: ParallelPlan, pp_rank: int) -> int:
     """Return the neighbours that a rank is connected to, summed over the communicators that it uses.
 
     These are two for the group of all ranks and for each smaller group that sums, gathers or passes blocks around, and
-    one for each direction in which it sends or receives along the pipeline: see ``parallel.mesh``. NCCL connects groups
-    of a mesh that are never used to nobody.
+    one for each direction in which it sends or receives along the pipeline: see ``parallel.mesh``. NCCL makes no
+    connections for groups of a mesh that are never used.
     """
     shard, replicate = (plan.dp_shard * plan.cp, plan.dp_replicate) if plan.zero_stage else (1, plan.dp * plan.cp)
     sizes = [plan.tp, shard, replicate]

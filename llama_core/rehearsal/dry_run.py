@@ -1,4 +1,4 @@
-"""The dry run: real steps of the real model on fake tensors, which have shapes and lifetimes but no memory."""
+"""The dry run: a real step of the real model on fake tensors, which have shapes and lifetimes but no memory."""
 
 import time
 from collections import Counter
@@ -26,7 +26,7 @@ class RankResult:
     """The memory, FLOPs and traffic of one rank in an optimizer step."""
 
     rank: int
-    """The first rank at this pipeline position."""
+    """The rank that was rehearsed: by default the first one at its pipeline position."""
     pp_rank: int
     """The pipeline position."""
     layers: tuple[range, ...]
@@ -63,7 +63,7 @@ class DryRunResult:
     """The result of a rehearsed optimizer step for every distinct rank."""
 
     ranks: tuple[RankResult, ...]
-    """The first rank of every pipeline rank, in order."""
+    """The first rank at every pipeline position, in order, or the only rank that was asked for."""
     seconds: float
     """Wall time of the rehearsal."""
     device: str
@@ -138,7 +138,7 @@ def rehearse(config: RunConfig, plan: ParallelPlan, rank: int | None = None) -> 
     Args:
         config: the resolved configuration (no ``auto`` left).
         plan: how the work is divided over ranks and microbatches, and what is recomputed.
-        rank: the only rank to rehearse; by default the first one of every pipeline rank.
+        rank: the only rank to rehearse; by default the first one at every pipeline position.
 
     Raises:
         PlanError: if DeepSpeed shards the model, the plan has no such rank, or a process group exists already.

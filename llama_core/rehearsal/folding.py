@@ -22,7 +22,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.compose import Walk
 
 KEPT_AT_EACH_END = 3
-"""Layers that run at each end of a stretch. The third one gathers weights for no other layer than its like."""
+"""Layers that run at each end of a stretch. The third one gathers weights only for layers of its own kind."""
 
 
 class FoldedStage:
@@ -77,13 +77,13 @@ class FoldedStage:
         return next((gap for gap in self.gaps if sides == {gap.start - 1, gap.stop}), None)
 
     def _placed(self, walk: Walk, layer: int, at: int) -> Walk:
-        """Return the walk of ``layer`` as if it were layer ``at``, with the layers around it numbered on."""
+        """Return the walk of ``layer`` as if it were layer ``at``, and number the layers around it accordingly."""
         place = self._places[layer]
         return walk.placed(lambda named: at + self._places[named] - place if named in self._places else named)
 
 
 def _plainly(walk: Walk) -> tuple[Any, ...]:
-    """Return what two walks have in common if they are alike, without zeros."""
+    """Return the contents of a walk without zeros, which are equal for walks that are alike."""
     rises = {phase: (+rise, -rise, where) for phase, (rise, where) in walk.rises.items()}
     return +walk.growth, -walk.growth, rises, walk.flops, walk.transfers
 
@@ -107,7 +107,7 @@ def _repeats_layers(plan: ParallelPlan) -> bool:
     return not plan.splits_backward and not (several_stages and plan.uses_fully_shard and plan.effective_zero_stage < 3)
 
 
-def state_of(module: nn.Module) -> Any:
+def state_of(module: nn.Module | FSDPModule) -> Any:
     """Return what ``fully_shard`` knows of a module."""
     return getattr(fully_shard, "state")(module)  # noqa: B009 - torch's annotations do not know it
 

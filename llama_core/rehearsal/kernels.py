@@ -1,4 +1,4 @@
-"""Stand-ins for fused operators, with the bytes these hold and without values: for fake tensors.
+"""Stand-ins for fused operators on fake tensors: they hold the same bytes, but compute no values.
 
 On CUDA, torch's norm is one kernel. A compiled block computes its norms and its SwiGLU in a few kernels, and keeps for
 its backward what is cheapest to keep.

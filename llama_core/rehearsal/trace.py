@@ -1,4 +1,4 @@
-"""Trace real steps of one rank's part of a model, on fake tensors and among fake ranks, with a byte counter."""
+"""Trace a real step of one rank's part of a model, on fake tensors and among fake ranks, with a byte counter."""
 
 import logging
 import sys
@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.models.batch import Batch, Documents
-from llama_core.models.llama import Llama
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
+from llama_core.parallel.zero import DataParallel, Sharded
 from llama_core.planning.memory.peaks import Category, Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
@@ -140,7 +139,7 @@ class _Tracer:
 
     def __init__(self, model: ParallelModel, config: RunConfig, counter: ByteCounter, *, folds: bool) -> None:
         self.plan, self.config, self.counter = model.plan, config, counter
-        self.model, self.pipeline, self.gradients = model.model, model.pipeline, model.gradients
+        self.model, self.data, self.pipeline, self.gradients = model.model, model.data, model.pipeline, model.gradients
         self.hosting = Hosting.of(model.plan, config.spec, self.pipeline.rank)
         self.optimizer = build_optimizer(model.model, config.training)
         self.engine = NativeEngine(model, self.optimizer)
@@ -158,9 +157,9 @@ class _Tracer:
                 self._watch(layer)
 
     def create_moments(self) -> None:
-        """Update the weights with gradients of zero, and leave what every later step finds."""
+        """Update the weights with gradients of zero, which leaves the state that every later step begins with."""
         counter, training = self.counter, self.config.training
-        _gather_once(self.model)
+        _gather_once(self.data)
         counter.relabel(self.model.parameters(), "weights")  # fully_shard has padded uneven shards
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -256,15 +255,14 @@ class _Tracer:
             yield
 
 
-def _gather_once(model: Llama) -> None:
-    """Let ``fully_shard`` do now what else its first forward does: pad uneven shards and make memory to gather in."""
-    if isinstance(model, FSDPModule):
-        state_of(model)._lazy_init()
-        groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for group in groups:
+def _gather_once(data: DataParallel) -> None:
+    """Do now what a model's first forward would do: pad uneven shards, make memory to gather in, gather every stage."""
+    if isinstance(data, Sharded):
+        state_of(data.root)._lazy_init()
+        for group in data.groups:
             group.unshard()
-        for group in groups:
-            group.reshard()
+        data.release()
+        data.call = data.model
 
 
 @contextmanager

@@ -34,8 +34,8 @@ class CountedTraffic:
     collective: str
     axis: str
     """An axis of the weights' mesh; ``ep``; ``cp``; ``holders``: pipeline ranks that hold the same weights;
-    ``vocabulary``: the exchange between tensor-parallel ranks for every token in the loss; ``routing``: numbers of
-    tokens of experts; or ``world``: scalars over all ranks."""
+    ``vocabulary``: the exchange between tensor-parallel ranks for every token in the loss; ``routing``: the experts'
+    numbers of tokens; or ``world``: scalars over all ranks."""
     num_ranks: int
     """Ranks of the group; 2 for a send."""
     count: int

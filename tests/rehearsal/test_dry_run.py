@@ -209,6 +209,8 @@ PLANS = {
     "1f1b copies": pipeline("1f1b", dp_replicate=2, num_microbatches=2),
     "chimera": pipeline("chimera"),
     "chimera zero2": pipeline("chimera", zero_stage=2, dp_shard=2),
+    "chimera one way zero1": pipeline("chimera", num_microbatches=1, zero_stage=1, dp_shard=2),
+    "chimera once zero1": pipeline("chimera", num_microbatches=2, zero_stage=1, dp_shard=2),
     "tp2 1f1b zero3": pipeline("1f1b", tp=2, zero_stage=3, dp_shard=2, num_microbatches=2),
     "compiled": ParallelPlan(compile=True, microbatch_size=8),
     "compiled tp2 selective": ParallelPlan(compile=True, tp=2, recompute="selective", num_microbatches=2),
@@ -231,7 +233,7 @@ CASES = [
     *(wide("medium", CUDA, name) for name in PLANS if name != "compiled tp2 selective"),
     ("medium", PRECISE, "tp2"),
     wide("medium", PRECISE, "cp2"),
-    *(wide("medium_tied", HALF, name) for name in ("zero3", "chimera")),
+    *(wide("medium_tied", HALF, name) for name in ("zero3", "chimera", "chimera once zero1")),
     wide("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
 ]
 

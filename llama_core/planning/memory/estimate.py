@@ -37,7 +37,7 @@ from llama_core.schedules.actions import Kind
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 
 STEADY_UNITS = 3
-"""Microbatches per pipeline rank, or pairs of them, after which more of them are in no new situation."""
+"""Microbatches per pipeline rank, or pairs of them, after which further ones bring no new situation."""
 
 
 class Sizes(TypedDict):
@@ -208,6 +208,10 @@ class _Pipeline:
             head=situation.head_gathered and at_work.stage.is_last,
             # with several stages, other stages' groups release it
             buffer=at_work.weights.last_buffer if situation.has_reduced and len(hosted) == 1 else 0,
+            head_has_gradient=any(
+                stage.stage.is_last and progress.accumulated != "none"
+                for stage, progress in zip(hosted, situation.progress, strict=True)
+            ),
         )
         moment = at_work.peak(situation.kind, around).copy()
         moment["activations"] += self.inputs

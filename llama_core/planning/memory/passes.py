@@ -39,6 +39,8 @@ class Around:
     """Whether the stage's own head stayed gathered after an earlier forward."""
     buffer: int
     """The buffer of the last reduction, which ``fully_shard`` keeps until the next."""
+    head_has_gradient: bool
+    """Whether the rank's last stage has run a backward; its head may be the embedding of the stage at work."""
 
 
 class StageMoments:
@@ -363,17 +365,33 @@ class ShardedMoments(StageMoments):
                 communication=weights.reduction_buffer(around.when, trained.layers[0]),
                 done=layers,
             )
-        root = table if self.stage.shares_table else trained.root
-        if root:
-            largest = table if self.stage.shares_table else self.tensors.head_trained
-            yield self._reduction(around, root, largest=largest, done=layers)
+        if table and self.stage.shares_table:
+            yield self._moment(  # beside the gradient of the head
+                around,
+                gradients=weights.gradients(around.when, layers) + weights.embedding_gradient,
+                activations=self._kept_below[0],
+                temporaries=self.tensors.stream,
+                done=layers,
+            )
+            largest = 0 if around.head_has_gradient else table
+            yield self._reduction(around, table, largest=largest, done=layers, accumulated=around.head_has_gradient)
+        elif trained.root:
+            yield self._reduction(around, trained.root, largest=self.tensors.head_trained, done=layers)
         if trained.embedding:
             done = trained.head + layers + trained.root
             waiting = weights.fetched_ahead(0)
             yield self._reduction(around, trained.embedding, largest=table, done=done, waiting=waiting)
 
     def _reduction(
-        self, around: Around, group: int, *, largest: int, done: int, layer: int = 0, waiting: int = 0
+        self,
+        around: Around,
+        group: int,
+        *,
+        largest: int,
+        done: int,
+        layer: int = 0,
+        waiting: int = 0,
+        accumulated: bool = False,
     ) -> Moment:
         """Return the moment at which ``fully_shard`` reduces the gradients of a group of parameters.
 
@@ -384,11 +402,14 @@ class ShardedMoments(StageMoments):
             done: parameters of this stage that were reduced earlier.
             layer: the layers before this one have not run yet.
             waiting: bytes of the next group, minus those already dropped.
+            accumulated: whether another stage has made gradients of the group.
         """
         weights, when = self.weights, around.when
+        accumulated = accumulated or when.accumulated > 0
         return self._moment(
             around,
-            gradients=weights.gradients(when, done) + weights.in_reduction(when, group, largest),
+            gradients=weights.gradients(when, done)
+            + weights.in_reduction(when, group, largest, accumulated=accumulated),
             activations=self._kept_below[layer],
             temporaries=self.tensors.stream + self._gradient_received,
             communication=weights.reduction_buffer(when, group) + waiting,

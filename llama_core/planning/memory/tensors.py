@@ -123,9 +123,8 @@ class Tensors:
         self.inputs *= seq_len + (own_seq if pieces > 1 else 0)
         rotations = own_seq if documents == "none" else tokens  # without documents all rows share their positions
         self.shared = rotations * spec.head_dim * FP32_BYTES  # cos and sin, [B, 1, S, H/2] each
-        if (
-            documents == "mask"
-        ):  # the additive mask, [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
+        # the additive mask, [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
+        if documents == "mask":
             self.shared += tokens * own_seq * itemsize * (plan.cp + 1) // 2
         # the rows of its part of the table that a rank looked up, and the tokens that are not in its part
         self.looked_up = tokens * (INT64_BYTES + 1) if tp > 1 else 0

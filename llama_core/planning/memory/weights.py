@@ -310,19 +310,20 @@ class ShardedWeights(StageWeights):
     def _reduces(self, when: When) -> bool:
         return self.zero_stage >= 2 or when.final
 
-    def in_reduction(self, when: When, group: int, largest: int) -> int:
+    def in_reduction(self, when: When, group: int, largest: int, *, accumulated: bool) -> int:
         """Return the bytes of a group's gradients as they are reduced or, if they are reduced later, widened.
 
         Args:
             when: which backward.
             group: parameters of the group.
             largest: parameters of its last matrix, whose gradient is kept a little longer.
+            accumulated: whether the group has gradients of earlier microbatches.
         """
         made, reduces = self.itemsize * group, self._reduces(when)
         if not reduces and self.itemsize == FP32_BYTES:
-            return 0 if self.adds(when) else made
+            return 0 if accumulated else made
         result = int(FP32_BYTES * group // (self.num_shards if reduces else 1))
-        if when.accumulated > 0 and self.zero_stage < 2:  # it has been added to the earlier gradient
+        if accumulated and self.zero_stage < 2:  # it has been added to the earlier gradient
             made, result = (0 if reduces else made), 0
         holds_on = self.num_shards > 1 or not reduces
         return max(made, result + (self.itemsize * largest if holds_on else 0))
