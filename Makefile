@@ -3,7 +3,7 @@
 # make test       every law in its cheapest form: under ten minutes on two cores
 # make test-wide  the other tests: wide matrices, kills, real Slurm, PostgreSQL, a browser (all of it needs Debian and root)
 # make faults     breaks real runs in every phase, one fault at a time (FAULTS_PAGE=docs/reliability.md writes its table)
-# make fuzz       thousands of malformed files and command lines: no traceback, no write elsewhere, an end (FUZZ_CASES=3000)
+# make fuzz       tries malformed files and command lines: no traceback, no writes elsewhere, no hang (FUZZ_CASES=3000)
 # make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-wide faults fuzz check clean
@@ -13,8 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
-# Test processes share the cores: each, and what it starts, keeps to one thread. The tests of an xdist_group run in one
-# process, so that what their module starts is started once.
+# Test processes share the cores, so each of them and its children use one thread. The tests of an xdist_group run in one
+# process, so that their module starts its servers once.
 PROCESSES = $(JOBS)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=10
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -31,7 +31,7 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not wide and not fault" $(PYTEST_ARGS)
 
-# tests on Slurm and Prefect wait for most of their time
+# tests with Slurm and Prefect mostly wait
 test-wide: PROCESSES = $(shell echo $$(($(JOBS) + 1)))
 test-wide: $(VENV)/installed-dev
 	$(PYTEST) -m wide $(PYTEST_ARGS)

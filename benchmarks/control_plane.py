@@ -1,12 +1,12 @@
-"""Measure what stands around the ranks of a large job: ``python -m benchmarks.control_plane --out DIR``.
+"""Measure the processes around the ranks of a large job: ``python -m benchmarks.control_plane --out DIR``.
 
 For each number of ranks it starts a real job on this machine: submitit's controller and a real supervisor for each
-rank, whose workers only keep a heartbeat and a log, as no torch would fit so often. Someone waits for the job as the
-command line does. After some seconds one worker is killed, and the job must end with that rank named. ``DIR`` then
-holds ``control_plane.json`` and ``control_plane.md``.
+rank. The workers keep only a heartbeat and a log, because so many of them with torch would not fit. Another process
+waits for the job as the command line does. After some seconds, this kills one worker, and the job must end with that
+rank named. ``DIR`` then holds ``control_plane.json`` and ``control_plane.md``.
 
-The second part needs no processes: the files that a job of many more ranks leaves are written, and what reads them is
-timed.
+The second part starts no processes. It writes the files that a job of many more ranks leaves, and times the code that
+reads them.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def _followed(run: RunDirectory, handle: JobHandle, num_ranks: int) -> Row:
 
 
 def _watched(supervisors: Sequence[psutil.Process], controller: psutil.Process, waiter: psutil.Process) -> Row:
-    """Return the CPU milliseconds of a second that each part takes while nothing happens."""
+    """Return the CPU milliseconds per second that each part takes while nothing happens."""
     parts = {"supervisor": supervisors, "controller": [controller], "waiter": [waiter]}
     before, began = {name: _cpu(processes) for name, processes in parts.items()}, time.monotonic()
     time.sleep(WATCHED_SECONDS)
@@ -166,7 +166,7 @@ def _cpu(processes: Iterable[psutil.Process]) -> float:
 
 
 def _file_calls(pid: int) -> float | None:
-    """Return how often a second a process names a file to the kernel (open, stat, readlink...); None without strace."""
+    """Return a process's system calls per second that name a file (open, stat, readlink...); None without strace."""
     if shutil.which("strace") is None:
         return None
     traced = ["timeout", "-s", "INT", str(TRACED_SECONDS), "strace", "-f", "-c", "-e", "trace=%file", "-p", str(pid)]
@@ -179,7 +179,7 @@ def _file_calls(pid: int) -> float | None:
 
 
 def _files_of(num_ranks: int) -> Row:
-    """Time what reads the files of a job of ``num_ranks``: who follows its logs, and who works out how it ended."""
+    """Time the code that reads the files of a job of ``num_ranks``: to follow its logs, and to find how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory(Path(folder) / "run")
         run.create()
@@ -217,12 +217,12 @@ JOB_COLUMNS = {
     "CPU s of a supervisor until then": "start_cpu_s_per_rank",
     "CPU ms of a supervisor each second": "supervisor_cpu_ms_per_s",
     "of the controller": "controller_cpu_ms_per_s",
-    "of who waits": "waiter_cpu_ms_per_s",
+    "of the waiting process": "waiter_cpu_ms_per_s",
     "files named each second by a supervisor": "supervisor_file_calls_per_s",
     "by the first one": "first_supervisor_file_calls_per_s",
-    "by who waits": "waiter_file_calls_per_s",
+    "by the waiting process": "waiter_file_calls_per_s",
     "memory of a supervisor, MiB": "supervisor_mib",
-    "memory of who waits, MiB": "waiter_mib",
+    "memory of the waiting process, MiB": "waiter_mib",
     "a worker's death to the outcome, s": "end_s",
     "files of a rank": "files_per_rank",
     "bytes of a rank": "bytes_per_rank",

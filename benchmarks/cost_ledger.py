@@ -66,7 +66,7 @@ class Case:
 
     @property
     def precision(self) -> Precision:
-        """The precision of the products; frameworks' other recipes of fp8 count as ours."""
+        """The precision of the products; every framework's fp8 recipe counts as ours."""
         return "bf16" if self.row["float8"] in {"none", ""} else "fp8"
 
     @cached_property
@@ -100,7 +100,7 @@ def read_case(row: Row) -> Case:
         UnmappedError: if no plan expresses the row, with the reason.
     """
     if row["method"] in {"LoRA", "QLoRA"}:
-        raise UnmappedError("LoRA: its cost is not modelled")
+        raise UnmappedError("LoRA: the ledger does not map adapters")
     if int(row["pp"] or 1) > 1 and not row["grad_accum"]:
         raise UnmappedError("the number of microbatches is not printed")
     spec, seq_len = _model(row), int(row["seq_len"])
@@ -170,7 +170,7 @@ def _is_fused(row: Row) -> bool:
 
 
 def tables(mapped: Sequence[Case], unmapped: Sequence[tuple[Row, str]]) -> str:
-    """Return the ledger as Markdown: errors by framework, every row, and what was left out."""
+    """Return the ledger as Markdown: errors by framework, every row, and the rows left out."""
     lines = ["", *_summary(mapped), "", *_rows(mapped), "", "Left out:", ""]
     reasons: dict[str, list[str]] = {}
     for row, reason in unmapped:

@@ -1,9 +1,9 @@
 """Simulate a month of training on a cluster whose nodes fail: ``python -m benchmarks.failures``.
 
-Failures come at random with a constant rate, as published runs saw them. Each costs the work since the last durable
-checkpoint, and a restart; its node is away until it is repaired, and a spare one takes its place if there is one. The
-table tells the share of the time that became progress (goodput) for intervals between checkpoints, bandwidths of the
-storage and numbers of spare nodes.
+Failures come at random at the constant rate of a published run. Each costs the work since the last durable checkpoint,
+and a restart. The failed node is away until it is repaired; a spare node takes its place if there is one. The table
+has the share of the time that became progress (goodput) for several intervals between checkpoints, bandwidths of the
+storage, numbers of spare nodes and restart times.
 """
 
 import argparse
@@ -35,9 +35,9 @@ class Cluster:
     gpus_per_node: int = 8
     spare_nodes: int = 16
     repair_s: float = 24 * 3600
-    """Until a failed node is back."""
+    """Time until a failed node is back."""
     bandwidth: float = 1e12
-    """Bytes per second that the storage takes and gives, all nodes together."""
+    """Bytes per second that the storage writes or reads, for all nodes together."""
     interval_s: float = 600
     """From the start of one checkpoint to the start of the next; at least as long as one takes."""
     stall_s: float = 2
@@ -115,7 +115,7 @@ def goodput(cluster: Cluster) -> float:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """Return the lines of the table: what is varied, its value, and the goodput for 1,024, 4,096 and 16,384 GPUs."""
+    """Return the lines of the table: the varied setting, its value, and the goodput on 1,024, 4,096 and 16,384 GPUs."""
     usual = Cluster()
     varied: list[tuple[str, str, dict[str, Any]]] = [
         ("interval between checkpoints", text, {"interval_s": 60 * minutes})

@@ -36,7 +36,7 @@ STAGES = {
 }
 """The stages of ``benchmarks.gpu_stages`` in order, with the time limit of each in seconds."""
 GRACE_SECONDS = 10
-"""Extra time before a stage is killed; by itself, it starts no row after four fifths of its limit."""
+"""Extra time before a stage is killed; the stage itself starts no row after four fifths of its limit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

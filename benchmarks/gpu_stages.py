@@ -240,7 +240,7 @@ def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None, size
 
 
 def _gathered(bench: Bench, tensors: list[Tensor], documents: Documents, size: int = 4) -> list[Tensor]:
-    """Return the same as ranks compute it that gather keys and values."""
+    """Return the same as computed by ranks that gather keys and values."""
     out, *grads = (torch.zeros_like(x, dtype=torch.float64) for x in (tensors[0], *tensors))
     upstream = _upstream(out).to(tensors[0].dtype)
     (batch, _, whole, _), chunk = out.shape, out.shape[2] // (2 * size)
@@ -330,7 +330,7 @@ def _time_attention(
 
 
 def loss(bench: Bench) -> Iterator[Row]:
-    """Yield the time and memory of the head and its loss, forward and backward, by who computes the softmax."""
+    """Yield the time and memory of the head and its loss, forward and backward, by implementation."""
     for tokens, hidden, vocab in bench.size(((8192, 2048, 128256), (8192, 4096, 128256)), ((64, 32, 512),)):
         operands = [bench.random(tokens, hidden), 0.02 * bench.random(vocab, hidden, dtype=torch.float32)]
         ways = {

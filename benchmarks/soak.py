@@ -1,10 +1,10 @@
 """Preempt and resume one run again and again, and look for leaks: ``python -m benchmarks.soak --out DIR``.
 
 A tiny model trains on two ranks, with evaluation, an asynchronous checkpoint every few steps and TensorBoard. Each
-cycle ends it after some steps: by SIGTERM, as a preemption does, or every few times by ``kill -9`` of one of its
-processes. In every cycle, memory and file handles are read some steps after the start; once it has ended, what is left
-is counted. Then the same run trains once without a disturbance, for thousands of steps in one attempt: memory and
-handles must stay the same within it, and every loss must equal the resumed run's, bit for bit.
+cycle ends it after some steps: by SIGTERM, as a preemption does, or every third time by ``kill -9`` of one of its
+processes. Every cycle reads memory and file handles some steps after the start, and counts what is left after the end.
+Then the same run trains once undisturbed, for thousands of steps in one attempt: memory and handles must stay the same
+within it, and every loss must equal the resumed run's, bit for bit.
 
 ``DIR`` then holds ``soak.json`` and ``soak.md``. The exit code is 1 if something leaks, a checkpoint too many is kept,
 or a loss differs.
@@ -43,13 +43,13 @@ from llama_core.units import KIB, MIB, format_duration
 BEGIN, END = "<!-- soak -->", "<!-- end of soak -->"
 RANKS, KEPT = 2, 2
 MEASURED_AFTER = 10
-"""Steps of an attempt after which its processes are looked at."""
+"""Steps of an attempt after which its processes are measured."""
 KILL_EVERY = 3
 """Every third cycle ends by ``kill -9``."""
 WARM_UP = 0.2
 """Share of the long attempt that its slopes leave out, in which allocators still grow."""
 GROWTH = 0.02
-"""Share of the mean by which a figure that is to stay the same may grow over the whole soak."""
+"""Share of the mean by which a figure that must stay the same may grow over the whole soak."""
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
 TRAINING = {
     "batch_size": 4, "seq_len": 32, "steps": 1_000_000, "precision": "fp32", "eval_every": 8, "eval_sequences": 4,
@@ -89,7 +89,7 @@ class Cycle:
     disk_bytes: int
     """Bytes on disk of the run directory and of the folder for temporary files."""
     temporary_files: tuple[str, ...]
-    """Files and folders of writes that were not finished, in the run directory or in the folder for temporary files."""
+    """Files and folders of unfinished writes, in the run directory or in the folder for temporary files."""
     processes: int
     """Processes of the job that still live."""
 
@@ -176,7 +176,7 @@ def run_soak(folder: Path, seconds: float, num_cycles: int | None, long_steps: i
 
 @contextmanager
 def _job(folder: Path, run: RunDirectory) -> Iterator[JobHandle]:
-    """Start a job on the run, or go on with it; what still runs at the end of the block is killed."""
+    """Start the run's job, or continue the run; kill the job if it still runs at the end of the block."""
     config = RunConfig.from_mapping(
         {
             "architecture": FEW_PARAMETERS,
@@ -231,17 +231,17 @@ def _cycle(folder: Path, run: RunDirectory, dice: random.Random, number: int) ->
 
 
 def unfinished(run: RunDirectory) -> list[Path]:
-    """Return what writes that were not finished have left in the run directory."""
+    """Return the files that unfinished writes have left in the run directory."""
     return [path for path in run.path.rglob(".*") if path.suffix in {".tmp", ".writing"}]
 
 
 def _others(temporary: Path) -> list[Path]:
-    """Return what lies in a folder for temporary files, except the cache that torch keeps there for each user."""
+    """Return the files in a folder for temporary files, except the cache that torch keeps there for each user."""
     return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def _long_attempt(folder: Path, run: RunDirectory, num_steps: int) -> Iterator[Sizes]:
-    """Train without a disturbance for at least ``num_steps``; yield the sizes a hundred times."""
+    """Train undisturbed for at least ``num_steps``; yield the sizes a hundred times."""
     with _job(folder, run) as handle:
         for step in range(num_steps // 100, num_steps + 1, max(1, num_steps // 100)):
             _until_step(handle, step)
@@ -312,11 +312,11 @@ FLAT: tuple[Figure, ...] = (
     ("resident set of its supervisor, MiB", MIB, "KiB", lambda sizes: sizes.supervisor_bytes),
     ("file handles of its supervisor", 1, "", lambda sizes: sizes.supervisor_handles),
 )
-"""Figures that are to stay the same: name, divisor, unit of the slope, and value."""
+"""Figures that must stay the same: name, divisor, unit of the slope, and value."""
 
 
 def problems(soak: Soak) -> list[str]:
-    """Return a sentence for each thing that is not as it must be."""
+    """Return a sentence for each leak or difference."""
     found = []
     long = warm(soak.long)
     series = {
@@ -345,7 +345,7 @@ def problems(soak: Soak) -> list[str]:
 
 
 def warm(long: Sequence[Sizes]) -> Sequence[Sizes]:
-    """Return what slopes are taken over."""
+    """Return the sizes that slopes are fitted to."""
     return long[round(WARM_UP * len(long)) :]
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--gpus", type=int, default=32, help="over all nodes")
     parser.add_argument("--tensor-parallel", type=int, default=8, help="GPUs that divide every matrix")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of these that divide the layers")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of such GPUs that divide the layers")
     parser.add_argument("--partition", help="Slurm partition")
     parser.add_argument("--launcher", default="slurm", help="slurm or local")
     parser.add_argument("--device", default="auto", help="cpu or cuda")

@@ -1,7 +1,7 @@
 """``make serve``: run all that ``prefect deployment run`` needs, a server, the deployments and a worker, until Ctrl-C.
 
-It starts a server only if none is configured. While that is up, ``prefect.toml`` tells Prefect's commands in this
-folder where it is; no other setting of the user changes.
+It starts a server only if none is configured. While that server is up, ``prefect.toml`` tells Prefect's commands in
+this folder its address; the user's other settings stay as they are.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _ADDRESS_MARK = "# Written by `make serve`, which removes it when it stops."
 _DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # what a server answers while its database is away
+    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # the server answers this while its database is away
     "PREFECT_SERVER_API_HOST": "127.0.0.1",
     "PREFECT_SERVER_API_PORT": "4200",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",

@@ -18,7 +18,7 @@ SERVE_VARIABLE = "TRAINING_INFRA_SERVE"
 """Environment variable of every process that ``make serve`` started; its value is the process id of that command."""
 
 STEADY_SECONDS = 20.0
-"""Time a service must have been up to be restarted when it ends."""
+"""Least time that a service must have been up to be restarted when it ends."""
 STOP_SECONDS = 40.0
 """Time a service gets to stop by itself."""
 

@@ -102,7 +102,7 @@ class LossSpikeError(BadStepError):
 
 
 class RegressionError(TrainingInfraError):
-    """A measurement that is slower than earlier ones of the same: look at what has changed since."""
+    """A measurement that is slower than earlier ones of the same work: look at what has changed since."""
 
     exit_code = 4
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Import torch and the engine inside the block, and let the collector pass over what exists at its end, for good.
+    """Import torch and the engine inside the block, and exempt all objects that exist at its end from the collector.
 
-    Does nothing if torch has been imported before.
+    Does nothing if torch has been imported before, or if the collector is off.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -13,7 +13,7 @@ from rich.console import Console
 from llama_core.chain.console import say
 
 ARTIFACT_RETRIES = 3
-"""Retries, over 14 s, of sending an artifact to a server that is away; a flow run's final state is retried longer."""
+"""Retries of an artifact, over 14 s, while the server is away; a flow run retries its final state longer."""
 
 
 @contextmanager

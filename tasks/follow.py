@@ -1,4 +1,4 @@
-"""Which Prefect flow run follows which run, recorded in the run's directory for retries and cancellation.
+"""Record in a run's directory which Prefect flow runs follow it, for retries and cancellation.
 
 A flow run that Prefect restarts after its process or worker was killed continues the run it had started.
 """

@@ -49,7 +49,7 @@ from training_infra.tables import (
 )
 
 FOLLOW_SECONDS = 0.5
-"""Time between two looks of ``logs --follow``."""
+"""Time between two polls of ``logs --follow``."""
 
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 """Long names of dtypes, also accepted by ``--mixed-precision`` and ``--dtype``."""
@@ -58,7 +58,7 @@ _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; see ``training-infra --help``."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are not text
     options = _parser().parse_args(arguments)
     # Treat SIGTERM like Ctrl-C: stop the job with a checkpoint instead of leaving it behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: OSError) -> str:
-    """Return what is wrong with a file or a disk, and what to do, in one line."""
+    """Return one line with the problem of a file or a disk, and its remedy."""
     if is_disk_full(error):
         return f"a disk is full{safe(f' writing {error.filename}') if error.filename else ''}; free some space"
     if isinstance(error, PermissionError) and error.filename:  # somebody else's run, for example
@@ -159,7 +159,7 @@ def _add_planning_commands(command: Callable[..., Parser]) -> None:
         "dry-run",
         _dry_run,
         when,
-        "run real steps on fake tensors and count every byte; needs no GPU",
+        "run a real step on fake tensors and count every byte; needs no GPU",
         "--model llama3_8b --gpus 8 --gpu-type h200",
         "--model tiny_llama3_50m --gpus 4 --tensor-parallel 2 --pipeline-parallel 2 --device cpu --twin",
         flags=FLAGS,
@@ -215,7 +215,8 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         type=int,
         nargs="+",
         metavar="8",
-        help="compare these: measured if the devices are here, else predicted; --run-dir is then a sweep's directory",
+        help="compare these: measured if this machine or Slurm has the devices, else predicted; --run-dir is then a "
+        "sweep's directory",
     )
     _add_fail_on_regression(bench)
     bench.add_argument("--save-results", type=Path, metavar="times.json", help="write the comparison as JSON")
@@ -230,7 +231,7 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
         flags=[flag for flag in FLAGS if flag.name != "--no-benchmark"],
     )
     profile.add_argument(
-        "like", type=Path, nargs="?", metavar="RUN_DIR", help="a run whose configuration to take, for a run of its own"
+        "like", type=Path, nargs="?", metavar="RUN_DIR", help="an earlier run, whose configuration the new run takes"
     )
     profile.add_argument(
         "--run-dir", type=Path, metavar="runs/mine", help="the new run's directory; default: runs/profile-<model>-..."
@@ -254,7 +255,7 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
     sweep.add_argument(
         "--objective",
         metavar="loss",
-        help="what ranks them: throughput of timed steps (default), or the held-out loss after training",
+        help="rank by throughput of timed steps (default), or by held-out loss after training",
     )
     sweep.add_argument(
         "--sweep-dir", type=Path, metavar="sweeps/mine", help="the sweep's directory; default: sweeps/<name>-<date>"
@@ -267,7 +268,7 @@ def _add_running_commands(command: Callable[..., Parser]) -> None:
     sweep.add_argument(
         "--history",
         metavar="/shared/history",
-        help="folder that keeps the results, to compare later ones with; default: history, beside the sweep",
+        help="folder that keeps the results for later comparisons; default: history, beside the sweep",
     )
     _add_fail_on_regression(sweep)
     sweep.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -296,13 +297,13 @@ def _add_commands_on_runs(command: Callable[..., Parser]) -> None:
         "doctor",
         _doctor,
         when,
-        "tell a run's state, how its attempts ended, which checkpoints are good, and how to go on",
+        "show a run's state, how its attempts ended, which checkpoints are good, and how to continue",
         "runs/mine",
         "runs/mine --sizes-only --json",
     )
     _add_run_dir(doctor)
     doctor.add_argument(
-        "--sizes-only", action="store_true", help="compare only the sizes of checkpoints; reads none of their files"
+        "--sizes-only", action="store_true", help="compare only the sizes of checkpoint files; read none of them"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
@@ -355,7 +356,7 @@ def _add_fail_on_regression(parser: Parser) -> None:
     parser.add_argument(
         "--fail-on-regression",
         action="store_true",
-        help="exit with 4 if a result is slower than earlier ones of the same on this kind of machine",
+        help="exit with 4 if a result is slower than earlier ones of the same work on this kind of machine",
     )
 
 
@@ -399,15 +400,15 @@ def _add_generate_flags(parser: Parser) -> None:
         "--prompt", metavar='"Once upon"', required=True, help="the text to continue; - reads standard input"
     )
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
-    parser.add_argument("--max-new-tokens", type=int, metavar="64", default=128, help="most tokens; default: 128")
+    parser.add_argument("--max-new-tokens", type=int, metavar="64", default=128, help="most new tokens; default: 128")
     parser.add_argument(
-        "--temperature", type=float, metavar="0.8", default=0.0, help="above 0, draw tokens; default: 0"
+        "--temperature", type=float, metavar="0.8", default=0.0, help="draw tokens if above 0; default: 0"
     )
-    parser.add_argument("--top-k", type=int, metavar="50", help="draw from as many of the likeliest tokens")
+    parser.add_argument("--top-k", type=int, metavar="50", help="draw from this many of the likeliest tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="0.95", help="draw from the likeliest tokens that have this probability together"
+        "--top-p", type=float, metavar="0.95", help="draw from the likeliest tokens that together have this probability"
     )
-    parser.add_argument("--seed", type=int, metavar="1", help="repeat a draw; default: draw anew each time")
+    parser.add_argument("--seed", type=int, metavar="1", help="draw the same each time; default: draw anew")
     parser.add_argument("--tokenizer", metavar="bytes", help="'bytes' or a path; default: the run's or the folder's")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), metavar="cpu", help="cpu or cuda; default: cuda if present"
@@ -476,7 +477,7 @@ def _run_flow(config: RunConfig, options: argparse.Namespace) -> None:
     defaults = {
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # what a server answers while its database is away
+        "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # the server answers this while its database is away
     }
     if not options.debug:  # errors reach the user as one line, from main
         defaults |= dict.fromkeys(("PREFECT_LOGGING_LEVEL", "PREFECT_LOGGING_SERVER_LEVEL"), "CRITICAL")
@@ -525,7 +526,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     print_choice(planned)
     print_cost(planned, cost)
     if planned.step is None and planned.config.launch.device == "cpu":
-        print("time: not known without running anything; dry-run with the same flags measures this CPU and tells it")
+        print("time: unknown until something runs; dry-run with the same flags measures this CPU and predicts it")
     print(planned.estimate.summary())
     print_host(planned.estimate)
     for note in planned.estimate.notes:
@@ -755,7 +756,7 @@ def _generate(options: argparse.Namespace) -> None:
     prompt = options.prompt
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")
-    tell = partial(print, file=sys.stderr)  # standard output has nothing but the text
+    tell = partial(print, file=sys.stderr)  # standard output holds only the text
     for piece in generate(options.source, prompt, **{name: getattr(options, name) for name in names}, tell=tell):
         print(piece, end="", flush=True)
     print()

@@ -60,7 +60,7 @@ class TrainingConfig:
     """How a model is trained: settings by the last word of their key, such as ``batch_size`` or ``learning_rate``.
 
     Args:
-        model_name: name of the run, with which its directory begins; by default the model's name.
+        model_name: name of the run, which its directory's name starts with; by default the model's name.
         **settings: as for ``LlamaTrainingOrchestrator.configure``.
 
     Raises:

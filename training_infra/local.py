@@ -24,7 +24,7 @@ def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: 
         only: run this part alone: training or the timed steps.
 
     Raises:
-        ConfigError: if only steps are to be timed, but none are.
+        ConfigError: if ``only`` is the benchmark, but the configuration times no steps.
     """
     if only == "benchmark":
         steps.refuse_untimed(config)

@@ -270,5 +270,5 @@ def estimate_requirements(
 
 
 def validate_environment() -> dict[str, Any]:
-    """Return what this machine has and lacks: ``errors``, ``warnings`` and ``facts``."""
+    """Check this machine; return ``errors``, ``warnings``, ``facts``, and ``problems`` (of the facts, by name)."""
     return asdict(environment.validate_environment())

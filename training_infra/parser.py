@@ -1,4 +1,4 @@
-"""The command line's parser: errors of one line, and help in groups, where every flag has an example."""
+"""The command line's parser: one-line errors, and help in groups with an example for every flag."""
 
 import argparse
 import shutil
@@ -19,7 +19,7 @@ _LEFT = 30
 """Columns for flags, beside their descriptions."""
 
 Rows = list[tuple[str, str]]
-"""What stands on the left and on the right of a table."""
+"""The left and the right text of each row of a table."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, add_help=False)
         self.examples = examples
         self.tables: dict[str, Rows] = {}
-        """Tables of the short help, by title, before those of the arguments."""
+        """Tables that the short help shows before those of the arguments, by title."""
         self._flags: dict[str, tuple[Flag, argparse.Action]] = {}
         texts = config_keys()
         for flag in flags:
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         return self._page(self.examples, tables)
 
     def help_on(self, word: str | None) -> str:
-        """Return the flags and keys in the group ``word``, or with ``word`` in their names; of None, all."""
+        """Return the help on flags and keys in the group ``word``, or with ``word`` in their names; None means all."""
         groups, tables = dict(self._index()), dict[str, Rows]()
         for key, text in config_keys().items():
             flag, action = self._flags.get(key, (None, None))
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
         return self._page((), tables)
 
     def _index(self) -> Rows:
-        """Return the names of the flags of each group that the short help leaves out."""
+        """Return each group with the names of its flags that the short help leaves out."""
         names: dict[str, list[str]] = {group_of(key): [] for key in config_keys()}
         for flag, _ in self._flags.values():
             if not flag.is_common:
@@ -142,7 +142,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Prints help and exits: all of it, or that on a word."""
+    """Prints the short help, the help on a word, or all of it, and exits."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -161,7 +161,7 @@ def _row(action: argparse.Action, suffix: str = "") -> tuple[str, str]:
 
 
 def _lines(rows: Rows, width: int) -> Iterator[str]:
-    """Yield a table's lines; on the left, what is too long stands on a line of its own."""
+    """Yield a table's lines; a left text that is too long gets a line of its own."""
     for left, text in rows:
         if len(left) > _LEFT - 4:
             yield f"  {left}"

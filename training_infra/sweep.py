@@ -32,7 +32,7 @@ def sweep_from_terminal(
         sweep_dir: the sweep's directory; by default ``sweeps/<name>-<date>``.
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
         launcher: overrides the launcher of the configuration.
-        objective: overrides what ranks the elements.
+        objective: overrides the objective that ranks the elements.
         history: overrides the folder of the history.
         quiet: print nothing.
 

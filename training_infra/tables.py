@@ -97,7 +97,7 @@ def print_cost(planned: "PlannedRun", cost: "Cost | None") -> None:
     elif planned.step is not None:
         price = planned.config.launch.dollars_per_gpu_hour
         told = Cost.of(planned.step, BILLION, "for scale", price).summary()
-        print(f"cost: {told}; --tokens or --data tells it for a run [--price]")
+        print(f"cost: {told}; add --tokens or --data for a run's cost [--price]")
 
 
 def print_comparison(comparison: "Comparison") -> None:
@@ -121,7 +121,7 @@ def print_comparison(comparison: "Comparison") -> None:
 
 
 def print_diagnosis(diagnosis: "Diagnosis") -> None:
-    """Print a line for everything that was looked at, and mark what is wrong."""
+    """Print a line for each fact, and mark the problems."""
     width = max(len(fact.subject) for fact in diagnosis.facts)
     for fact in diagnosis.facts:
         print(f"{'!' if fact.is_problem else ' '} {fact.subject:<{width}}  {fact.text}")

@@ -18,7 +18,7 @@ class Trainer:
 
     Args:
         model: the model.
-        config: how it is trained; by default like an orchestrator.
+        config: how it is trained; by default, with an orchestrator's defaults.
         distributed_config: how the work is divided; by default by the sizes of the model.
         auto_configure: as for ``LlamaTrainingOrchestrator``.
 

@@ -39,10 +39,10 @@ ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / 
 OWN_ENVIRONMENT = ("litgpt", "torchtitan")
 """The peers that need an environment of their own."""
 SETTINGS = ("as it comes", "tuned")
-"""``tuned``: the peer is compiled, has a fused AdamW, and the settings of the C library that our launcher makes."""
+"""``tuned``: the peer is compiled, its AdamW is fused, and it has the C library's settings that our launcher makes."""
 LOSS_LIMITS: dict[Precision, float] = {"bf16": 3e-2, "fp32": 1e-4}
 """How far apart the losses of a step may be. Adam's first updates have the size of the learning rate however small the
-gradient, so that a rounding in bf16 may turn one around."""
+gradient is, so rounding in bf16 may flip the sign of one."""
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 MAX_GRAD_NORM = 1.0
 LORA_RANK = 16
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case, as ``--only`` selects it."""
+        """The name of the case, by which ``--only`` selects it."""
         return f"{self.model}/{self.precision}/{self.batch_size}x{self.seq_len}/{self.setting}/{self.peer}"
 
     def config(self) -> RunConfig:
@@ -89,7 +89,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Return the cases of a whole measurement, the most telling ones first."""
+    """Return the cases of a whole measurement, the most informative first."""
     peers = ("litgpt", "torchtitan", "transformers")
     small = [
         Case("tiny_llama3_50m", precision, 1, 2048, setting, peer)
@@ -222,7 +222,7 @@ class Side:
 
 
 def measure(case: Case, python: Path, out: Path, *, warmup: int, steps: int) -> Row:
-    """Let both sides of a case take turns, and return the steps of each; or what made it fail."""
+    """Let both sides of a case take turns, and return the steps of each, or the error of one."""
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     plain |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     ours = worker_environment(plain, "cpu", 1, out)

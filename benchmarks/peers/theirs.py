@@ -1,7 +1,7 @@
 """A peer's side of a comparison: its model, with the loop that its own scripts use. Runs in the peer's environment.
 
-Each takes the same weights, tokens and hyperparameters, and mixes precision as it does by itself: fp32 weights under
-autocast. AdamW is fused where the peer's own scripts fuse it on a CPU, and for all in a tuned comparison.
+Each takes the same weights, tokens and hyperparameters, and mixes precision as its own scripts do: fp32 weights under
+autocast. AdamW is fused where the peer's own scripts fuse it on a CPU, and for all peers in a tuned comparison.
 """
 
 # mypy: ignore-errors
@@ -169,7 +169,7 @@ def _autocast(job: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _load(model: nn.Module, weights: Weights) -> None:
-    """Copy all of ``weights`` into ``model``; those that it has besides are tied to them."""
+    """Copy all of ``weights`` into ``model``; its other weights are tied to them."""
     unknown = model.load_state_dict(weights, strict=False).unexpected_keys
     if unknown:
         raise KeyError(f"the model has no {unknown}")

@@ -24,7 +24,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 
 def read_job(folder: Path) -> dict[str, Any]:
-    """Return what a job's folder says."""
+    """Return the job in a folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text())
     return job
 

@@ -46,7 +46,7 @@ def summary_table(ledger: Ledger) -> str:
 
 
 def remarks(ledger: Ledger) -> Iterator[str]:
-    """Yield further remarks: refused rows, wrong verdicts on fitting, the worst rows, equal rows with other figures."""
+    """Yield remarks: refused rows, wrong verdicts on fitting, the worst rows, equal rows with different figures."""
     mapped = len(ledger.entries) - len(ledger.refused)
     yield f"{mapped} of {len(ledger.entries)} rows are mapped."
     for entry in ledger.refused:
@@ -55,8 +55,8 @@ def remarks(ledger: Ledger) -> Iterator[str]:
         return
     fit = ledger.fit()
     yield (
-        f"Of {fit.count} rows whose GPU is known, {fit.false_hopes} would have been called fitting wrongly, "
-        f"and {fit.false_alarms} too large although they ran."
+        f"Of {fit.count} rows whose GPU is known, {fit.false_hopes} are wrongly predicted to fit, "
+        f"and {fit.false_alarms} wrongly predicted not to fit."
     )
     worst = (f"{entry.name} ({entry.error:+.0%})" for entry in ledger.compared[:6])
     yield f"The worst rows are {', '.join(worst)}."
@@ -82,7 +82,7 @@ def section(ledger: Ledger) -> str:
         summary_table(ledger),
         "\n".join(f"* {bullet}" for bullet in bullets),
         rows_table(ledger),
-        "What is assumed of each framework; the loss's bytes are eager / divided over ranks / compiled:",
+        "Assumptions about each framework; the loss's bytes are eager / divided over ranks / compiled:",
         frameworks_table(),
     ]
     return "\n\n".join(parts)

@@ -57,8 +57,8 @@ class Steps:
 def run_chain(steps: Steps) -> RunDirectory:
     """Prepare, validate, estimate, rehearse, submit, train, benchmark and report one run, printing a line for each.
 
-    From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. Where the
-    run fails and the report too, the run's error is raised.
+    From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. If both the
+    run and the report fail, the run's error is raised.
 
     Raises:
         TrainingInfraError: if a step fails.

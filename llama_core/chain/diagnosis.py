@@ -39,7 +39,7 @@ _STATE_AFTER: dict[OutcomeStatus, State] = {"finished": "finished", "cancelled":
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     subject: str
     text: str
@@ -53,9 +53,9 @@ class CheckpointFinding:
     step: int
     num_bytes: int
     compared: Literal["checksums", "sizes"]
-    """What its files were compared by: sizes alone if that was asked for, or if an earlier version wrote it."""
+    """How its files were compared: by size alone if that was asked for, or if an earlier version wrote it."""
     problem: str
-    """The file that is not as it was written, and how; empty if the checkpoint is good."""
+    """The damaged file, and how it differs from what was written; empty if the checkpoint is good."""
 
     def fact(self) -> Fact:
         """Return this as a line."""
@@ -66,7 +66,7 @@ class CheckpointFinding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found."""
+    """The state of a run, and everything that was found."""
 
     run_dir: str
     state: State
@@ -76,7 +76,7 @@ class Diagnosis:
     checkpoints: tuple[CheckpointFinding, ...]
     """Oldest first."""
     command: str
-    """How to go on; empty if nothing is left to do, or if the run must be looked at from another machine."""
+    """The command to go on with; empty if nothing is left to do, or if only another machine can tell."""
 
     @property
     def is_healthy(self) -> bool:
@@ -149,7 +149,7 @@ def _of_job(run: RunDirectory, config: RunConfig, job: JobHandle) -> Fact:
 
 
 def _of_steps(run: RunDirectory, config: RunConfig, who: str, *, since: float) -> Fact:
-    """Return where a running job is; steps before ``since``, in seconds since the epoch, are of an earlier one."""
+    """Return where a running job is; steps before ``since`` (seconds since the epoch) belong to an earlier one."""
     newest, limit = read_heartbeat(run), config.launch.hang_timeout_s
     if newest is None or newest.time < since:
         activity = read_activity(run)

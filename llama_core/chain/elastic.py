@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
 
 
 def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
-    """Plan an elastic run for the most of ``granted`` nodes that have a plan which fits; return the nodes and ranks.
+    """Plan an elastic run for as many of the ``granted`` nodes as a fitting plan can use; return the nodes and ranks.
 
-    The plan and its estimate are recorded, unless the run's plan is already for so many nodes. ``config.yaml`` stays
+    The plan and its estimate are recorded, unless the run already has a plan for that many nodes. ``config.yaml`` stays
     as it is, so that the next start may get all nodes again.
 
     Raises:

@@ -28,7 +28,7 @@ _QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --mo
 
 
 def expected_time(run: RunDirectory) -> str:
-    """Return what to expect of a run on this machine's CPU that takes long; empty for every other run.
+    """Return how long a slow run on this machine's CPU takes; empty for every other run.
 
     It times matrix products, which takes a fraction of a second.
     """
@@ -42,7 +42,7 @@ def expected_time(run: RunDirectory) -> str:
 
 
 def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None) -> str:
-    """Return how long a step takes on this machine's CPU, and a run; empty if it would not compute there.
+    """Return how long a step and the run take on this machine's CPU; empty if the run would not compute there.
 
     Args:
         config: the resolved configuration.

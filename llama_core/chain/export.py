@@ -98,7 +98,7 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
 
 
 def _is_for_peft(spec: ModelSpec) -> bool:
-    """Return whether a folder of PEFT can hold all that is trained: adapters only."""
+    """Return whether a PEFT folder can hold everything that is trained: adapters only."""
     return spec.lora is not None and not spec.trained_in_full
 
 

@@ -179,7 +179,7 @@ def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
 
 @contextmanager
 def _own_log(run: RunDirectory) -> Iterator[TextIO]:
-    """Yield the log that a supervisor would give this rank, with what the engine says; warnings also reach the user."""
+    """Yield the log that a supervisor would give this rank. The engine logs to it; the user also sees warnings."""
     rank = int(os.environ.get("RANK", "0"))
 
     class Notable(logging.Handler):

@@ -60,7 +60,7 @@ class PlannedRun:
         return Cost.of(self.step, num_tokens, told_by, self.config.launch.dollars_per_gpu_hour)
 
     def length(self, tokens: float | None = None, data: DataCheck | None = None) -> tuple[float | None, str]:
-        """Return the tokens of the run, None if unknown, and what tells them; see ``cost``."""
+        """Return the tokens of the run (None if unknown) and where their number comes from; see ``cost``."""
         training = self.config.training
         if tokens is not None:
             return tokens, "as asked for"
@@ -90,7 +90,7 @@ def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
 
 
 def with_fewest(planned: PlannedRun, fewest: PlannedRun | None) -> PlannedRun:
-    """Return ``planned`` with its plan for the fewest nodes, and with the host memory that this one needs."""
+    """Return ``planned`` with its plan for the fewest nodes, and with the host memory that the latter needs."""
     host_bytes = 0 if fewest is None else fewest.estimate.host_bytes_of_node
     return replace(
         planned, estimate=replace(planned.estimate, host_bytes_on_fewest_nodes=host_bytes), on_fewest_nodes=fewest
@@ -101,7 +101,7 @@ def on_nodes(config: RunConfig, num_nodes: int) -> RunConfig:
     """Return ``config`` with as many ranks on each node and the same steps, but on ``num_nodes`` nodes.
 
     Raises:
-        ConfigError: if the degrees that it asks for do not divide so many ranks.
+        ConfigError: if the degrees that it asks for do not divide that many ranks.
     """
     ranks = config.parallel.gpus // config.launch.nodes
     return with_keys(

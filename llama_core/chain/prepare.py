@@ -81,7 +81,7 @@ def _write(run: RunDirectory, planned: PlannedRun, statistics: DataStatistics | 
 
 
 def _with_kept_plan(planned: PlannedRun, run: RunDirectory) -> PlannedRun:
-    """Return ``planned`` with the plan that ``run`` has, unless that is for fewer nodes and no job works by it."""
+    """Return ``planned`` with the plan that ``run`` has, unless that is for fewer nodes and no job uses it."""
     kept = load_plan(run)
     if kept == planned.plan:
         return planned
@@ -121,7 +121,7 @@ def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
         how: how the bytes are known: ``estimated`` or ``rehearsed``.
 
     Raises:
-        DoesNotFitError: if it does not fit, with by how much and what to change.
+        DoesNotFitError: if it does not fit; says by how much, and what to change.
     """
     if not estimate.fits and not config.launch.force:
         how = f" ({how})" if not estimate.refusal else ""  # a refusal is always an estimate

@@ -83,7 +83,7 @@ def estimate(run: RunDirectory) -> MemoryEstimate:
 
 
 def asked_memory(run: RunDirectory) -> str:
-    """Return the memory that the run's Slurm job asks for although its configuration names none, and why, if any."""
+    """Return how much memory the run's Slurm job asks for by default, and why; empty if it does not do so."""
     config = load_config(run)
     if config.launch.is_here or config.launch.memory_gb_per_node is not None:
         return ""
@@ -163,7 +163,8 @@ def follow(run: RunDirectory, on_step: Callable[[StepRecord], None] | None = Non
         on_step: also called with each newest step.
 
     Raises:
-        TrainingFailedError, StoppedError: like ``wait``.
+        RequestError, TrainingFailedError: like ``wait``.
+        StoppedError: if Ctrl-C stops the job.
     """
     handle = attach(run)
     with stopping_on_interrupt(run), watch(run) as show:
@@ -192,6 +193,7 @@ def wait(
         on_output: called with the rank and the line of each warning and error that a rank prints.
 
     Raises:
+        RequestError: if the job refused the request.
         TrainingFailedError: if the job ended without finishing, with the reason and what to try.
     """
     if handle is None:
@@ -238,7 +240,7 @@ def _stop_at_once(handle: JobHandle) -> Outcome:
 
 
 def _what_stopping_takes(run: RunDirectory, handle: JobHandle) -> str:
-    """Return what an interrupt waits for, at most how long, and what a second one would lose."""
+    """Return what an interrupt waits for, for how long at most, and what a second one would lose."""
     if handle.waits_for:
         return "taking the job out of the queue"
     newest = read_heartbeat(run)
@@ -305,7 +307,7 @@ def refuse_untimed(config: RunConfig) -> None:
     """Refuse a benchmark without timed steps.
 
     Raises:
-        ConfigError: saying so.
+        ConfigError: if the configuration times none.
     """
     if not config.benchmark.steps:
         raise ConfigError("benchmark.steps=0 leaves nothing to time; give at least 1")

@@ -5,8 +5,7 @@ measured: it is the "maximum achievable matmul FLOPS" of Bekman, *Machine Learni
 For PCIe cards it comes from github.com/mag-/gpu_benchmark, which runs the same search. The share that attention
 reaches is that of a flash kernel, forward and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao
 2023, arXiv:2307.08691, figures 4 to 6) and 31 % on Hopper, where torch uses the same kernel (Shah et al. 2024,
-arXiv:2407.08608, figures 5 and 6). Devices without a published figure take their generation's; AMD devices take
-Hopper's.
+arXiv:2407.08608, figures 5 and 6). Ada takes Ampere's figure; Blackwell and AMD take Hopper's.
 """
 
 import re
@@ -139,7 +138,7 @@ def gpu_names() -> list[str]:
 def gpu_spec(name: str) -> DeviceSpec:
     """Return the device called ``name``, here or elsewhere: ``a100``, ``a100-80gb``, ``NVIDIA A100-SXM4-80GB``.
 
-    Of several devices that a name suits, it is the one with the shortest name of ours.
+    If several devices match, it is the one with the shortest name here.
 
     Raises:
         ConfigError: if there is no such device; the message lists the known ones.
@@ -159,7 +158,7 @@ def _all_words(device: DeviceSpec) -> set[str]:
 
 
 def _words(name: str) -> list[str]:
-    """Return what tells a device from others: of ``NVIDIA A100-SXM4-80GB``, the words ``a100`` and ``80gb``."""
+    """Return the words that tell a device from others: ``a100`` and ``80gb`` of ``NVIDIA A100-SXM4-80GB``."""
     text = re.sub(r"nvidia|amd|instinct|geforce|tesla|\bsxm\d?|[ _-]+", " ", name.lower().replace("_", " "))
     words = re.findall(r"rtx ?\d+|\d+ ?g?b?|[a-z]+\d*[a-z]*|\S", text)
     return [f"{word.rstrip(' gb')}gb" if word[0].isdigit() else word.replace(" ", "") for word in words]
@@ -168,8 +167,8 @@ def _words(name: str) -> list[str]:
 def recognise_gpu(reported_name: str) -> DeviceSpec | None:
     """Return the device that a driver reports as ``reported_name``, or None if it is not in the table.
 
-    A name with one word more is another device: the H100 NVL and the GH200 have other memory and links than the H100 and
-    the H200, and a MIG slice has less of both.
+    A name with one more word is another device: the H100 NVL and the GH200 have other memory and links than the H100
+    and the H200, and a MIG slice has less of both.
     """
     name = " ".join(word for word in reported_name.split() if word not in _UNTOLD)
     return next((device for device in _DEVICES if name in device.reported_names), None)

@@ -323,7 +323,7 @@ class ModelSpec:
         return total
 
     def _beside_one_expert(self, num_experts: int) -> int:
-        """Return the parameters that experts add to dense layers: routers, and all but one of ``num_experts`` per layer."""
+        """Return the parameters that experts add to dense layers: routers, and ``num_experts`` less one per layer."""
         router = self.hidden_size * self.moe.num_experts if self.moe else 0
         return self.num_sparse_layers * ((num_experts - 1) * self.expert_parameters + router)
 

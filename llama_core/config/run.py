@@ -56,7 +56,7 @@ MOST_DEVICES = MOST_SEQUENCES = 2**20
 MOST_MICROBATCHES = 2**13
 """Most forward passes of a rank in one step. A rank lists all of them before it begins."""
 MOST_LAYERS = 2**8
-"""Most layers of a model: twice those of LLaMA 3 405B."""
+"""Most layers of a model: about twice those of LLaMA 3 405B."""
 MOST_TOKENS = 2**24
 """Most tokens of a sequence."""
 MOST_WORKERS = 2**6
@@ -191,7 +191,7 @@ class TrainingConfig(Section):
     grad_norm_spike_threshold: float | None = Field(None, gt=0)
     """The same for the gradient norm; default: its spikes are only clipped."""
     spike_window: int = Field(64, ge=2, le=2**16)
-    """Steps that the median is over; no spike is found before as many."""
+    """Last steps that the median is taken over; no spike is found before that many."""
     max_rollbacks: int = Field(3, ge=0)
     """Rollbacks of a run before a bad step stops it."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -205,8 +205,8 @@ class TrainingConfig(Section):
     eval_sequences: int = Field(64, ge=1)
     """Held-out sequences in one evaluation."""
     checkpoint_every: StepsOrAuto = 100
-    """Steps between checkpoints; 0: only after the last step; auto: what loses least, by the measured time of a save
-    and launch.node_mtbf_hours."""
+    """Steps between checkpoints; 0: only after the last step; auto: the interval that loses the least time, given the
+    measured time of a save and launch.node_mtbf_hours."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints kept on disk."""
 
@@ -289,7 +289,7 @@ class LaunchConfig(Section):
     nodes: int = Field(1, ge=1)
     """Machines the devices are spread over."""
     min_nodes: int | None = Field(None, ge=1)
-    """Fewest nodes that a Slurm job starts with, such as after it has lost one: it takes those that are free, up to
+    """Fewest nodes that a Slurm job starts with, such as after it has lost one: it takes the free nodes, up to
     `nodes`, and plans anew for them; default: all nodes."""
     collective_timeout_s: int = Field(600, ge=1)
     """Seconds that ranks wait for each other before the run counts as hung."""
@@ -335,7 +335,7 @@ class TrackingConfig(Section):
     """Where metrics go besides the console and the run directory's Parquet files."""
 
     run_name: str | None = Field(None, pattern=r"^\w[\w.-]*$", max_length=80)
-    """Name of the run, which its directory's name begins with; default: the model's name."""
+    """Name of the run; the name of its directory begins with it. Default: the model's name."""
     tensorboard: bool = True
     """Write TensorBoard events to <run>/logs/tensorboard."""
     wandb: WandbMode = "off"
@@ -350,11 +350,11 @@ class BenchmarkConfig(Section):
     warmup_steps: int = Field(2, ge=0)
     """Steps run before the clock starts."""
     steps: int = Field(5, ge=0)
-    """Steps that are timed; 0: none, a run then ends with its training."""
+    """Steps that are timed; with 0, a run ends with its training."""
     profile: bool = False
     """Watch the timed steps with torch's profiler, which slows them down: traces go to <run>/trace."""
     history: str | None = None
-    """Folder, also a shared one, that keeps the results of benchmarks and sweeps, to compare later ones with; default:
+    """Folder, possibly shared, that keeps the results of benchmarks and sweeps for later ones to compare with; default:
     `history` beside the run's or sweep's directory."""
 
 
@@ -585,7 +585,7 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide what is trained, as nested keys: model, data and training.
 
-        Where it runs, how it is divided, and how often it evaluates or saves are left out.
+        Where it runs, how it is divided, how often it evaluates or saves, and its handling of bad steps are left out.
         """
         whole = self.self_contained()
         return {

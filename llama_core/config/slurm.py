@@ -95,7 +95,7 @@ class SlurmConfig(Section):
     cpus_per_rank: int | None = Field(None, ge=1)
     """CPU cores of each rank; default: 4 on the CPU; on CUDA its GPU's share of a node's cores, or 8 if unknown."""
     memory_gb_per_node: int | None = Field(None, ge=1)
-    """Host memory per node in GB; default: the partition's, or what the estimate needs if that is more."""
+    """Host memory per node in GiB; default: the partition's, or what the estimate needs if that is more."""
     setup: list[Line] = Field(default_factory=list)
     """Shell lines to run on the first node before the ranks start, such as 'module load cuda'."""
     options: dict[OptionName, OptionValue] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""YAML as people mean it, from anywhere: plain values only, a key at most once, and no more values than are written."""
+"""YAML as people mean it, safe from any source: plain values, each key at most once, and a limit on their number."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ import yaml
 from llama_core.errors import ConfigError
 
 MOST_VALUES = 100_000
-"""Most values of a document. An alias counts as all that it stands for, so that a few lines cannot become billions."""
+"""Most values of a document. An alias counts as all values that it stands for: a few lines cannot become billions."""
 
 
 class _StrictLoader(yaml.SafeLoader):

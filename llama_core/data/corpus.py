@@ -73,7 +73,7 @@ Raises ``UnusableRecordError`` for a conversation to leave out, ``DataError`` fo
 
 
 class UnusableRecordError(ValueError):
-    """A record that gives no document: its kind, and the reason in a few words."""
+    """A record that gives no document, with the kind of problem and the reason in a few words."""
 
     def __init__(self, kind: BadLineKind, reason: str) -> None:
         super().__init__(f"{kind} ({reason})")
@@ -144,7 +144,7 @@ def find_files(source: str) -> list[SourceFile]:
             paths = [path]
         stats = [(path, path.stat()) for path in paths]
         for path, found in stats:
-            if not stat.S_ISREG(found.st_mode):  # such as a pipe, which would be waited for
+            if not stat.S_ISREG(found.st_mode):  # such as a pipe, where reading would wait
                 raise DataError(f"{path} is not a regular file; write the data into a file")
     return [SourceFile(path, found.st_size, found.st_mtime_ns) for path, found in stats]
 

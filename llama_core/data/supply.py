@@ -59,12 +59,12 @@ class Supply:
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[_Step]] = deque()
         self._position: dict[str, Any] | None = None
-        """After the last step that was handed out; None if the source itself is there."""
+        """The position after the last step handed out; None if the source itself is at that position."""
         on_gpu = reads_ahead and device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def next_step(self) -> list[Batch]:
-        """Return the microbatches of the next step; what the source raises, this raises."""
+        """Return the microbatches of the next step; raises the source's errors."""
         if not self.reads_ahead:
             return self._copied(self.split(self.source.next_batch()))
         reader = self._reader or self._start()
@@ -79,7 +79,7 @@ class Supply:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(step.copied)
             for tensor in (tensor for microbatch in step.microbatches for tensor in microbatch.tensors()):
-                tensor.record_stream(computing)  # its memory is the copying stream's, which must not reuse it earlier
+                tensor.record_stream(computing)  # the copying stream owns its memory and must not reuse it earlier
         return step.microbatches
 
     def stop(self) -> None:

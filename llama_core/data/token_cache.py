@@ -40,7 +40,7 @@ _OFFSET_DTYPE, _HASH_DTYPE = "<i8", "<u8"
 
 @dataclass(frozen=True)
 class _Record:
-    """What ``cache.json`` holds."""
+    """The contents of ``cache.json``."""
 
     num_documents: int
     num_tokens: int
@@ -100,7 +100,7 @@ def cached_tokens(
         DataError: if the corpus cannot be read, is empty, or has more than ``max_bad_lines`` unusable lines.
         OSError: if the cache cannot be written; nothing of it is left then.
     """
-    # only reading a source shows whether it holds conversations, so that their format matters
+    # the format matters only if the source holds conversations, and only reading it shows that
     made_by = {False: tokenizer.fingerprint, True: f"{tokenizer.fingerprint} {chat.fingerprint}"}
     entries = {key: directory / f"tokens-{_key(files, text_field, made_by[key])}" for key in made_by}
 

@@ -202,7 +202,7 @@ class HuggingFaceTokenizer:
     def _working(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # as in the parser
+        except Exception as error:  # these errors, too, have no class of their own
             raise DataError(f"tokenizer {self.name!r} does not work: {error}; copy it again") from None
 
 
@@ -230,7 +230,7 @@ def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int
 
     Args:
         tokenizer: the tokenizer.
-        before: the ids that precede them: some tokenizers drop a space at the beginning of a text.
+        before: the ids that precede them; needed because some tokenizers drop a space at the beginning of a text.
         ids: the ids, as they become known.
     """
     recent, shown = list(before), len(tokenizer.decode(before))

@@ -125,7 +125,7 @@ def _verdict(run: RunDirectory, job: JobRecord, restart: int, scheduled: Verdict
 
 @dataclass
 class _AttemptRecord:
-    """What is read of an attempt's record."""
+    """The fields of an attempt's record that are read."""
 
     job_id: str | None
     submitted_at: str | None
@@ -198,7 +198,7 @@ def _start_of_attempt(
 ) -> float:
     """Return the time, in seconds since the epoch, after which steps belong to this attempt.
 
-    It is of the clock of the first rank's machine, as those of the steps are, once that has started.
+    Once the first rank has started, it comes from the clock of that rank's machine, like the times of the steps.
     """
     started_at = _started_at(run, job, restart)
     if started_at is not None:
@@ -218,4 +218,4 @@ def _steps_since(run: RunDirectory, start: float) -> tuple[int | None, int | Non
     if not since and newest.time < start:
         return None, None
     before = max((record["step"] for record in records if record["time"] < start), default=0)
-    return min([before + 1, *since]), newest.step  # steps before the start may be of a clock that was set back since
+    return min([before + 1, *since]), newest.step  # a clock set back makes later steps look earlier

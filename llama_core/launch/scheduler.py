@@ -147,8 +147,8 @@ def cores_per_gpu(partition: str | None) -> int | None:
     """Return a GPU's share of the cores that jobs get on a node; None if Slurm does not say, or no node has GPUs.
 
     Args:
-        partition: a partition, or several separated by commas, of which the node with the smallest share counts; None
-            for the cluster's default.
+        partition: a partition, or several separated by commas; the node with the smallest share counts. None means the
+            cluster's default.
     """
     listed = _slurm("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%G")
     wanted = partition.split(",") if partition else []
@@ -187,11 +187,11 @@ def largest_node_bytes(partition: str | None) -> int | None:
 def default_memory_bytes(partition: str | None, cores: int, gpus: int) -> float | None:
     """Return the memory on a node of a job that asks for none; infinite if it gets the node's, None if Slurm is silent.
 
-    A partition's default goes before the cluster's, and one for each GPU before one for each core or node.
+    A partition's default takes precedence over the cluster's, and a default per GPU over one per core or node.
 
     Args:
-        partition: a partition, or several separated by commas, of which the least default counts; None for the
-            cluster's default.
+        partition: a partition, or several separated by commas; the smallest default counts. None means the cluster's
+            default.
         cores: cores of the job on a node.
         gpus: GPUs of the job on a node.
     """

@@ -21,7 +21,7 @@ class ResolvedConfig:
 
 
 def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedConfig:
-    """Return ``config`` with device, precision and GPU type filled in from what ``machine`` has.
+    """Return ``config`` with device, precision, GPU type and reading threads filled in for ``machine``.
 
     Raises:
         EnvironmentMismatchError: if the request cannot run on this machine.

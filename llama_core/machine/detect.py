@@ -40,7 +40,7 @@ class Machine:
     gpus: tuple[str, ...]
     """Names of the CUDA devices that the installed torch can use."""
     gpu_type: DeviceSpec | None
-    """The first one, or None if it is not in the table of devices."""
+    """The type of the first one; None without one, or if it is not in the table of devices."""
     cpu_native_bf16: bool
     """Whether the CPU multiplies bf16 matrices in hardware."""
     memory_bytes: int
@@ -80,7 +80,7 @@ def package_version(package: str) -> str | None:
 
 
 def software_versions() -> dict[str, str]:
-    """Return the versions of the software that decides how fast a step is: python, torch, this package, its commit."""
+    """Return the versions of the software that decides the speed: python, torch, this package, its commit, driver."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "llama-training-infra"):
         if (version := package_version(package)) is not None:  # a checkout need not be installed
@@ -93,7 +93,7 @@ def software_versions() -> dict[str, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Return what git prints in a folder; empty if it is missing or refuses."""
+    """Return the output of git in a folder; empty if git is missing or fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -102,7 +102,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def detect_machine() -> Machine:
-    """Return what this process may use, cgroup limits and ``CUDA_VISIBLE_DEVICES`` included."""
+    """Return the hardware that this process may use, within cgroup limits and ``CUDA_VISIBLE_DEVICES``."""
     import psutil
 
     gpus = tuple(gpu.name for gpu in visible_gpus()) if torch_has_cuda() else ()

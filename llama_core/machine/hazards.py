@@ -1,4 +1,4 @@
-"""What makes runs fail on a fully installed machine: drivers, limits, disks, clocks, host names."""
+"""Checks for causes of failure on a fully installed machine: drivers, limits, disks, clocks, host names."""
 
 import importlib.metadata
 import importlib.util
@@ -124,9 +124,9 @@ def driver_problem(cuda: str, driver: str) -> str:
 
 
 def fitting_build(major: int, minor: int) -> str:
-    """Return how to install a torch that a driver for this version of CUDA runs, as a clause; empty if there is none.
+    """Return how to install a torch that runs on a driver for this CUDA version, as a clause; empty if there is none.
 
-    Those for CUDA 12 run on each of its drivers; devices since Blackwell need that for 12.8.
+    A build for CUDA 12 runs on every driver for CUDA 12. Blackwell and newer devices need the build for 12.8.
     """
     if major not in _OLDEST_DRIVER:
         return ""
@@ -162,7 +162,7 @@ def _torch_cuda() -> str | None:
 
 
 def _open_files() -> Finding:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # which the ranks set as their limit
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the ranks raise their limit to this
     return Finding(
         "open files",
         f"ulimit -Hn {'unlimited' if most < 0 else most}",

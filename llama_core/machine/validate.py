@@ -1,4 +1,4 @@
-"""Check what this machine lacks for a run and what will slow it down, without torch."""
+"""Check whether this machine has everything a run needs, and whether anything will slow it down, without torch."""
 
 import os
 import platform

@@ -33,7 +33,7 @@ NUM_COLUMNS = 8
 def is_faster(q_BNSH: Tensor, bias_B1SJ: Tensor | None) -> bool:
     """Return whether the backward in blocks is faster than torch's own, and as exact.
 
-    In fp32 it is where it skips keys that a bias hides, which torch's own does not.
+    In fp32 it is faster only with a bias: it skips keys that the bias hides, and torch's own does not.
     """
     narrow = q_BNSH.dtype == torch.bfloat16
     return q_BNSH.device.type == "cpu" and (narrow or (q_BNSH.dtype == torch.float32 and bias_B1SJ is not None))
@@ -50,7 +50,7 @@ def cpu_attention(
         k_BKJH: keys; K divides N.
         v_BKJH: values.
         bias_B1SJ: is added to the scores, in the dtype of the queries; -inf if a query does not see a key.
-        causal: whether query i sees only the keys 0 to i, instead.
+        causal: without a bias, whether query i sees only the keys 0 to i.
     """
     if bias_B1SJ is None:
         out_BNSH, lse_BNS = aten._scaled_dot_product_flash_attention_for_cpu(q_BNSH, k_BKJH, v_BKJH, is_causal=causal)
@@ -127,10 +127,10 @@ class _RowBackward:
         return self._grad_kv_2KJE[..., : self.head_dim]
 
     def take(self, grad_out_NQH: Tensor, out_NQH: Tensor, lse_NQ: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Add what a block of queries adds to the gradients of its keys and values, and return the queries' own."""
+        """Add a block's share to the gradients of its keys and values, and return the gradients of its queries."""
         q_NQH = self._q_NSH[:, queries]
         k_KVE, v_KVE = self._kv_2KJE[:, :, keys].contiguous()  # oneDNN would copy both at each use
-        # probabilities are multiplied by a power of two, and what they are multiplied by is divided by it
+        # probabilities are multiplied by a power of two, and their factors in products are divided by it
         exponents_NQ = self._exponents(q_NQH, k_KVE, lse_NQ, queries, keys)
         grad_out_NQH = grad_out_NQH.to(lse_NQ.dtype) * torch.exp2(-exponents_NQ)[..., None]
         grad_out_KRE = self._rows(grad_out_NQH, (grad_out_NQH * out_NQH).sum(-1))
@@ -199,7 +199,7 @@ def _blocks(q_BNSH: Tensor, k_BKJH: Tensor, bias_1SJ: Tensor | None, causal: boo
         keys = slice(0, num_keys)
         if bias_1SJ is not None:
             seen = torch.nonzero(bias_1SJ[0, queries].amax(0) > -torch.inf).flatten()
-            # one key stands for none: nothing is seen of it
+            # if no key is seen, take one: the bias hides it
             keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
         elif causal:
             keys = slice(0, queries.stop)

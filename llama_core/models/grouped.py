@@ -1,6 +1,6 @@
 """Products of rows with matrices, in groups: the rows of each expert with that expert's matrix.
 
-The groups are consecutive rows of any number. One operator hides which code runs: torch's grouped kernel, or a product
+A group is any number of consecutive rows. One operator hides which code runs: torch's grouped kernel, or a product
 per group where that kernel lacks the dtype or refuses the strides. It also works on fake tensors and in compiled code,
 and torch's FLOP counter knows it.
 """
@@ -92,6 +92,6 @@ grouped_product.register_autograd(_backward, setup_context=_save)
 
 @register_flop_formula([torch.ops.llama_core.grouped_product, torch.ops.llama_core.grouped_outer_product])
 def _flops(x_shape: Any, other_shape: Any, *_: Any, **__: Any) -> int:
-    """Two per row and element of its matrix, in either operator."""
+    """Return two FLOPs per row and element of its matrix, for either operator."""
     flops: int = 2 * x_shape[0] * x_shape[1] * other_shape[-1]
     return flops

@@ -281,7 +281,7 @@ class Block(nn.Module):
 
     Args:
         spec: the architecture.
-        feed_forward: what the feed-forward is; default: a dense one.
+        feed_forward: the feed-forward; default: a dense one.
     """
 
     def __init__(self, spec: ModelSpec, feed_forward: nn.Module | None = None) -> None:

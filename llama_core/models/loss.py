@@ -236,8 +236,8 @@ class _SoftmaxInKernels:
         softmax_of_parts(logits_CV, targets_C, combined_3C, losses_C, self._ignore_index, first, scale)
 
 
-# Operators, because a dry run traces them on fake tensors and without Triton. Each does what the function of its kernel
-# in models.loss_kernels says.
+# Custom operators, so that a dry run can trace them on fake tensors and without Triton. Each calls one function of
+# models.loss_kernels.
 
 
 @torch.library.custom_op("llama_core::softmax_of_rows", mutates_args=("logits", "losses"))
@@ -282,7 +282,7 @@ def _add_wide_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> Non
 
 
 class _SoftmaxInBlocks:
-    """The losses of all tokens, made chunk by chunk; an ignored token's logits get gradients of no meaning."""
+    """The losses of all tokens, made chunk by chunk; an ignored token's logits get meaningless gradients."""
 
     def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None, block_RV: Tensor) -> None:
         self._group, self._block_RV = group, block_RV

@@ -1,8 +1,8 @@
 """A mixture of experts in place of a feed-forward: a router sends each token through a few of many feed-forwards.
 
 No token is dropped and nothing is padded: an expert gets as many tokens as chose it. Two losses keep the router
-healthy: one is least if all experts get as many tokens, the other if the logits stay small. They are means over the
-rows of a step, so they do not depend on how the step is divided. Only their gradients enter the training, in the
+healthy: one is lowest if all experts get equally many tokens, the other if the logits are small. They are means over
+the rows of a step, so they do not depend on how the step is divided. Only their gradients enter the training, in the
 backward of the gates; the model's loss stays the cross-entropy.
 
 Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1; Fedus et al. 2021, arXiv:2101.03961, section 2.2, for the
@@ -147,8 +147,8 @@ def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
 def token_sums(logits_BSE: Tensor, tokens_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three sums over the tokens of each row, [B]: of the balance loss, the z-loss, and the router's entropy.
 
-    The balance loss of a row is ``E * sum(share * mean probability)`` over the experts. It is 1 if every expert gets as
-    many tokens, and E if one gets all of them. The z-loss is the mean square of the logits' log-sum-exp.
+    The balance loss of a row is ``E * sum(share * mean probability)`` over the experts. It is 1 if all experts get
+    equally many tokens, and E if one gets all of them. The z-loss is the mean square of the logits' log-sum-exp.
 
     Args:
         logits_BSE: the router's logits, for all tokens of each row or for a part of them.

@@ -135,7 +135,7 @@ def _check_complete(checkpoint: Path) -> None:
 
 
 def _check_architecture(spec: ModelSpec, theirs: ModelSpec, source: Path) -> list[str]:
-    """Refuse a run's model unless it has the shapes of ``spec``; return what else differs."""
+    """Refuse a run's model unless it has the shapes of ``spec``; return a sentence for each other difference."""
     _check_fixed(spec, theirs, source)
     check_weights(_as_dense_as(theirs, spec), hugging_face_shapes(theirs), source=str(source))
     return _moved(spec, theirs, source)
@@ -147,7 +147,7 @@ def _as_dense_as(theirs: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
 
 
 def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:
-    """Return ``spec`` as the full model of an origin has it: without experts if that has none."""
+    """Return ``spec``, without experts if the full model of an origin has none."""
     if origin.base is None:
         return _as_dense_as(origin.drawn_by.spec if origin.drawn_by else None, spec)
     return _as_dense_as(saved_run(origin.base).spec if is_checkpoint(origin.base) else _model_of(origin.base), spec)

@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that we read, by the format's names."""
 _STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
-"""Tensors of all experts, each with the matrices that it has for one expert after another."""
+"""Tensors that hold the matrices of all experts, with the names of the matrices that they hold for each expert."""
 _AGAIN = "download it again"
 _PICKLED = ("*.bin", "*.pth", "*.pt")
 
@@ -43,7 +43,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the model in ``folder``. Reads only the headers of its files.
 
     Raises:
-        WeightsError: if there is no model, a part of one, or other weight files besides.
+        WeightsError: if there is no model, only part of one, or another weights file beside it.
     """
     files = {path.name for path in folder.glob("*.safetensors")}
     index = folder / INDEX

@@ -1,7 +1,7 @@
 """Attention of some queries to some of the keys, one block of a larger softmax: forward and backward.
 
 torch's fused kernels return the log-sum-exp that merges blocks, and their backward takes the one over all blocks, but
-only under private names. All uses of these names are here, those of the kernel for documents too.
+only under private names. Only this file and ``models.cpu_attention`` call them by these names.
 
 Source: Dao 2023, arXiv:2307.08691, section 3.1.
 """
@@ -59,9 +59,9 @@ class Kernel(NamedTuple):
     """A fused attention and its gradient, on tensors cut to the visible part of a block."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """From q, k, v and what says who sees whom (a mask) to the output and its log-sum-exp."""
+    """Maps q, k, v and a mask to the output and its log-sum-exp."""
     backward: Callable[..., tuple[Tensor, ...]]
-    """From the output's gradient, q, k, v, output, log-sum-exp and the same to the gradients of q, k and v."""
+    """Maps the output's gradient, q, k, v, output, log-sum-exp and the mask to the gradients of q, k and v."""
 
 
 def block_forward(q_BNSH: Tensor, kv_2BKSH: Tensor, *, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -188,6 +188,6 @@ _CAUSAL = (-1, 0)
 VARLEN = Kernel(_varlen_forward, _varlen_backward)
 """The kernel for documents, on CUDA and in 16 bits, for tensors with tokens first and without rows.
 
-In place of a mask it takes where the queries of each document begin and the last end, the same for their keys, both
+In place of a mask it takes the starts of all documents' queries and the end of the last, the same for their keys, both
 int32, and the most queries and the most keys of a document.
 """

@@ -33,7 +33,7 @@ _DIVIDED_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "tp": {"w1": 1, "w2": 2, "w3
 
 
 def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
-    """Divide the experts of ``model`` over the axes ep and tp of a mesh, and make their tokens travel.
+    """Divide the experts of ``model`` over the axes ep and tp of a mesh, and send tokens to the ranks that hold them.
 
     Their parameters become DTensors if one of these axes has several ranks.
 
@@ -130,7 +130,7 @@ def _exchange(x: Tensor, num_to_receive: list[int], num_to_send: list[int], grou
 
 @torch.no_grad()
 def routing_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
-    """Return what a step's routers counted, summed over all ranks: a row for each layer; None without experts.
+    """Return the statistics of a step's routers, summed over all ranks: a row for each layer; None without experts.
 
     All ranks must call it together, after the step.
     """

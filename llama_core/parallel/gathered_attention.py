@@ -1,7 +1,7 @@
 """Attention to packed documents in a divided sequence: keys and values are gathered, and one kernel takes documents.
 
-The kernel takes no mask, but the keys of a document as one range, which end where its queries end. The queries of a
-rank are two chunks of every row (see ``context``). Both see the row from its start to their own end, so the gathered
+Instead of a mask, the kernel takes each document's keys as one range, which ends where its queries end. The queries of
+a rank are two chunks of every row (see ``context``). Both see the row from its start to their own end, so the gathered
 keys are laid out as these two ranges for every row. Every document is then part of both: its queries are those in the
 chunk, perhaps none, and its keys those before the end of the chunk.
 

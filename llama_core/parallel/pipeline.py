@@ -51,7 +51,7 @@ class Pipeline:
         in_two_parts = any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions)
         self.deferred = DeferredGradients(model) if in_two_parts else None
         self.on_action: OnAction | None = None
-        """Called when the inputs of a computation are there and it begins, and when it ends."""
+        """Called when a computation begins, after its inputs have arrived, and when it ends."""
 
     def forward_backward(self, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> list[Tensor]:
         """Run one step's forwards and backwards, adding ``scale`` times the gradients to the parameters'.
@@ -216,7 +216,7 @@ class _Execution:
         self.leaving.append((work, tensor))
 
     def _forget_sent(self) -> None:
-        """Drop the tensors sent before the last computation, which had its time to send them.
+        """Drop the tensors sent before the last computation, during which they could be transferred.
 
         On CUDA this makes only the computations that follow wait for the transfers, as they may use the memory.
         """

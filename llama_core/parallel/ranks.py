@@ -140,7 +140,7 @@ def has_lost_the_others(error: BaseException) -> bool:
 
 
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What the kernel says of a connection whose other process has died, as gloo and the store repeat it."""
+"""The kernel's words for a connection whose other process has died, which gloo and the store quote."""
 
 _LIBRARIES_SAY = (
     "Timed out waiting",  # gloo
@@ -190,7 +190,7 @@ def on_first_rank(value: T) -> list[T]:
 
 
 def first_complaint(complaint: str) -> str:
-    """Return on all ranks what one of them complains of; "" if none does."""
+    """Return one rank's complaint on all ranks; "" if no rank has one."""
     (of_rank,) = most_over_ranks(own_rank() + 1 if complaint else 0)
     if not of_rank or not dist.is_initialized():
         return complaint

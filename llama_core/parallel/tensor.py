@@ -1,10 +1,10 @@
-"""Tensor and sequence parallelism: one table of which rank holds which part of every matrix.
+"""Tensor and sequence parallelism: one table says how every matrix is divided over the ranks.
 
-Attention and feed-forward divide their first matrices by columns and their last one by rows, so the ranks communicate
-twice: to gather the input, and to sum the output. With sequence parallelism, the residual stream between the blocks is
-divided along the sequence, and an all-gather and a reduce-scatter replace each all-reduce: the same bytes are sent, and
-a rank holds 1/tp of the stream and the norms' results. The vocabulary is divided too: a rank holds only its own part of
-the embedding, the head and the logits.
+Attention and feed-forward divide the outputs of their first matrices and the inputs of their last one, so the ranks
+communicate twice: to gather the input, and to sum the output. With sequence parallelism, the residual stream between
+the blocks is divided along the sequence, and an all-gather and a reduce-scatter replace each all-reduce: the same bytes
+are sent, and a rank holds 1/tp of the stream and the norms' results. The vocabulary is divided too: a rank holds only
+its own part of the embedding, the head and the logits.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198, for the sequence.
 """

@@ -1,7 +1,7 @@
 """Data parallelism: one interface for calling a rank's part of the model and combining its gradients.
 
 * One rank: nothing is combined.
-* Copies of a whole model (``zero_stage=0``, tp = pp = 1): ``DistributedDataParallel``, with its compression hooks.
+* Copies of a whole model (``zero_stage=0``, tp = pp = ep = 1): ``DistributedDataParallel`` and its compression hooks.
 * Everything else: ``fully_shard``. ZeRO's stages differ in how long weights and gradients stay whole:
 
   ====== ====================================== ====================================== =========================
@@ -14,8 +14,8 @@
          after it
   ====== ====================================== ====================================== =========================
 
-  Between steps all three hold weights, gradients and moments in shards. Stage 0 with tensor or pipeline parallelism is
-  stage 1 with replicas instead of shards.
+  Between steps all three hold weights, gradients and moments in shards. Stage 0 with tensor, pipeline or expert
+  parallelism is stage 1 with replicas instead of shards.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -50,7 +50,7 @@ class DataParallel(Protocol):
     """How the ranks that hold the same parameters work together."""
 
     call: Callable[..., Tensor]
-    """The model's forward, with what data parallelism does around it."""
+    """The model's forward, with the work of data parallelism around it."""
 
     def prepare(self, *, last: bool) -> None:
         """Prepare the next forward or backward; ``last`` says that it is the last of its kind in the step."""
@@ -106,7 +106,7 @@ class Copies:
         """Do nothing: every copy is whole at all times."""
 
     def end_step(self, updated: Tensor) -> None:
-        """Drop what PowerSGD has not sent yet, and its next factors, if they are not finite. Waits for the device."""
+        """Drop PowerSGD's unsent errors and next factors after a skipped update; with PowerSGD, wait for the device."""
         if self._powersgd is not None and not updated:
             for memory in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
                 memory.clear()
@@ -155,7 +155,7 @@ class Sharded:
         self.call = self._first_forward if several_stages and self.stage < 2 else self.model
 
     def _first_forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """Run the model, and gather the other stages of this rank: a backward that keeps gradients whole reads all."""
+        """Run the model, and gather this rank's other stages, which a backward that keeps whole gradients reads too."""
         output = self.model(*inputs, **named)
         for group in self.groups:
             group.unshard()

@@ -57,7 +57,7 @@ class ParallelPlan:
     cp: int = 1
     """Context-parallel ranks, which divide every sequence."""
     ep: int = 1
-    """Expert-parallel ranks, which divide the experts of a mixture: so many neighbours among the data-parallel ones."""
+    """Expert-parallel ranks, which divide the experts of a mixture: neighbours among the data-parallel ranks."""
     dp_shard: int = 1
     """Data-parallel ranks that shard optimizer states, gradients and weights."""
     dp_replicate: int = 1
@@ -305,7 +305,7 @@ class ParallelPlan:
 
     @property
     def fewer_expert_shards(self) -> int:
-        """The factor by which experts are sharded over fewer ranks than the rest, since some of these divide them."""
+        """The factor by which experts have fewer shards than other weights: ranks that divide experts do not shard."""
         return math.gcd(self.ep, self.dp_shard)
 
     @property
@@ -379,7 +379,7 @@ class ParallelPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Settings that have no effect in this plan, or whose time is not estimated, a sentence each."""
+        """Settings that have no effect in this plan, or an effect that may surprise, a sentence each."""
         return tuple(self._without_effect())
 
     def _without_effect(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the first rank does besides steps: now, for someone who waits, and since the run began, for its goodput."""
+"""The activities of the first rank besides steps: the current one, for whoever waits, and all of them, for goodput."""
 
 import time
 from contextlib import suppress
@@ -20,7 +20,7 @@ class Activity:
     """What the first rank does, and since when."""
 
     doing: str
-    """What follows "has been", such as ``building the model``."""
+    """Completes "has been", such as ``building the model``."""
     since: float
     """Seconds since the epoch."""
     part: TimePart = "startup"
@@ -30,13 +30,13 @@ class Activity:
 def record_activity(run: RunDirectory, doing: str, part: TimePart = "startup") -> None:
     """Record what this rank does from now on; only the first rank may call it."""
     activity = Activity(doing, time.time(), part)
-    with suppress(OSError):  # a full disk ends a run where it loses something
+    with suppress(OSError):  # a full disk ends the run only where something would be lost
         write_json(run.activity, activity, durable=False)
     append_activities(run, activity)
 
 
 def append_activities(run: RunDirectory, *activities: Activity) -> None:
-    """Add to the history of the first rank alone."""
+    """Add to the first rank's history, and leave its current activity as it is."""
     with suppress(OSError):
         append_lines(run.activities, map(asdict, activities))
 

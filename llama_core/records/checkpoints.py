@@ -76,10 +76,12 @@ def complete_state(path: Path) -> dict[str, Any]:
 
 
 def recorded_sums(path: Path) -> dict[str, FileSum]:
-    """Return what each file of the checkpoint in ``path`` must be; nothing if an earlier version wrote no checksums.
+    """Return the recorded size and checksum of each file of the checkpoint in ``path``, by its path in it.
+
+    The result is empty for a checkpoint of an earlier version, which has no checksums.
 
     Raises:
-        CheckpointError: if that cannot be read.
+        CheckpointError: if they cannot be read.
     """
     _, sums = _read(path)
     return sums if all(written.crc32 for written in sums.values()) else {}
@@ -104,7 +106,7 @@ def write_manifest(path: Path, sums: Mapping[str, FileSum]) -> None:
 
     Args:
         path: the checkpoint.
-        sums: those of its files that are known, by their path in it; the others are read.
+        sums: known sums of its files, by their path in it; the other files are read.
     """
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} | set(sums)
     files = {name: asdict(sums.get(name) or file_sum(path / name)) for name in sorted(names - {MANIFEST})}
@@ -112,7 +114,7 @@ def write_manifest(path: Path, sums: Mapping[str, FileSum]) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, FileSum]]:
-    """Return the counters of the checkpoint in ``path``, and what each of its files must be."""
+    """Return the counters of the checkpoint in ``path``, and the recorded size and checksum of each of its files."""
     state = _record(path / STATE)
     sizes = state.pop("files", None)
     try:

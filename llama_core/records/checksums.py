@@ -1,7 +1,7 @@
 """Sizes and checksums of files: taken while a file is written, and compared with the file later.
 
-The checksum is CRC-32 of zlib, which finds every flipped bit and every run of up to 32 damaged bits, misses other
-damage once in 4 billion times, and costs little beside a disk (docs/reliability.md). It is no protection against
+The checksum is zlib's CRC-32. It finds every flipped bit and every run of up to 32 damaged bits, misses other damage
+once in 4 billion times, and costs little compared with a disk (docs/reliability.md). It does not protect against
 somebody who changes files on purpose.
 """
 
@@ -64,7 +64,7 @@ def find_damage(folder: Path, sums: Mapping[str, FileSum], *, read: bool = True)
 
     Args:
         folder: where the files are.
-        sums: what each must be, by its path in ``folder``.
+        sums: the sum that each file must have, by its path in ``folder``.
         read: compare the checksums too, which reads every byte; otherwise only the sizes.
     """
     problem_of = partial(_problem_of, folder, read=read)
@@ -81,7 +81,7 @@ def _problem_of(folder: Path, expected: tuple[str, FileSum], *, read: bool) -> s
         if num_bytes != written.num_bytes:
             return f"{name} has {num_bytes} of {written.num_bytes} bytes"
         found = file_sum(folder / name) if read else written
-    except (FileNotFoundError, ValueError):  # ValueError: no name of a file
+    except (FileNotFoundError, ValueError):  # ValueError: not a file name
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror or error}"

@@ -111,7 +111,7 @@ class RunDirectory:
 
     @property
     def repeated_steps(self) -> Path:
-        """The steps that are in no metrics because they were done again or left out, a line of JSON each."""
+        """The steps missing from the metrics because they were done again or left out, a line of JSON each."""
         return self.path / "logs" / "repeated-steps.jsonl"
 
     @property
@@ -131,7 +131,7 @@ class RunDirectory:
 
     @property
     def reserve(self) -> Path:
-        """A file without meaning, whose room is for the outcome if the disk is full."""
+        """A placeholder, deleted to make room for the outcome if the disk is full."""
         return self.logs / "reserve"
 
     @property
@@ -154,7 +154,7 @@ class RunDirectory:
         return self.trace / f"pipeline-{pp_rank:05d}.json"
 
     def temporary(self, host: str) -> Path:
-        """Folder of a machine's temporary files if its own folder for them has no room."""
+        """Folder for a machine's temporary files if the machine's own has no room."""
         return self.logs / "tmp" / host
 
     @property

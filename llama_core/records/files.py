@@ -21,7 +21,7 @@ from llama_core.units import format_bytes
 
 SCHEMA_VERSION = 1
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What Python raises at a record whose keys or values are not those that this software writes."""
+"""The errors that Python raises for a record whose keys or values this software does not write."""
 T = TypeVar("T")
 
 
@@ -29,7 +29,7 @@ def _iso_time(text: str) -> str:
     try:
         datetime.fromisoformat(text).timestamp()
     except OverflowError:
-        raise ValueError("no time that this machine can count") from None
+        raise ValueError("a time that this machine cannot represent") from None
     return text
 
 
@@ -47,7 +47,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def no_room(folder: Path, num_bytes: int = 0) -> str:
-    """Return the clause that the disk of ``folder`` is full, with what is free there and, if known, what is needed."""
+    """Return the clause that the disk of ``folder`` is full, with the free and, if known, the needed bytes."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     needed = f"over {format_bytes(num_bytes)} needed, " if num_bytes else ""
@@ -89,7 +89,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def named(path: Path, instead_of: Path | None = None) -> Iterator[None]:
-    """Name ``path`` in an error of the system that names no file, as a failed write does, or names ``instead_of``."""
+    """Make an ``OSError`` name ``path`` if it names no file, as after a failed write, or names ``instead_of``."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def remove_temporaries(folder: Path, before: float) -> None:
 
     Args:
         folder: where it wrote.
-        before: seconds since the epoch; whoever wrote a file before has ended.
+        before: seconds since the epoch. Older files are removed, because their writers have ended.
     """
     for temporary in folder.glob(".*.tmp"):
         with suppress(OSError):
@@ -180,9 +180,9 @@ def read_typed(path: Path, kind: type[T]) -> T:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """Return the records of a file that has one as JSON in each line; none if there is no file.
+    """Return the records of a file with one record as JSON in each line; an empty list if there is no file.
 
-    A line that is no JSON was cut short, when its process was killed or its disk was full, and is left out.
+    A line that is not JSON was cut short when its process was killed or its disk was full. It is left out.
 
     Raises:
         RunDirectoryError: if the file cannot be read, or naming the first key of a whole line that is missing or wrong.
@@ -219,7 +219,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 @contextmanager
 def intact(path: Path) -> Iterator[None]:
-    """Turn what Python raises at wrong keys or values of the record in ``path`` into one line that names the file."""
+    """Turn an error from wrong keys or values of the record in ``path`` into one line that names the file."""
     try:
         yield
     except DAMAGE as error:
@@ -227,7 +227,7 @@ def intact(path: Path) -> Iterator[None]:
 
 
 def damaged(path: Path, problem: object) -> RunDirectoryError:
-    """Return the error of a file that is not as this software writes it."""
+    """Return the error for a file whose contents this software does not write."""
     return RunDirectoryError(f"{path} is damaged ({problem}); restore it from a backup, or remove it")
 
 

@@ -47,8 +47,8 @@ class Goodput:
     """Where the wall time of a run went."""
 
     attempts: tuple[Mapping[TimePart, float], ...]
-    """Seconds of each part, by attempt. They add up to the time from the end of the attempt before to its own; that of
-    the first begins with its submission."""
+    """Seconds of each part, by attempt. An attempt's parts add up to the time from the end of the attempt before to its
+    own end; the first attempt begins with its submission."""
 
     @property
     def total(self) -> Mapping[TimePart, float]:
@@ -93,10 +93,10 @@ def split_time(activities: Sequence[Activity], steps: Sequence[TakenStep]) -> li
     """Return the seconds of each part of a run's time, by attempt.
 
     Args:
-        activities: what the first rank did, in order. One with the part ``queue`` begins an attempt: its time is that
-            of the submission, or 0 if the job was already known, which then queued since the attempt before. One with
-            the part ``stopped`` ends it; otherwise its last activity or step does. The time of an activity with the
-            part ``steps`` is that of the steps it began, and ``other``.
+        activities: what the first rank did, in order. An activity with the part ``queue`` begins an attempt. Its time
+            is that of the submission, or 0 if the job was already known and has queued since the attempt before. An
+            activity with the part ``stopped`` ends the attempt; without one, its last activity or step does. The time
+            of an activity with the part ``steps`` is divided among its steps, and the rest is ``other``.
         steps: all steps ever taken, in any order.
     """
     attempts: list[dict[TimePart, float]] = []

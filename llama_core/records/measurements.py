@@ -10,7 +10,7 @@ from pydantic import Field
 from llama_core.units import format_bytes, format_count, format_duration
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""A time that a quotient may be taken by."""
+"""A time above zero, so that it can be a divisor."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class StepRecord:
     data_seconds: float
     """Part of the step spent waiting for data."""
     forward_backward_seconds: float
-    """Part of the step spent in forward and backward passes, and clipping the gradient."""
+    """Part of the step spent in forward and backward passes and, except with DeepSpeed, on the gradient's norm."""
     optimizer_seconds: float
-    """Part of the step spent updating the weights."""
+    """Part of the step spent clipping the gradient and updating the weights."""
     mfu: float | None
     """Model FLOP/s divided by the devices' peak or, on the CPU, their rate of matrix products. Attention counts in
     full. None if the peak is unknown."""
@@ -55,21 +55,21 @@ class StepRecord:
     time: float
     """Seconds since the epoch at the end of the step."""
     balance_loss: float | None = None
-    """How unevenly routers spread tokens over experts, mean over sparse layers and rows: 1 is evenly, the number of
-    experts is worst. Like the next three, None without experts, and before its weight in the gradient."""
+    """How unevenly routers spread tokens over experts, mean over sparse layers and rows: 1 is even, the number of
+    experts is worst. Not multiplied by its coefficient. Like the next three, None without experts."""
     router_z_loss: float | None = None
     """Mean square of the log-sum-exp of a router's logits, over sparse layers and tokens."""
     router_entropy: float | None = None
     """Mean entropy of a router's probabilities, over sparse layers and tokens, in nats."""
     expert_load: float | None = None
-    """Tokens of the busiest expert of a layer over those of its average one, in the layer where that is most."""
+    """Tokens of a layer's busiest expert divided by the mean of its experts, in the layer where this is highest."""
     memory_reserved_bytes: int = 0
-    """Most memory taken for it so far: by the CUDA allocator from the device, or the resident set on the CPU; 0 if not
-    recorded."""
+    """Most memory reserved so far: taken by the CUDA allocator from the device or, on the CPU, the resident set; 0 if
+    not recorded."""
     spike: bool = False
     """Whether the loss or the gradient norm was far above those of the steps before: ``loss_spike_threshold``."""
     backward_seconds: float | None = None
-    """Part of ``forward_backward_seconds`` from the begin of each backward to the next forward or the update, with the
+    """Part of ``forward_backward_seconds`` from the start of each backward to the next forward or the update, with the
     waits for other ranks and the gradient's norm. None if not recorded."""
 
 
@@ -95,7 +95,7 @@ class TrainingSummary:
     seconds: float
     """Wall time of the training loop of this attempt."""
     memory_reserved_bytes: int = 0
-    """Most memory taken for it: by CUDA's allocator from the device, or the resident set on the CPU."""
+    """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
     memory_process_bytes: int = 0
     """The resident set before the model was built, on the CPU; 0 on CUDA."""
     memory_by_rank_bytes: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class TrainingSummary:
 
     @property
     def memory_added_bytes(self) -> int:
-        """Most memory alive while training beyond that alive before the model was built: what is predicted."""
+        """Most memory alive while training beyond that before the model was built, which the estimate predicts."""
         return self.memory_peak_bytes - self.memory_baseline_bytes
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class BenchmarkRecord:
     memory_peak_bytes: int
     """Most memory alive during the timed steps, measured as ``StepRecord.memory_peak_bytes``."""
     memory_reserved_bytes: int = 0
-    """Most memory taken for it: by CUDA's allocator from the device, or the resident set on the CPU."""
+    """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
     num_threads: int = 0
     """Threads with which a rank computes on the CPU; 0 if not recorded."""
     waiting_threads: float | None = None
@@ -157,13 +157,13 @@ class BenchmarkRecord:
     host: str = ""
     """The machine of the first rank."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The software that was measured: python, torch, this package, its commit."""
+    """The software that was measured: python, torch, this package, its commit and the GPU's driver."""
     memory_baseline_bytes: int = 0
     """Memory alive before the model was built, measured as ``memory_peak_bytes``; 0 if not recorded."""
 
     @property
     def memory_added_bytes(self) -> int:
-        """Most memory alive during the timed steps beyond that alive before the model was built: what is predicted."""
+        """Most memory alive in the timed steps beyond that before the model was built, which the estimate predicts."""
         return self.memory_peak_bytes - self.memory_baseline_bytes
 
     @property

@@ -118,7 +118,7 @@ def _parts(run: RunDirectory) -> list[Path]:
 
 
 def _number(path: "Path | os.DirEntry[str]") -> int:
-    """Return the number of a part; -1 if the name is none of a part."""
+    """Return the number of a part; -1 if the name is not a part's."""
     found = re.fullmatch(r"part-([0-9]{1,18})\.parquet", path.name)
     return int(found[1]) if found else -1
 

@@ -16,7 +16,7 @@ class ProfileRecord:
     """Time of each kind of work: of kernels or, on the CPU, of operators. Kernels may overlap, so that the sum exceeds
     the span."""
     span_seconds: float | None = None
-    """From the first kernel's begin to the last one's end; None on the CPU, as are the next two."""
+    """From the first kernel's start to the last one's end; None on the CPU, as are the next two."""
     idle_seconds: float | None = None
     """The part of the span in which no kernel ran."""
     exposed_seconds: float | None = None
@@ -27,7 +27,7 @@ class ProfileRecord:
         total = self.span_seconds or sum(self.seconds.values()) or 1.0
         parts = dict(sorted(self.seconds.items(), key=lambda part: -part[1]))
         if self.exposed_seconds:
-            parts["communication that no computing hides"] = self.exposed_seconds
+            parts["communication not hidden by computing"] = self.exposed_seconds
         if self.idle_seconds is not None:
             parts["idle"] = self.idle_seconds
         return [(kind, f"{seconds:.3f} s", f"{seconds / total:.1%}") for kind, seconds in parts.items()]

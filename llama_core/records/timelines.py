@@ -13,7 +13,7 @@ class LaneRecord:
     actions: tuple[str, ...]
     """Its computations in the order they ran, such as ``0F3``."""
     begins: tuple[float, ...]
-    """When the inputs of each were there and it began."""
+    """When each began, after its inputs had arrived."""
     ends: tuple[float, ...]
 
 

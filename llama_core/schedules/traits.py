@@ -42,7 +42,7 @@ class ScheduleType:
     min_microbatches: int = 1
     """Fewest microbatches that use both directions."""
     min_units: int = 0
-    """It differs from the schedule it is a form of only with more microbatches per rank than this."""
+    """Up to this many microbatches per rank, it does not differ from the schedule that it is a form of."""
     forms: tuple[str, ...] = ()
     """Schedules that it becomes if memory allows, in the order to try them."""
 

@@ -88,7 +88,7 @@ class SweepConfig(Section):
     exclude: list[dict[str, GridValue]] = Field(default_factory=list)
     """Combinations to leave out: each excludes every element that has all its values."""
     include: list[dict[str, GridValue]] = Field(default_factory=list)
-    """Elements to add: values for keys of the grid, and the base's for the others. One given again is run again."""
+    """Elements to add: values for keys of the grid, and the base's for the others. One given again runs again."""
     objective: Objective = "throughput"
     """What ranks the elements: throughput (of timed steps), or loss (each trains, and its held-out loss counts)."""
     tokens: int | None = Field(None, ge=1)
@@ -147,7 +147,7 @@ class SweepConfig(Section):
         return key in CADENCE or (key.startswith(_WORK) and key not in _LOSSY and not chooses_batch)
 
     def config_of(self, element: Element) -> RunConfig:
-        """Return the configuration of an element's run, as long as ``tokens`` says.
+        """Return the configuration of an element's run, with the number of steps that ``tokens`` makes.
 
         Raises:
             ConfigError: if the element's values contradict each other or the base.

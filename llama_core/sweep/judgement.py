@@ -76,7 +76,7 @@ def _p(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What differs from the latest earlier result."""
+    """A setting or version that differs from the latest earlier result."""
 
     key: str
     before: str
@@ -116,7 +116,7 @@ class Judgement:
         return None
 
     def lines(self) -> Iterator[str]:
-        """Yield what the terminal shows."""
+        """Yield the lines that the terminal shows."""
         for one in self.elements:
             name = f"{one.element}: " if one.element else ""
             if one.verdict in {"slower", "faster", "disturbed", "too few"}:

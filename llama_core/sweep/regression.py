@@ -2,7 +2,7 @@
 
 The statistic is the distance of the new median step time (in logarithms) from the median of the ``RECENT`` latest
 earlier ones, over the noise between them. The noise is the upper quartile of the differences between all pairs. One
-strange result in eight does not set it; a second speed of the machine, which it has on one night in four, does.
+strange result in eight does not set it; a second speed that the machine has on one night in four does.
 
 The statistic does not depend on the unit or on the size of the noise. Its distribution without a change is therefore
 known for normal noise and a number of earlier results; it is simulated here, and gives the p-value.
@@ -53,15 +53,14 @@ def noise(earlier: Sequence[float]) -> float:
 
 
 def p_value(seconds: float, earlier: Sequence[float], own_noise: float = 0.0) -> float:
-    """Return how often a step time as far above (below, for its complement) the earlier ones comes by chance.
+    """Return the probability that chance alone puts a step time this far above the earlier ones, or farther.
 
     A small value means slower, one near 1 means faster.
 
     Args:
         seconds: the new median step time.
         earlier: the earlier ones, oldest first, at least ``FEWEST``.
-        own_noise: relative standard error of the new one. If it exceeds the noise between the earlier ones, it counts
-            instead.
+        own_noise: relative standard error of the new one; replaces the noise between the earlier ones if it is larger.
     """
     import numpy as np
 

@@ -222,7 +222,7 @@ def _look_at(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileSum], str
 
 
 def _reader(name: str) -> int:
-    """Return the rank that checks a file: the one that wrote it, by its name, as far as there are as many now."""
+    """Return the rank that checks a file: the one that wrote it, by its name, modulo the number of ranks now."""
     writer = re.search(r"(?:__|rank_)(\d+)", name)
     return int(writer[1]) % num_ranks() if writer else 0
 

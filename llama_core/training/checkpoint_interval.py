@@ -1,4 +1,4 @@
-"""The steps between checkpoints: as configured, or as many as lose the least time to saves and failures."""
+"""The steps between checkpoints: as configured, or the number that loses the least time to saves and failures."""
 
 import math
 import time

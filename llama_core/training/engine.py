@@ -211,7 +211,7 @@ class NativeEngine:
             optim_state_dict=state["optimizer"],
             options=_STATE_OPTIONS,
         )
-        self.parallel.data.end_step(torch.tensor(False))  # what earlier gradients have left is not of these weights
+        self.parallel.data.end_step(torch.tensor(False))  # what earlier gradients left belongs to other weights
 
     @cached_property
     def _writers(self) -> dist.ProcessGroup | None:

@@ -32,8 +32,8 @@ def activate_flash_attention(config: RunConfig) -> Implementation | None:
         return None
     try:
         attention.activate_flash_attention_impl(name)
-    except Exception as error:  # whatever a package raises that was built for another torch
-        logger.warning("%s is installed but cannot be used, so torch's own kernels are: %s", name, error)
+    except Exception as error:  # a package built for another torch may raise anything
+        logger.warning("%s is installed but cannot be used, so torch's own kernels run: %s", name, error)
         return None
     logger.info("attention: %s", name)
     return name

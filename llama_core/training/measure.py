@@ -188,7 +188,7 @@ class ActionClock:
 
 
 def _mark(device: torch.device) -> Any:
-    """Return a mark of this moment: on CUDA, of the one when the device has done the work it has been given so far."""
+    """Return a mark of this moment: on CUDA, of the moment when the device has done all work given to it so far."""
     if device.type != "cuda":
         return time.perf_counter()
     mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ class HeartbeatSink:
 class TensorBoardSink:
     """Writes the scalars of every record as TensorBoard events, until one cannot be written.
 
-    The run's own metrics hold all of them too, so it goes on then.
+    Then the run goes on without them, since its own metrics hold the same scalars.
     """
 
     def __init__(self, run: RunDirectory, resumed_at: int) -> None:
@@ -130,7 +130,7 @@ class WandbSink:
         self._run = wandb.init(
             project=config.tracking.wandb_project,
             name=run.name,
-            id=re.sub(r"[/\\#?%:]", "-", f"{run.name}-{config.fingerprint()}"),  # W&B takes no others
+            id=re.sub(r"[/\\#?%:]", "-", f"{run.name}-{config.fingerprint()}"),  # W&B refuses these characters
             resume="allow",
             mode="online" if config.tracking.wandb == "online" else "offline",
             dir=run.logs,

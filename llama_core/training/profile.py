@@ -68,8 +68,8 @@ def profiled(run: RunDirectory, plan: ParallelPlan, rank: int, device: torch.dev
 def summarize(rank: int, events: Iterable[Any]) -> ProfileRecord:
     """Return the time by kind of work, from the events of torch's profiler.
 
-    With kernels on a device, their time counts, else that of the operators of the CPU themselves, without the operators
-    that they call.
+    If there are kernels on a device, their time counts; otherwise each CPU operator's own time counts, without the
+    operators that it calls.
     """
     events = list(events)
     kernels = [event for event in events if event.device_type == DeviceType.CUDA and event.time_range.elapsed_us() > 0]

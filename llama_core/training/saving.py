@@ -62,7 +62,7 @@ class BackgroundSaver:
 
         Args:
             state: what to save.
-            folder: where to; it exists.
+            folder: an existing folder to write to.
             writers: the group of the writing threads of all ranks; None for a single process.
 
         Raises:

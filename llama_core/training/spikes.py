@@ -18,18 +18,18 @@ LEAST_DEVIATION = 0.01
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that ``training.on_bad_step`` is about."""
+    """A bad step that ends the run or makes it roll back."""
 
     step: int
     reason: str
     """What was bad about it, with the values that show it."""
     is_finite: bool
-    """Whether loss and gradient were finite; the update was made then."""
+    """Whether loss and gradient were finite; if so, the update was made."""
     data: Mapping[str, Any]
     """The position in the data after this step's."""
 
     def ends(self, run: RunDirectory, source: str | None, why: str, *remedies: OnBadStep) -> BadStepError:
-        """Return the error of a run that this step ends.
+        """Return the error that ends the run at this step.
 
         Args:
             run: the run.

@@ -197,7 +197,7 @@ class Trainer:
                 under_way.append(self._begin_step())
                 stop, bad = self._finish_steps(under_way, sinks)
                 if bad is not None:
-                    under_way.clear()  # of the steps after it; the device does them before it loads anything
+                    under_way.clear()  # drop the steps after it; the device does them before it loads anything
                     sinks = self._roll_back(bad, sinks)
                     continue
                 self._checkpoint_if_due(sinks, stop=stop)
@@ -323,11 +323,10 @@ class Trainer:
     def _finish_steps(
         self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None
     ) -> tuple[bool, BadStep | None]:
-        """Record the steps that are under way; return whether any rank was asked to stop, and a bad step to answer.
+        """Record the steps that are under way; return whether any rank was asked to stop, and a bad step, if any.
 
-        The newest stays under way if its results are not needed yet and the device may run ahead, and the steps after
-        a bad one if ``on_bad_step`` does not go on with them. All ranks decide alike, because they decide by the same
-        numbers.
+        The newest stays under way if its results are not needed yet and the device may run ahead. So do the steps after
+        a bad one, unless ``on_bad_step=skip``. All ranks decide alike, because they decide by the same numbers.
         """
         training, stop = self.config.training, False
         evaluates = self.validation is not None and (
@@ -346,9 +345,9 @@ class Trainer:
         return stop, None
 
     def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool, BadStep | None]:
-        """Wait for a step; return its record, whether any rank was asked to stop when it began, and what is bad of it.
+        """Wait for a step; return its record, whether any rank was asked to stop when it began, and its problem.
 
-        If ``on_bad_step`` goes on after bad steps, the last is None.
+        The last is None for a good step, and with ``on_bad_step=skip``.
         """
         seconds = begun.clock.seconds()
         self._last_loss, grad_norm, was_updated, allocated, peak, reserved, stop, slowest = begun.values.tolist()
@@ -495,7 +494,7 @@ class Trainer:
         self.checkpointer.poll()
 
     def _choose_interval(self, save_seconds: float, step_seconds: float) -> None:
-        """Choose when to save next from what this rank has measured, like all other ranks."""
+        """Choose when to save next, from the longest times that any rank has measured: all ranks choose alike."""
         before = self._interval.num_steps
         save, step = most_over_ranks(round(1e6 * save_seconds), max(1, round(1e6 * step_seconds)))
         chosen = self._interval.choose(self.step, 1e-6 * save, 1e-6 * step)
@@ -525,7 +524,7 @@ class Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _StepUnderWay:
-    """A step that the device has been given, and whose results have not been read yet."""
+    """A step that the device has been given and whose results have not been read yet."""
 
     step: int
     tokens: int

@@ -157,7 +157,7 @@ def _saved(checkpoint: Path) -> _Source:
 
 
 class _Drawn:
-    """Draws the weights again that a run drew from its seed on the CPU."""
+    """Draws again the weights that a run on the CPU drew from its seed."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed

@@ -94,7 +94,7 @@ def _lost(spent: Sequence[Spent]) -> str:
     parts = {
         "waiting to start again": [own.waited for own in spent[1:]],
         "starting again": [own.starting for own in spent[1:]],
-        "after the last step that counts of the attempts before the last": [own.after for own in spent[:-1]],
+        "after the last step that counts in each earlier attempt": [own.after for own in spent[:-1]],
     }
     known = {name: sum(seconds for seconds in values if seconds is not None) for name, values in parts.items()}
     told = ", ".join(f"{format_duration(seconds)} {name}" for name, seconds in known.items())

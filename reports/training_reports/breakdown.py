@@ -13,7 +13,7 @@ MOST_PROFILES = 8
 
 
 def step_breakdown(contents: RunContents) -> Iterator[Panel]:
-    """Yield a panel of the parts of a step if some were measured; a missing bar has a sentence that says why."""
+    """Yield a panel of the parts of a step if some were measured; a note explains each missing bar."""
     measurements = {"measured": measured(contents), **profiled(contents)}
     known = {name: parts for name, parts in ({"predicted": predicted(contents)} | measurements).items() if parts}
     if not any(measurements.values()):
@@ -46,7 +46,7 @@ def predicted(contents: RunContents) -> dict[str, float]:
 
 
 def measured(contents: RunContents) -> dict[str, float]:
-    """Return the mean seconds of each measured part of a step, without the run's first, which starts everything."""
+    """Return the mean seconds of each measured part of a step, without the run's first, which includes start-up."""
     steps = contents.steps
     if steps.empty:
         return {}
@@ -92,12 +92,12 @@ def _notes(contents: RunContents) -> Iterator[str]:
         yield contents.missing.get("choice", "No prediction: the search for a plan recorded no times.")
     if contents.profiles and contents.benchmark:
         on_gpu = contents.profiles[0].span_seconds is not None
-        counts = "communication is what no computing hides" if on_gpu else "operators' own time on all threads"
-        yield f"Profiled in {len(contents.benchmark.step_seconds)} timed steps, which the profiler slows: {counts}."
+        counts = "Only communication not hidden by computing" if on_gpu else "The operators' own time on all threads"
+        yield f"Profiled in {len(contents.benchmark.step_seconds)} timed steps, slowed by profiling. {counts} counts."
     elif several:
         yield (
-            "Communication is not measured on its own, as that would slow the steps; this measures it in a new run of "
-            f"the same configuration: {contents.profile_command}"
+            "Communication is not measured separately, because that would slow the steps. To measure it in a new run "
+            f"of the same configuration: {contents.profile_command}"
         )
 
 

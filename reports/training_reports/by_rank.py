@@ -11,10 +11,10 @@ from training_reports.layout import Panel
 from training_reports.sweep_figures import PEAK_COLORS
 
 MOST_RANKS = 16
-"""Most ranks with bars of their own; of more, each pipeline stage has bars."""
+"""Most ranks with bars of their own; with more ranks, each pipeline stage has bars instead."""
 
 INK = "#1c2024"
-"""Colour of the lines, which lie inside of the bars."""
+"""Colour of the lines, which lie inside the bars."""
 
 Peaks = Mapping[str, Sequence[int]]
 """The peaks of a group of ranks in bytes, by the keys of ``PEAK_COLORS``; empty where they are not known."""
@@ -99,6 +99,6 @@ def _missing(contents: RunContents, groups: Mapping[str, Peaks]) -> list[str]:
     absent = [how for how in PEAK_COLORS if not any(peaks[how] for peaks in groups.values())]
     fields = {"estimated": "estimate", "rehearsed": "dry_run", "measured": "training"}
     return [
-        contents.missing.get(fields[how], f"The peaks of single ranks were not {how}, or by another version.")
+        contents.missing.get(fields[how], f"No rank's own peak was {how}, or another version recorded it.")
         for how in absent
     ]

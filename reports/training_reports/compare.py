@@ -129,12 +129,12 @@ def _bars(comparison: RunComparison) -> Iterator[Panel]:
     }
     if rates:
         told = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
-        figure, height = sweep_figures.predicted_throughput(rates), sweep_figures.height_px(rates)
+        figure, height = sweep_figures.throughput_bars(rates), sweep_figures.height_px(rates)
         yield Panel("Throughput", figure, told, ["All devices together."], height_px=height)
     if peaks:
         told = ", ".join(f"{name} {format_bytes(one['measured'] or 0)}" for name, one in peaks.items())
         figure, height = sweep_figures.memory_by_element(peaks), sweep_figures.height_px(peaks, extra_lines=2)
-        note = "Of the fullest rank. Measurements include what was held before the model was built."
+        note = "Peak of the fullest rank. Measurements include the memory held before the model was built."
         yield Panel("Peak memory", figure, told, [note], height_px=height)
 
 

@@ -194,7 +194,7 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, tuple[str, 
 
 def _differ(settings: Sequence[Mapping[str, Any]], key: str) -> bool:
     values = [_text(one.get(key)) for one in settings]
-    if key in _FOUND:  # not knowing it is no difference
+    if key in _FOUND:  # an unknown value is not a difference
         values = [value for value in values if value != NOTHING]
     return len(set(values)) > 1
 
@@ -233,7 +233,7 @@ def _progress(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
 
 
 def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
-    """Yield training losses at half of and all the tokens, and after the time, that every run has reached."""
+    """Yield training losses at half and all of the tokens that every run has reached, and after the shortest time."""
     trained = [run for run in runs if not run.contents.steps.empty]
 
     def losses(name: str, at: float, along: Callable[[ComparedRun], "pd.Series[float]"]) -> Measure:
@@ -280,7 +280,7 @@ def _notes(runs: Sequence[ComparedRun]) -> Iterator[str]:
         yield "The devices differ: so do tokens/s and memory, whatever the settings."
     untimed = [run.name for run in runs if run.contents.benchmark is None]
     if untimed and len(untimed) < len(runs):
-        yield f"Tokens/s are those of timed steps, but of training steps for {', '.join(untimed)}."
+        yield f"Tokens/s come from timed steps, but from training steps for {', '.join(untimed)}."
     for run in runs:
         if run.contents.outcome is None or run.contents.outcome.status != "finished":
             status = run.contents.outcome.status if run.contents.outcome else "no outcome yet"

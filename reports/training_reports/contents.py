@@ -137,7 +137,7 @@ class RunContents:
 
     @property
     def measured_beside(self) -> dict[str, int]:
-        """What was taken from the device, or by the process, beside ``measured_bytes``, by part."""
+        """Bytes taken from the device, or by the process, beside ``measured_bytes``, by part."""
         if self.training is None or not self.training.memory_reserved_bytes:
             return {}
         process = self.training.memory_process_bytes
@@ -147,13 +147,13 @@ class RunContents:
 
     @property
     def estimated_beside(self) -> dict[str, int]:
-        """What a rank on the CPU is estimated to hold beside its tensors, by part; empty on CUDA."""
+        """Estimated bytes that a rank on the CPU holds beside its tensors, by part; empty on CUDA."""
         host = (self.estimate or {}).get("host") or {"on_cuda": True}
         return {} if host["on_cuda"] else {name: size for name, size in host["parts"].items() if name != "tensors"}
 
     @property
     def predictions_alive(self) -> Iterator[tuple[str, str, Record | None]]:
-        """``predictions`` of what is alive: on the CPU, also of copies that are neither freed nor the process's own."""
+        """``predictions`` of the memory alive; on the CPU, with copies that are neither freed nor the process's own."""
         copies = {name: size for name, size in self.estimated_beside.items() if name not in {"process", FREED}}
         for how, field, profile in self.predictions:
             yield how, field, profile and _with(profile, copies)

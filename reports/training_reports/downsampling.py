@@ -9,20 +9,21 @@ import numpy.typing as npt
 import pandas as pd
 
 MOST_POINTS = 600
-"""Points of a line, so that a page of many steps stays small: a figure is some 1,000 px wide."""
+"""Most points of a line, to keep the page of a long run small: a figure is some 1,000 px wide."""
 
 
 def buckets(length: int, most_points: int, points_per_bucket: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of equal parts of a series, as many as leave at most ``most_points`` in all."""
+    """Yield the begin and end of equal parts of a series, few enough to leave at most ``most_points`` in all."""
     number = max(1, (most_points - 2) // points_per_bucket)  # the first and the last point are kept too
     yield from pairwise(np.linspace(0, length, number + 1).astype(int).tolist())
 
 
 def kept(*series: "pd.Series[Any]", most_points: int = MOST_POINTS) -> npt.NDArray[np.intp]:
-    """Return the positions to draw of series that share their x, in order.
+    """Return the positions to draw, in order, of series that share their x.
 
-    Up to ``most_points`` all are drawn; of more, the first, the last, and in every bucket the lowest and the highest
-    finite value of each series. A bucket with values that are not finite keeps the first of them, so that gaps stay.
+    Up to ``most_points``, this draws all of them. With more, it draws the first, the last, and in every bucket the
+    lowest and the highest finite value of each series. A bucket with values that are not finite keeps the first of
+    them, so that gaps stay.
     """
     length = len(series[0])
     if length <= most_points:

@@ -35,7 +35,7 @@ CATEGORY_COLORS = {
 """Colour of each memory category, in stacking order."""
 
 BESIDE_COLORS = {"process": TAUPE, FREED: STEEL}
-"""Colour of what is taken beside the memory alive."""
+"""Colour of each part of the memory taken beside the memory alive."""
 
 PART_COLORS = {
     "forward + backward": BLUE,
@@ -177,7 +177,7 @@ def step_parts(rows: Mapping[str, Mapping[str, float]]) -> go.Figure:
     """Return the time of a step as bars, one above the other.
 
     Args:
-        rows: the seconds of the parts in ``PART_COLORS``, by the label of their bar; one that is not known is missing.
+        rows: the seconds of the parts in ``PART_COLORS``, by the label of their bar; unknown parts are missing.
     """
     labels = {name: f"{name}<br><b>{sum(parts.values()):.3g} s</b>" for name, parts in rows.items()}
     figure = styled_figure("")
@@ -214,8 +214,8 @@ def memory_comparison(
 ) -> go.Figure:
     """Return the estimated, rehearsed and measured peaks as bars side by side; an argument of None has no bar.
 
-    Each prediction is a stack of the categories at its peak phase, so its length is ``peak_bytes``. A measurement of
-    what is alive has no categories. Every bar goes on with what is taken beside that.
+    Each prediction is a stack of the categories at its peak phase, so its length is ``peak_bytes``. A measurement has
+    no categories. Every bar continues with the memory taken beside the memory alive.
 
     Args:
         estimated: the estimate.

@@ -48,7 +48,7 @@ def run_files(run: RunDirectory) -> dict[str, list[Link]]:
 def end_of_culprits_log(run: RunDirectory, outcome: Outcome | None) -> tuple[Link | None, str] | None:
     """Return the last lines of the log that explains a failure, and a link to it; None without either.
 
-    It is the log of the rank that the reason names, else of the first; before the ranks started, of the job.
+    The log is that of the rank that the reason names, else of rank 0; if that is empty, it is the job's.
     """
     if outcome is None or outcome.status in {"finished", "cancelled"}:
         return None

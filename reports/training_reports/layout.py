@@ -19,7 +19,7 @@ STATUS_STYLE = {"finished": "good", "preempted": "warn", "timeout": "warn", "can
 """CSS class of each outcome; all others are ``bad``."""
 
 REFUSED = "bad-config"
-"""The outcome of a run that was refused, which a page calls refused."""
+"""The outcome that a page shows as "refused"."""
 
 NOTHING = "—"
 """Shown in place of a missing value."""

@@ -302,7 +302,7 @@ def _routing_panel(steps: pd.DataFrame) -> Iterator[Panel]:
         f"At the last step the busiest expert got {last['expert_load']:.3g} times the tokens of an average one; the "
         f"routers' entropy was {last['router_entropy']:.3g} nats.",
         [
-            "The load is that of the layer where it is largest: 1 is even.",
+            "The load is the largest of any layer; 1 means that all experts get the same.",
             "The entropy is a mean over layers and tokens. The logarithm of the number of experts means no preference; "
             "0 means that every token has one expert.",
         ],
@@ -325,8 +325,8 @@ def _drawn(steps: pd.DataFrame) -> Iterator[str]:
     """Yield a sentence on the steps that the figures leave out, if they do."""
     if len(steps) > MOST_POINTS:
         yield (
-            f"The figures by step draw at most {MOST_POINTS} of {len(steps):,} steps: of every few, the lowest and the "
-            "highest, so that no spike is lost."
+            f"The figures by step draw at most {MOST_POINTS} of {len(steps):,} steps: the lowest and the highest of "
+            "every few, so that no spike is lost."
         )
 
 
@@ -354,8 +354,8 @@ def _comparison_panel(contents: RunContents) -> Panel:
     beside = {"estimated": outside, "rehearsed": outside, "measured": contents.measured_beside}
     if contents.training and contents.training.memory_process_bytes:
         notes.append(
-            f"The whole process took {format_bytes(contents.training.memory_reserved_bytes)}: also its libraries, and "
-            "freed memory, which it keeps."
+            f"The whole process took {format_bytes(contents.training.memory_reserved_bytes)}, including its libraries "
+            "and the freed memory that it keeps."
         )
     figure, summary = None, ", ".join(peaks)
     if peaks:
@@ -369,10 +369,10 @@ def _fit(contents: RunContents) -> list[str]:
     estimate = contents.estimate or {}
     if not {"fits", "usable_bytes", "device", "notes"} <= estimate.keys():
         return []
-    # only a host that is too small leaves room on the device and does not fit
+    # an estimate that leaves room on the device but does not fit is too large for the host
     verdict = "fits" if estimate["fits"] or estimate.get("headroom_bytes", -1) >= 0 else "does not fit"
     usable = f"{format_bytes(estimate['usable_bytes'])} usable of {estimate['device']}"
-    notes = [f"On the estimate: {note}." for note in estimate["notes"]]
+    notes = [f"Note on the estimate: {note}." for note in estimate["notes"]]
     return [f"The estimate {verdict} the {usable}.", *_host(estimate.get("host")), *notes]
 
 

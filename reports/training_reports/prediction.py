@@ -134,7 +134,7 @@ def _throughput(planned: Sequence[Row]) -> Panel:
         *sweep_figures.not_drawn(rates),
         "Predicted by arithmetic: docs/cost.md compares such predictions with published measurements.",
     ]
-    figure, height = sweep_figures.predicted_throughput(drawn), sweep_figures.height_px(drawn)
+    figure, height = sweep_figures.throughput_bars(drawn), sweep_figures.height_px(drawn)
     return Panel("Throughput by element", figure, told, notes, wide=True, height_px=height)
 
 
@@ -145,5 +145,5 @@ def _memory(rows: Sequence[Row]) -> Panel:
     drawn = sweep_figures.first_drawn(peaks)
     told = ", ".join(f"{name} {format_bytes(by['estimated'] or 0)}" for name, by in drawn.items())
     figure, height = sweep_figures.memory_by_element(drawn), sweep_figures.height_px(drawn)
-    notes = [*sweep_figures.not_drawn(peaks), "Of the fullest rank."]
+    notes = [*sweep_figures.not_drawn(peaks), "Peak of the fullest rank."]
     return Panel("Peak memory by element", figure, told, notes, wide=True, height_px=height)

@@ -32,7 +32,7 @@ WIDTH, LEFT, TOP, LANE, BAR = 1000, 56, 30, 32, 26
 MOST_ACTIONS = 2000
 """Most actions of a timeline that a page draws."""
 MOST_EDGED = 64
-"""Most actions of a rank whose bars have an edge; of more, the edges would hide the bars."""
+"""Most actions of a rank whose bars have an edge; with more, the edges would hide the bars."""
 CHARACTER = 7
 """Width of a character in px, rounded up."""
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
@@ -72,7 +72,7 @@ def timelines_figure(planned: Timeline, measured: Timeline, most_actions: int = 
     Args:
         planned: the timeline above, in seconds.
         measured: the timeline below, in seconds.
-        most_actions: most actions of each that are drawn; of more, the first of every rank.
+        most_actions: most actions to draw of each; if there are more, the first of every rank are drawn.
     """
     schedule = planned.schedule
     size, unit = (1.0, "s") if max(planned.makespan, measured.makespan) >= 1 else (1e-3, "ms")

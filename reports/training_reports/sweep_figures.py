@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def first_drawn(by_name: Mapping[str, T]) -> dict[str, T]:
-    """Return the elements that a figure has room for: the first."""
+    """Return the first elements, as many as a figure has room for."""
     return dict(islice(by_name.items(), MOST_DRAWN))
 
 
@@ -107,7 +107,7 @@ def loss_curves(losses: "Mapping[str, pd.Series[float]]", *, x_title: str, marke
 def highest_shown(losses: "Iterable[pd.Series[float]]") -> float | None:
     """Return the highest loss in a figure of curves, so that one that diverges does not flatten the others.
 
-    It is at most as far above the middle one of the first losses as the lowest loss is below. None without a finite
+    It is at most as far above the median of the first losses as the lowest loss is below it. None without a finite
     loss.
     """
     finite = [loss for loss in (loss[loss.abs() < float("inf")] for loss in losses) if not loss.empty]
@@ -118,11 +118,11 @@ def highest_shown(losses: "Iterable[pd.Series[float]]") -> float | None:
     return float(every[every <= most].max())
 
 
-def predicted_throughput(rates: Mapping[str, float]) -> go.Figure:
-    """Return the predicted tokens/s of each element."""
+def throughput_bars(rates: Mapping[str, float]) -> go.Figure:
+    """Return the tokens/s of each element, as bars."""
     labels = [_label(name, f"{rate:,.0f}") for name, rate in rates.items()]
     figure = styled_figure("")
-    _add_bars(figure, labels, list(rates.values()), "predicted", color=BLUE, hover="%{x:,.0f} tokens/s")
+    _add_bars(figure, labels, list(rates.values()), "tokens/s", color=BLUE, hover="%{x:,.0f} tokens/s")
     _finish(figure, labels, "throughput (tokens/s)")
     figure.update_layout(showlegend=False)
     figure.update_xaxes(tickformat="~s")
@@ -151,7 +151,7 @@ def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figur
 def throughput_against_memory(
     points: Mapping[str, tuple[float, float]], front: Sequence[str], labels: Mapping[str, str], how: str
 ) -> go.Figure:
-    """Return a point for each element, and the most tokens/s that any reaches in as much memory as a line of steps.
+    """Return a point for each element, and the front as a stepped line: the most tokens/s in at most that much memory.
 
     Args:
         points: bytes of peak memory and tokens/s of each element, by name.
@@ -205,7 +205,7 @@ def _placed(
     labels: Mapping[str, str],
     ranges: tuple[tuple[float, float], tuple[float, float]],
 ) -> dict[str, str]:
-    """Return where labels stand that overlap no other label and no dot on a narrow page, by name.
+    """Return the label positions by name, without labels that would overlap a label or a dot on a narrow page.
 
     Labels of the front are above it, where no dot can be, if there is room.
     """

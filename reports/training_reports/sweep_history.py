@@ -92,7 +92,7 @@ def _add_line(figure: go.Figure, name: str, times: list[str], rates: list[float]
 
 
 def shown_time(time: str) -> str:
-    """Return a time of ISO 8601 to the minute; text that is none, as it is."""
+    """Return an ISO 8601 time to the minute, and any other text as it is."""
     try:
         return datetime.fromisoformat(time).strftime("%Y-%m-%d %H:%M")
     except ValueError:  # the newest one

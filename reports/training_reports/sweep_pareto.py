@@ -15,7 +15,7 @@ HEIGHT_PX = 430
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the elements that no other one beats, by memory: more throughput in no more memory. Of equals, the first.
+    """Return the elements that no other one beats (more throughput in no more memory), by memory; the first of equals.
 
     Args:
         points: bytes of peak memory and tokens/s of each element, by name.
@@ -39,7 +39,7 @@ def pareto_panel(
     Args:
         points: bytes of peak memory and tokens/s of each element, by name.
         settings: the values of each element for the keys of the grid, by name.
-        left_out: elements that have no point, by what has become of them.
+        left_out: elements that have no point, by the reason.
         how: whether the points are measured or predicted.
     """
     if len(points) < 2:
@@ -51,10 +51,10 @@ def pareto_panel(
     told = ", ".join(
         f"{name} ({points[name][1]:,.0f} tokens/s, {format_bytes(points[name][0])})" for name in front[:most]
     )
-    some = "They" if len(front) <= most else f"The {most} of {len(front)} with the least memory"
+    some = "Its elements" if len(front) <= most else f"The {most} of its {len(front)} elements with the least memory"
     notes = [
-        f"No element is faster in as much memory as those on the front, the line. {some} are, by memory: {told}.",
-        f"A label gives {', '.join(key.rpartition('.')[2] for key in keys)}; where it has no room, point at the dot.",
+        f"The line is the front: no other element is faster in as much memory. {some} are, by memory: {told}.",
+        f"A label gives {', '.join(key.rpartition('.')[2] for key in keys)}; if it has no room, point at the dot.",
         *(f"Not drawn, {what}: {listed(names)}." for what, names in left_out.items() if names),
     ]
     figure = sweep_figures.throughput_against_memory(points, front, labels, how)
@@ -71,7 +71,7 @@ def compared_keys(settings: Mapping[str, Mapping[str, GridValue]]) -> list[str]:
 
 
 def short_name(settings: Mapping[str, GridValue], keys: Sequence[str]) -> str:
-    """Return the values of these keys, as text that Plotly takes for nothing else."""
+    """Return the values of these keys, escaped, because Plotly renders HTML."""
     texts = (value_text(settings.get(key)) for key in keys)
     return html.escape(", ".join(text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…" for text in texts))
 

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The predicted time of a step, if its plan was searched for: on GPUs."""
+        """The predicted time of a step, if the planner searched for its plan, as it does for GPUs."""
         step = (self.contents.choice or {}).get("step")
         seconds = step.get("step_seconds") if isinstance(step, dict) else None
         return seconds if isinstance(seconds, int | float) else None
@@ -79,11 +79,11 @@ class Ranking:
     """The elements in order, the best first, and what the page says about them."""
 
     title: str
-    """The table's."""
+    """Title of the table."""
     columns: Sequence[str]
-    """The results of an element, after its name and status and before times and memory; the first of them ranks."""
+    """The results of an element, after name and status and before times and memory; the first ranks the elements."""
     order: Order
-    """Whether the best has the highest of it (descending) or the lowest."""
+    """Whether the best element has the highest value in that column (descending) or the lowest."""
     rows: Sequence[Row]
     """All elements that can run: those with a result by rank, then the others."""
     results: Mapping[str, Sequence[Cell]]
@@ -98,7 +98,7 @@ def short_names(names: Sequence[str], left_out: Sequence[str] = ()) -> tuple[dic
 
     Args:
         names: the whole names of the elements that are compared.
-        left_out: those of others. They keep a setting that ``names`` share if they have another value for it.
+        left_out: the whole names of the others. They keep a shared setting if they have another value for it.
     """
     parts = [name.split(",") for name in names]
     shared = [part for part in parts[0] if all(part in own for own in parts)] if len(parts) > 1 else []

@@ -1,4 +1,4 @@
-"""Throughput by the number of ranks, against the ideal: as many times the tokens/s as there are ranks."""
+"""Throughput by the number of ranks, against the ideal: tokens/s in proportion to the ranks."""
 
 import html
 import json
@@ -17,7 +17,7 @@ COLUMN = "Scaling"
 SIZES = frozenset(("parallel.gpus", "launch.nodes"))
 """Keys that ask for a number of ranks."""
 DEGREES = frozenset(f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep", "dp_replicate"))
-"""Keys that ask what ranks divide."""
+"""Keys that set how ranks divide the work."""
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context"}
 """Kinds of parallelism; the product of their degrees is the number of ranks."""
 
@@ -47,7 +47,7 @@ class Line:
     elements: tuple[Sized, ...]
 
     def ideal(self, num_ranks: int) -> float:
-        """Return tokens/s if every rank did as much as one of the fewest."""
+        """Return the tokens/s if every rank did as much as a rank of the smallest element."""
         first = self.elements[0]
         return first.tokens_per_second * num_ranks / first.plan.world_size
 
@@ -59,9 +59,9 @@ class Line:
 def scaling_lines(elements: Sequence[Sized]) -> list[Line]:
     """Return the lines along which the number of ranks grows and no other setting changes.
 
-    A line joins elements for which the same was asked apart from the number of ranks, whatever plan was made for them,
-    or whose plans differ in the degree of one kind of parallelism. One that is part of another is left out. The one
-    that reaches most tokens/s comes first.
+    A line joins elements whose settings differ only in the number of ranks, whatever their plans, or whose plans differ
+    only in the degree of one kind of parallelism. A line that is part of another is left out. The line that reaches the
+    most tokens/s comes first.
     """
     groups: dict[str, list[Sized]] = {}
     for kind in (None, *AXES):
@@ -82,7 +82,7 @@ def scaling_lines(elements: Sequence[Sized]) -> list[Line]:
 
 
 def _common(element: Sized, kind: str | None) -> Mapping[str, object]:
-    """Return what an element has in common with those on its line: the degrees of other kinds, or those asked for."""
+    """Return the settings that the elements on a line share and, for a kind of parallelism, the other degrees."""
     if kind is None:
         return {key: value for key, value in element.settings.items() if key not in SIZES}
     others = {axis: getattr(element.plan, axis) for axis in (*AXES, "ep") if axis != kind}
@@ -126,8 +126,8 @@ def scaling_panel(lines: Sequence[Line], how: str) -> Iterator[Panel]:
         for line in drawn
     ]
     notes = [
-        "Elements on a line differ in nothing but the number of ranks. Dotted: the ideal, in which every rank does as "
-        f"much as one of the fewest.{_batches(lines)}",
+        "Elements on a line differ only in the number of ranks. The dotted line is the ideal, in which every rank does "
+        f"as much as a rank of the smallest element.{_batches(lines)}",
         f"Share of the ideal, by ranks. {'; '.join(told)}.",
         *([f"The {MOST_LINES} fastest of {len(lines)} lines; the table has all."] if len(lines) > MOST_LINES else ()),
     ]

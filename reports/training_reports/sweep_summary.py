@@ -22,7 +22,7 @@ def summarise(
     skipped: Sequence[Row],
     judgement: Judgement | None,
 ) -> list[tuple[str, str]]:
-    """Return paragraphs of the summary: a word or two, and sentences."""
+    """Return the paragraphs of the summary: a heading and some sentences each."""
     ranked = [row for row in ranking.rows if row.name in ranking.results]
     others = [row for row in ranking.rows if row.name not in ranking.results]
     paragraphs = [

@@ -26,35 +26,35 @@ def pipeline_timelines(contents: RunContents) -> Iterator[Panel]:
     measured = measured_timeline(contents, plan.build_schedule())
     if measured is None:
         how = (
-            "No timeline: a run records the actions of one step after its timed steps (benchmark.steps); this times "
-            f"steps of a new run with the same configuration: {contents.profile_command}"
+            "No timeline: a run records the actions of one step after its timed steps (benchmark.steps). To time steps "
+            f"in a new run of the same configuration: {contents.profile_command}"
         )
         yield Panel(TITLE, None, "", [how], wide=True)
         return
     predicted = predicted_timeline(contents, measured.schedule)
     planned = predicted or planned_timeline(measured)
-    durations = "its kind takes by the planner's arithmetic on this GPU, transfers included"
+    durations = "the time that the planner predicts for this GPU; transfers count"
     if predicted is None:
-        durations = "the median measured one of its kind on its stage, and transfers that take no time"
+        durations = "the median time measured for its kind on its stage; transfers take no time"
     told = (
-        f"Planned {planned.makespan:.3g} s, in which ranks wait {planned.bubble_ratio:.1%} of the time; measured "
-        f"{measured.makespan:.3g} s, in which they wait {measured.bubble_ratio:.1%}."
+        f"The planned step takes {planned.makespan:.3g} s, and ranks wait {planned.bubble_ratio:.1%} of that; the "
+        f"measured one takes {measured.makespan:.3g} s, and they wait {measured.bubble_ratio:.1%}."
     )
     notes = [
         told,
         f"Measured: one step of schedule {plan.schedule} after the timed ones, on the first rank of every pipeline "
         "position. An action begins when its inputs have arrived.",
-        f"Planned: the same actions in order, each as soon as its inputs are there, and as long as {durations}.",
+        f"Planned: the same actions in order. Each begins when its inputs have arrived, and takes {durations}.",
     ]
     if words := shades(measured.schedule):
-        notes.append(f"Colours from {words}.")
+        notes.append(f"Colours, from {words}.")
     if sum(map(len, measured.lanes)) > MOST_ACTIONS:
-        notes.append(f"Drawn are the first {MOST_ACTIONS // plan.pp} actions of every rank.")
+        notes.append(f"The figure draws the first {MOST_ACTIONS // plan.pp} actions of every rank.")
     yield Panel(TITLE, timelines_figure(planned, measured), told, notes, wide=True, height_px=150 + 2 * 34 * plan.pp)
 
 
 def measured_timeline(contents: RunContents, schedule: Schedule) -> Timeline | None:
-    """Return the recorded step, from the begin of its first action; None if the record is not of this schedule."""
+    """Return the recorded step, from the start of its first action; None if the record is not of this schedule."""
     try:
         lanes = [
             [
@@ -75,7 +75,7 @@ def measured_timeline(contents: RunContents, schedule: Schedule) -> Timeline | N
 
 
 def predicted_timeline(contents: RunContents, schedule: Schedule) -> Timeline | None:
-    """Return the schedule with the planner's times of every stage; None on a CPU, of which it has no time model."""
+    """Return the schedule with the planner's times of every stage; None on a CPU, for which it has no time model."""
     plan = contents.parallel_plan
     try:
         config = RunConfig.from_mapping(contents.config or {})

@@ -112,7 +112,7 @@ def test_a_failure_of_a_device_or_of_nccl_is_told_from_its_words(run, job, case)
     assert outcome.next_action
 
 
-def test_a_job_in_slurm_goes_on_without_a_node_whose_device_is_broken(run, job):
+def test_the_next_command_after_a_broken_device_leaves_its_node_out(run, job):
     write_json(run.job, replace(job, launcher="slurm"))
     leave(run, exit_code=1, host="node7", log=FAILURES["an uncorrectable ECC error"]["log"])
     action = conclude(run, replace(job, launcher="slurm")).next_action

@@ -52,7 +52,7 @@ def test_the_lost_time_is_that_between_the_steps_that_count(tmp_path):
     assert [row[5] for row in rows] == ["1 to 5 (2 repeated later)", None, "4 to 6"]
     assert lost == (
         "Lost to interruptions: 45.0 s (25.0 s waiting to start again, 10.0 s starting again, 10.0 s after the last "
-        "step that counts of the attempts before the last); steps taken twice: 2."
+        "step that counts in each earlier attempt); steps taken twice: 2."
     )
     begun_again = 66 - 1 - 20  # between the end of step 3 and the begin of step 4
     assert begun_again == 45

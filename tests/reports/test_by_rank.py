@@ -87,7 +87,7 @@ def test_a_kind_that_no_rank_has_is_named_and_one_rank_needs_no_panel(run):
     assert list(memory_by_rank(RunContents.read(run))) == []
     contents = write_ranks(run, 1, 2, ())
     (panel,) = memory_by_rank(contents)
-    assert "The peaks of single ranks were not measured, or by another version." in panel.notes
+    assert "No rank's own peak was measured, or another version recorded it." in panel.notes
     run.dry_run.unlink()
     (panel,) = memory_by_rank(RunContents.read(run))
     assert "No dry run yet: dry_run.json has not been written." in panel.notes

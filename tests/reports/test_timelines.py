@@ -88,7 +88,7 @@ def test_on_a_gpu_the_planned_step_is_as_long_as_the_planner_says(run, name):
     # some of the communication comes once in a step, not in a pass
     assert step.parts["compute"] + step.parts["bubble"] <= planned.makespan <= whole * (1 + 1e-9)
     (panel,) = pipeline_timelines(contents)
-    assert "by the planner's arithmetic on this GPU" in panel.notes[2]
+    assert "that the planner predicts for this GPU" in panel.notes[2]
 
 
 def test_the_first_actions_of_a_long_step_are_drawn():

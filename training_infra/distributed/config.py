@@ -10,7 +10,7 @@ __all__ = ["ConfigurationFactory", "DistributedConfig"]
 
 
 class ConfigurationFactory:
-    """Makes values for ``distributed_config``. The planner chooses what a method leaves open.
+    """Makes values for ``distributed_config``. The planner chooses the settings that a method leaves open.
 
     Every method takes further keys of the section ``parallel``, such as ``recompute="full"``, and raises ConfigError
     with every invalid value.

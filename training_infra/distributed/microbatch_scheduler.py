@@ -29,8 +29,8 @@ class MicrobatchScheduler:
         microbatch_size: sequences per microbatch.
         num_pipeline_stages: ranks of the pipeline.
         current_stage: this rank, from 0.
-        schedule_type: gpipe, 1f1b, interleaved, chimera, chimera_doubling, zb-h1, zbv or another that
-            ``training_infra.parallelism.schedule_names`` returns, except those that cut microbatches.
+        schedule_type: gpipe, 1f1b, interleaved, chimera, chimera_doubling, zb_h1, zbv or another that
+            ``training_infra.parallelism.schedule_names`` returns, except those that split microbatches.
         num_chunks: parts of the model on each rank, for a schedule that takes them; 2 by default.
 
     Raises:
@@ -97,7 +97,7 @@ class MicrobatchScheduler:
         return [results[number][1] for number in sorted(results)]
 
     def print_metrics(self) -> None:
-        """Print the measured times of the callbacks, if they have run, and the simulated waiting of the pipeline."""
+        """Print the measured times of the callbacks, if they have run, and the simulated bubble."""
         name, stage = self.schedule.name, self.current_stage
         print(
             f"{name}: stage {stage} of {self.num_pipeline_stages}, {self.num_microbatches} microbatches of "

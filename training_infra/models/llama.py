@@ -59,7 +59,7 @@ class ParallelLlama:
         return self.spec.num_parameters
 
     def divided(self, config: DistributedConfig | None) -> DistributedConfig:
-        """Return ``config`` with the sizes of this model; without one, a request for the devices that those need.
+        """Return ``config`` with the sizes of this model; without one, a request for as many devices as they need.
 
         Raises:
             ConfigError: if the two disagree.

@@ -13,11 +13,11 @@ FIRST_WORD_SECONDS = 180.0
 LONGEST_PAUSE_SECONDS = 1800.0
 """Most seconds between two lines."""
 USUAL_STEPS = 3
-"""Silence that is no news, in steps of the length of the last one."""
+"""Silence that is still normal, in durations of the last step."""
 
 
 class News:
-    """Finds a line whenever a job waits for something else, or its scheduler stops or begins to answer."""
+    """Gives a line whenever a job waits for something else, or its scheduler stops or begins to answer."""
 
     def __init__(self) -> None:
         self._waits_for = ""
@@ -43,7 +43,7 @@ class News:
 
 
 class Silence:
-    """Finds a line whenever a job has been silent for long: where the first rank is, and what to expect.
+    """Gives a line whenever a job has been silent for long: where the first rank is, and what to expect.
 
     Args:
         run: the run.

@@ -8,7 +8,7 @@ from llama_core.errors import did_you_mean
 from llama_core.launch.jobs.slurm_request import refusal
 from llama_core.machine.validate import Findings
 
-_SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
+_SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 
 
 def check_slurm(found: Findings, config: RunConfig | None = None) -> None:

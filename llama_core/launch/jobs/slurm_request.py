@@ -24,7 +24,7 @@ _CHECKED = (
 _OF_THE_USER = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_RESERVATION"}
 """Variables that select the cluster, or the account or reservation that jobs are charged to."""
 HOST_MARGIN = 1.25
-"""Memory asked for over that estimated: the estimate's constants are allowances, and the page cache needs some too."""
+"""Requested over estimated memory: the estimate's constants are allowances, and the page cache needs some too."""
 _NAMED_OTHERWISE = {"mem-per-cpu", "mem-per-gpu"}
 """Options by which a user names the memory of a job without ``launch.slurm.memory_gb_per_node``."""
 _ONLY_NOW = "node not available (down, drained or reserved)"
@@ -105,8 +105,9 @@ def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) ->
 def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | None:
     """Return the value of ``--mem``; None for the partition's default.
 
-    If the configuration names no memory, a job of whole nodes asks for all of theirs. Any other asks for the estimate
-    and ``HOST_MARGIN``, at most for the largest node's memory, unless the default is as much or more.
+    If the configuration names no memory, a job of whole nodes asks for all of theirs. Any other job asks for the
+    estimate times ``HOST_MARGIN``, or for the largest node's memory if that is less but holds the estimate. If the
+    partition's default is enough, it asks for nothing.
 
     Args:
         config: the resolved configuration.

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ignore_stopping_signals() -> None:
-    """Ignore what would stop the run: it has ended, and Slurm would start a finished job again that is stopped."""
+    """Ignore signals that would stop the run: it has ended, and Slurm would restart a finished job that is stopped."""
     for number in STOPPING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -266,7 +266,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
 def _stop_on_signal(on_signal: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Turn the signals that end a job into a flag that the training loop checks between steps.
 
-    Who presses Ctrl-C twice does not want to wait for the step: a second SIGINT raises ``KeyboardInterrupt``.
+    A user who presses Ctrl-C twice does not want to wait for the step: a second SIGINT raises ``KeyboardInterrupt``.
     With SIGUSR2 Slurm announces the end of the time limit and, on some clusters, preemption.
     """
     received: list[int] = []

@@ -5,8 +5,8 @@ Never tried, whatever the memory and the time:
 * the sizes of tp, pp, cp and ep that ``degrees`` refuses;
 * ZeRO without ranks to shard over;
 * GPipe, which holds more microbatches than 1F1B and idles as long;
-* Chimera over two ranks, which amounts to data parallelism, and its direct concatenation of so many units of
-  microbatches that 1F1B idles no longer;
+* Chimera over two ranks, which amounts to data parallelism, and its direct concatenation with so many units of
+  microbatches that it idles as long as 1F1B;
 * ZB-H1 and ZBV with anything but a plain pipeline, as they exclude everything else.
 """
 

@@ -84,7 +84,7 @@ class Links:
         return traffic.count * (START_SECONDS + waiting) + traffic.sent_bytes / (bandwidth * COLLECTIVE_SHARE)
 
     def _extent(self, axis: Axis) -> tuple[int, int]:
-        """Return the distance in rank between neighbours on an axis, and the number of its ranks."""
+        """Return the distance in ranks between neighbours on an axis, and the number of its ranks."""
         plan = self.plan
         shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         return {

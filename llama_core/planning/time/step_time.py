@@ -72,8 +72,9 @@ class StepTime:
     """The seconds of each part on the pipeline rank that computes most; they add up to the whole step.
 
     ``compute``: forwards, backwards and recomputation. ``bubble``: waiting while other pipeline ranks compute. ``tp``,
-    ``cp``, ``dp``, ``pp``: the time communication over these axes adds; dp covers weights and gradients over all ranks
-    that hold the same ones. ``optimizer``: clipping, updating, and moving states to the host and back.
+    ``cp``, ``ep``, ``dp``, ``pp``: the time communication over these axes adds; ep is there only if the plan divides
+    experts; dp covers weights and gradients over all ranks that hold the same ones. ``optimizer``: clipping, updating,
+    and moving states to the host and back.
     """
     tokens: int
     """Tokens of a step, over all devices."""
