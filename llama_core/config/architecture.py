@@ -1,6 +1,6 @@
 """The architecture of a run's model: a variant or a Hugging Face folder, plus the settings that override it."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -18,6 +18,8 @@ from llama_core.config.section import Section
 from llama_core.errors import ConfigError
 
 _TRAITS = {trait.name for trait in fields(ModelSpec)}
+_REQUIRED = {trait.name for trait in fields(ModelSpec) if trait.default is MISSING}
+"""Traits in every record of a model. Another may be newer than a record, which then means its default."""
 _SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
 
 
@@ -132,11 +134,12 @@ class ArchitectureConfig(Section):
             )
         if folder is None:
             return self._over(model_spec(model))
-        is_whole = None not in dict(self).values() and self.rope_scaling.kind is not None
+        lacking = {name for name, value in self if value is None}
+        is_whole = not lacking & {"recorded_from", *_REQUIRED} and self.rope_scaling.kind is not None
         return self._on_record(folder) if is_whole else self._over(read_folder(model))
 
     def _on_record(self, folder: str) -> ModelSpec:
-        traits = {name: value for name, value in self if name in _TRAITS}
+        traits = {name: value for name, value in self if name in _TRAITS and value is not None}
         traits["rope_scaling"] = self.rope_scaling.over(None, traits["max_context"])
         default_seq_len = min(traits["max_context"], LONGEST_DEFAULT)
         return ModelSpec(folder_name(folder), "llama", **traits, default_seq_len=default_seq_len)

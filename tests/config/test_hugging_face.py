@@ -257,6 +257,14 @@ def test_a_recorded_configuration_needs_no_folder(folder, monkeypatch):
     assert config.self_contained() == config
 
 
+def test_a_trait_newer_than_a_record_has_its_default(folder):
+    path = folder()
+    recorded = config_of(path).self_contained().model_dump(exclude_none=True)
+    path.rename(path.with_name("elsewhere"))
+    del recorded["architecture"]["instruct"]
+    assert not RunConfig.from_mapping(recorded).spec.instruct
+
+
 @pytest.mark.parametrize("other", ["llama2_7b", "/another/Llama"])
 def test_a_record_of_one_model_is_refused_for_another(folder, other):
     recorded = config_of(folder()).self_contained()
