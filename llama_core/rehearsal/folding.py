@@ -108,7 +108,7 @@ def _repeats_layers(plan: ParallelPlan) -> bool:
 
 
 def state_of(module: nn.Module | FSDPModule) -> Any:
-    """Return what ``fully_shard`` knows of a module."""
+    """Return the state that ``fully_shard`` keeps for a module."""
     return getattr(fully_shard, "state")(module)  # noqa: B009 - torch's annotations do not know it
 
 

@@ -118,7 +118,10 @@ def _traced(
 def trace_steps(
     model: ParallelModel, config: RunConfig, *, in_full: bool, folds: bool = False, known: Collection[Step] = ()
 ) -> Trace:
-    """Return the trace of a step, with moments, of a model that has no memory yet; its tensors may be real or fake."""
+    """Return the trace of a step that begins with the optimizer's moments; see also ``trace_rank``.
+
+    ``model`` has no memory yet; its tensors may be real or fake.
+    """
     counter = ByteCounter()
     with counter:
         tracer = _Tracer(model.materialize(), config, counter, folds=folds)

@@ -92,7 +92,7 @@ class JobHandle(ABC):
         self,
         on_progress: Callable[[StepRecord], None] | None = None,
         on_output: Callable[[int, str], None] | None = None,
-        on_waiting: Callable[[str], None] | None = None,
+        on_waiting: Callable[[str], None] = lambda line: None,
         expected: Callable[[], str] = str,
     ) -> Outcome:
         """Wait until the job ends, and return why it ended.
@@ -111,14 +111,13 @@ class JobHandle(ABC):
         logs, news = LogFollower(self.run), News()
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         silence = Silence(self.run, submitted, expected)
-        tell = _unheard if on_waiting is None else on_waiting
         while True:
             running = self.is_running()  # asked first, so that the last step is still reported
             step = read_heartbeat(self.run)
             if step not in (None, newest, before):
                 self.waits_for = ""  # the job has started since its scheduler was asked
             for line in news.lines(self.waits_for, is_answered=self.is_answered):
-                tell(line)
+                on_waiting(line)
             # a step of an earlier job is as old as its time says; one that comes meanwhile is new whatever it says
             if step is not None and step != newest and (step != before or step.time >= submitted):
                 newest = step
@@ -133,7 +132,7 @@ class JobHandle(ABC):
             if not running:
                 return self._conclude()
             if word := silence.line(newest, self.waits_for):
-                tell(word)
+                on_waiting(word)
             time.sleep(self.poll_seconds)
 
     def cancel(
@@ -159,10 +158,6 @@ class JobHandle(ABC):
             on_second(left)
             time.sleep(self.poll_seconds)
         return True
-
-
-def _unheard(_: str) -> None:
-    """Tell nobody."""
 
 
 def cancel_all(

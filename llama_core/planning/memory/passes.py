@@ -373,7 +373,7 @@ class ShardedMoments(StageMoments):
                 temporaries=self.tensors.stream,
                 done=layers,
             )
-            largest = 0 if around.head_has_gradient else table
+            largest = 0 if around.head_has_gradient else table  # it has been added to the head's
             yield self._reduction(around, table, largest=largest, done=layers, accumulated=around.head_has_gradient)
         elif trained.root:
             yield self._reduction(around, trained.root, largest=self.tensors.head_trained, done=layers)
