@@ -4,9 +4,10 @@
 # make test-wide  the other tests: wide matrices, kills, real Slurm, PostgreSQL, a browser (all of it needs Debian and root)
 # make faults     breaks real runs in every phase, one fault at a time (FAULTS_PAGE=docs/reliability.md writes its table)
 # make fuzz       tries malformed files and command lines: no traceback, no writes elsewhere, no hang (FUZZ_CASES=3000)
+# make constraints  looks for newer versions of all packages and writes them to constraints.txt
 # make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-wide faults fuzz check clean
+.PHONY: help demo serve test test-wide faults fuzz constraints check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,11 @@ JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 # process, so that their module starts its servers once.
 PROCESSES = $(JOBS)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=10
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Every package has one version, also where pip builds one, which options of pip do not reach. `CONSTRAINTS=` lets pip
+# choose. A torch of another CUDA is the same version: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126
+CONSTRAINTS ?= constraints.txt
+PIP := PIP_CONSTRAINT="$$PIP_CONSTRAINT $(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$$PIP_BUILD_CONSTRAINT $(CONSTRAINTS)" \
+	$(BIN)/python -m pip --disable-pip-version-check
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -42,6 +47,13 @@ faults: $(VENV)/installed-dev
 fuzz: $(VENV)/installed-dev
 	FUZZ_CASES=$(or $(FUZZ_CASES),3000) $(PYTEST) tests/fuzz --timeout 7200 $(PYTEST_ARGS)
 
+# For every supported Python, whichever runs it. CUDA builds of torch name the versions of NVIDIA's packages themselves.
+constraints: $(VENV)/installed-dev
+	@$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.11 --extra dev pyproject.toml \
+		--no-header --no-annotate --output-file $(VENV)/constraints.new
+	@{ echo '# The tested versions, for pip install -c. Made by `make constraints`.'; \
+		grep -v '^nvidia-\|^cuda-' $(VENV)/constraints.new; } > constraints.txt
+
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -59,12 +71,12 @@ $(VENV)/bin/python:
 		{ echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing into $(VENV): some minutes the first time"
 	@$(PIP) install -qq --editable .
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
+$(VENV)/installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing into $(VENV) with the development tools: some minutes the first time"
 	@$(PIP) install -qq --editable '.[dev]'
 	@touch $@ $(VENV)/installed

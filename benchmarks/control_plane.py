@@ -39,7 +39,8 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
 
-BEGIN, END = "<!-- control plane -->", "<!-- end of control plane -->"
+BEGIN = "<!-- control plane -->"
+END = "<!-- end of control plane -->"
 WATCHED_SECONDS = 20.0
 """Time for which a running job is watched."""
 TRACED_SECONDS = 10
@@ -151,7 +152,8 @@ def _followed(run: RunDirectory, handle: JobHandle, num_ranks: int) -> Row:
 def _watched(supervisors: Sequence[psutil.Process], controller: psutil.Process, waiter: psutil.Process) -> Row:
     """Return the CPU milliseconds per second that each part takes while nothing happens."""
     parts = {"supervisor": supervisors, "controller": [controller], "waiter": [waiter]}
-    before, began = {name: _cpu(processes) for name, processes in parts.items()}, time.monotonic()
+    before = {name: _cpu(processes) for name, processes in parts.items()}
+    began = time.monotonic()
     time.sleep(WATCHED_SECONDS)
     passed = time.monotonic() - began
     return {

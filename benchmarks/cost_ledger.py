@@ -17,9 +17,10 @@ from statistics import fmean, geometric_mean, median
 
 from llama_core.config.hardware import DeviceSpec, gpu_spec
 from llama_core.config.models import ModelSpec, model_spec
-from llama_core.config.run import Precision, RecomputeMode
+from llama_core.config.settings import Precision, RecomputeMode
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import flops_per_token, step_time
+from llama_core.planning.work import Work
 
 ROWS = Path(__file__).parent / "data" / "published_memory.csv"
 PAGE = Path(__file__).parents[1] / "docs" / "cost.md"
@@ -72,7 +73,9 @@ class Case:
     @cached_property
     def estimated(self) -> float:
         """Tokens per second and device, estimated by this project."""
-        step = step_time(self.spec, self.plan, self.device, seq_len=self.seq_len, precision=self.precision)
+        # they ran torch's flash kernel, which is that of documents: torch preferred it then
+        work = Work(self.spec, self.plan, self.seq_len, self.precision, documents="varlen")
+        step = step_time(work, self.device)
         return step.tokens_per_second_per_device
 
     @property
@@ -83,7 +86,8 @@ class Case:
 
 def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[tuple[Row, str]]]:
     """Return the rows that can be estimated, and the others with the reason; rows without a throughput are dropped."""
-    mapped, unmapped = [], []
+    mapped = []
+    unmapped = []
     for row in rows:
         if row["tokens_s_gpu"] or row["mfu_pct"]:
             try:
@@ -103,8 +107,10 @@ def read_case(row: Row) -> Case:
         raise UnmappedError("LoRA: the ledger does not map adapters")
     if int(row["pp"] or 1) > 1 and not row["grad_accum"]:
         raise UnmappedError("the number of microbatches is not printed")
-    spec, seq_len = _model(row), int(row["seq_len"])
-    plan, device = _plan(row, spec), _device(row)
+    spec = _model(row)
+    seq_len = int(row["seq_len"])
+    plan = _plan(row, spec)
+    device = _device(row)
     published = float(row["tokens_s_gpu"] or 0)
     if not published:
         published = float(row["mfu_pct"]) / 100 * device.bf16_flops / flops_per_token(spec, seq_len)
@@ -118,7 +124,8 @@ def _model(row: Row) -> ModelSpec:
     if sizes is None:
         raise UnmappedError("the sizes of the model are not printed, or it is a mixture of experts")
     layers, hidden, heads, ffn, vocab = (int(sizes[place]) for place in (1, 2, 3, 4, 6))
-    head_dim, tied = hidden // heads, sizes[5] == "tied"
+    head_dim = hidden // heads
+    tied = sizes[5] == "tied"
     dims = (hidden, layers, heads, heads, head_dim, ffn, vocab)
     return ModelSpec(row["model"], "llama3", *dims, 1e4, 1e-5, 4096, 4096, tied_embeddings=tied)
 
@@ -138,7 +145,8 @@ def _plan(row: Row, spec: ModelSpec) -> ParallelPlan:
     zero_stage = int(row["zero_stage"] or 0)
     if zero_stage < 3:  # nanotron shards the optimizer over its replicas
         shards, copies = (shards * copies, 1) if zero_stage else (1, shards * copies)
-    microbatch_size, num_microbatches = int(row["micro_batch"] or row["local_batch"]), int(row["grad_accum"] or 1)
+    microbatch_size = int(row["micro_batch"] or row["local_batch"])
+    num_microbatches = int(row["grad_accum"] or 1)
     return ParallelPlan(
         tp=tp,
         pp=pp,

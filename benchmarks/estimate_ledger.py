@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.pages import rewrite_between
-from llama_core.config.run import Precision, RecomputeMode, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import Precision, RecomputeMode
 from llama_core.errors import ConfigError, PlanError
-from llama_core.planning.memory.estimate import estimate_memory, sizes_of
+from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.work import Work
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.schedules.registry import schedule_names
 from llama_core.units import format_bytes
 
 SEED = 2026
 PAGE = Path(__file__).parents[1] / "docs/memory.md"
-BEGIN, END = "<!-- estimate ledger -->", "<!-- end of estimate ledger -->"
+BEGIN = "<!-- estimate ledger -->"
+END = "<!-- end of estimate ledger -->"
 MODELS = ("tiny_llama3_150m", "llama1_7b", "llama2_13b", "code_llama_7b", "llama3_8b", "llama3_70b", "llama3_405b")
 SEQ_LENS = (1024, 2048, 4096, 8192)
 FEWEST_BYTES = 64 * 2**20
@@ -50,7 +53,8 @@ def draw_cases(number: int, seed: int = SEED) -> Iterator[Case]:
 
 
 def _draw(chance: random.Random) -> Case | None:
-    zero_stage, ranks = chance.choice((0, 1, 2, 3)), chance.choice((1, 1, 2, 4, 8))
+    zero_stage = chance.choice((0, 1, 2, 3))
+    ranks = chance.choice((1, 1, 2, 4, 8))
     mode: RecomputeMode = chance.choice(get_args(RecomputeMode))
     pp = chance.choice((1, 1, 2, 4, 8))
     precision: Precision = chance.choice(("bf16", "bf16", "fp32"))
@@ -88,8 +92,7 @@ def _draw(chance: random.Random) -> Case | None:
 
 def estimate(case: Case) -> int:
     """Return the estimated peak, in bytes."""
-    config, plan = case.config, case.plan
-    return estimate_memory(config.spec, plan, pp_rank=case.pp_rank, **sizes_of(config, plan)).peak_bytes
+    return estimate_memory(Work.of(case.config, case.plan), pp_rank=case.pp_rank).peak_bytes
 
 
 def count(case: Case) -> int:
@@ -100,7 +103,8 @@ def count(case: Case) -> int:
 
 def row(case: Case, estimated: int, counted: int) -> str:
     """Return a line of the table."""
-    config, plan = case.config, case.plan
+    config = case.config
+    plan = case.plan
     what = f"{config.model}, {config.seq_len} tokens, {config.training.precision}"
     if config.data.document_mask:
         what += ", documents"
@@ -116,9 +120,11 @@ def main() -> None:
     """Estimate, rehearse, rewrite the table and print the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", type=int, default=60, metavar="N", help="how many are drawn (60)")
-    rows, errors = [], []
+    rows = []
+    errors = []
     for case in draw_cases(parser.parse_args().plans):
-        estimated, counted = estimate(case), count(case)
+        estimated = estimate(case)
+        counted = count(case)
         errors.append(estimated / counted - 1)
         rows.append(row(case, estimated, counted))
         sys.stdout.write(rows[-1] + "\n")

@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks.pages import rewrite_between
 
-BEGIN, END = "<!-- failures -->", "<!-- end of failures -->"
+BEGIN = "<!-- failures -->"
+END = "<!-- end of failures -->"
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
 """419 unexpected interruptions in 54 days on 16,384 GPUs. Source: Llama Team, The Llama 3 Herd of Models, 2024."""
 CHECKPOINT_BYTES = 12 * 405.85e9
@@ -75,10 +76,12 @@ class Shares:
 
 def simulate(cluster: Cluster, seconds: float, seed: int = 0) -> Shares:
     """Return where the time of a run of at least ``seconds`` went."""
-    dice, shares = random.Random(seed), Shares()
+    dice = random.Random(seed)
+    shares = Shares()
     interval = max(cluster.interval_s, cluster.save_s + cluster.stall_s)
     repaired: list[float] = []
-    now, spare = 0.0, cluster.spare_nodes
+    now = 0.0
+    spare = cluster.spare_nodes
     while now < seconds:
         lasts = min(dice.expovariate(1 / cluster.mean_time_s), seconds - now)
         fails = now + lasts < seconds

@@ -14,7 +14,8 @@ from benchmarks.published import ledger, read_rows, write_predictions
 from benchmarks.published.tables import remarks, rows_table, section, summary_table
 from llama_core.errors import TrainingInfraError
 
-BEGIN, END = "<!-- published ledger -->", "<!-- end of published ledger -->"
+BEGIN = "<!-- published ledger -->"
+END = "<!-- end of published ledger -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,8 @@ from benchmarks.pages import rewrite_between
 from llama_core.machine.detect import cpu_model
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- overheads -->", "<!-- end of overheads -->"
+BEGIN = "<!-- overheads -->"
+END = "<!-- end of overheads -->"
 DRY_RUN = (
     *("dry-run", "--model", "llama3_405b", "--gpus", "64", "--gpu-type", "h200", "--tensor-parallel", "4"),
     *("--pipeline-parallel", "1", "--zero-stage", "3", "--activation-checkpointing", "--batch-size", "16"),
@@ -170,7 +171,8 @@ def plan_of(gpus: int) -> Callable[[], Figures]:
         from llama_core.planning.search.auto import search
         from llama_core.planning.search.leanest import NothingFitsError
 
-        device, figures = gpu_spec("h100"), Figures()
+        device = gpu_spec("h100")
+        figures = Figures()
         launch = {"nodes": max(1, gpus // 8), "device": "cuda", "gpu_type": "h100"}
         config = RunConfig.from_mapping(
             {"model": "llama3_405b", "parallel": {"gpus": gpus}, "launch": launch, "training": {"precision": "bf16"}}
@@ -195,7 +197,8 @@ def schedules() -> Figures:
     with timed(figures, "ours"):
         timeline = simulate(build_schedule("1f1b", num_ranks=64, num_microbatches=1024))
     with timed(figures, "floor"):
-        now, made = 0.0, []
+        now = 0.0
+        made = []
         for lane in timeline.lanes:
             for one in lane:
                 action = Action(one.action.stage, one.action.kind, one.action.microbatch)
@@ -213,7 +216,7 @@ def tokenising() -> Figures:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from llama_core.config.models import model_spec
-    from llama_core.config.run import DataConfig
+    from llama_core.config.settings import DataConfig
     from llama_core.data.chat import chat_format
     from llama_core.data.corpus import find_files
     from llama_core.data.sample import sample_file
@@ -232,7 +235,8 @@ def tokenising() -> Figures:
         trained.train_from_iterator(texts[::20], trainers.BpeTrainer(vocab_size=4000, special_tokens=[eos]))
         trained.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-        own, files = load_tokenizer(str(folder)), find_files(str(sample))
+        own = load_tokenizer(str(folder))
+        files = find_files(str(sample))
         chat = chat_format(DataConfig(), own, model_spec("tiny_llama3_50m"), files)
         with timed(figures, "ours"):
             cached_tokens(files, "text", own, folder / "cache", chat=chat, max_bad_lines=0)

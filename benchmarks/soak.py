@@ -40,8 +40,10 @@ from llama_core.records.files import now
 from llama_core.records.metrics import read_heartbeat, read_metrics
 from llama_core.units import KIB, MIB, format_duration
 
-BEGIN, END = "<!-- soak -->", "<!-- end of soak -->"
-RANKS, KEPT = 2, 2
+BEGIN = "<!-- soak -->"
+END = "<!-- end of soak -->"
+RANKS = 2
+KEPT = 2
 MEASURED_AFTER = 10
 """Steps of an attempt after which its processes are measured."""
 KILL_EVERY = 3
@@ -159,14 +161,17 @@ def _own_folder() -> Iterator[Path]:
 
 def run_soak(folder: Path, seconds: float, num_cycles: int | None, long_steps: int) -> Soak:
     """Preempt and resume a run below ``folder`` for ``seconds`` or ``num_cycles``, then train it undisturbed."""
-    dice, began = random.Random(0), time.monotonic()
-    run, cycles = RunDirectory(folder / "soaked"), list[Cycle]()
+    dice = random.Random(0)
+    began = time.monotonic()
+    run = RunDirectory(folder / "soaked")
+    cycles = list[Cycle]()
     while time.monotonic() - began < seconds if num_cycles is None else len(cycles) < num_cycles:
         cycles.append(_cycle(folder, run, dice, len(cycles) + 1))
         sys.stdout.write(f"cycle {len(cycles)}: {cycles[-1]}\n")
         sys.stdout.flush()
     taken = time.monotonic() - began
-    undisturbed, last_step = RunDirectory(folder / "undisturbed"), newest_step(run)
+    undisturbed = RunDirectory(folder / "undisturbed")
+    last_step = newest_step(run)
     long = tuple(_long_attempt(folder, undisturbed, max(long_steps, last_step)))
     ours, theirs = (_losses(one, last_step) for one in (run, undisturbed))
     different = sum(ours.get(step) != theirs[step] for step in theirs)
@@ -297,7 +302,8 @@ def _losses(run: RunDirectory, last_step: int) -> dict[int, tuple[float, ...]]:
 
 def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Return the slope of the line of least squares through points, and its standard error; at least three points."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    mean_x = sum(x) / len(x)
+    mean_y = sum(y) / len(y)
     spread = sum((one - mean_x) ** 2 for one in x)
     found = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
     rest = sum((b - mean_y - found * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
@@ -352,7 +358,8 @@ def warm(long: Sequence[Sizes]) -> Sequence[Sizes]:
 def as_markdown(soak: Soak) -> str:
     """Return the table."""
     kills = sum(one.ended_by != "SIGTERM" for one in soak.cycles)
-    attempts, long = range(len(soak.cycles)), warm(soak.long)
+    attempts = range(len(soak.cycles))
+    long = warm(soak.long)
     lines = [
         f"{soak.machine}; {soak.at[:10]}. {len(soak.cycles)} cycles in {format_duration(soak.seconds)}, {kills} "
         f"of them ended by `kill -9` and the others by SIGTERM, up to step {soak.cycles[-1].last_step}; then one "

@@ -1,21 +1,22 @@
 """``make serve``: run all that ``prefect deployment run`` needs, a server, the deployments and a worker, until Ctrl-C.
 
 It starts a server only if none is configured. While that server is up, ``prefect.toml`` tells Prefect's commands in
-this folder its address; the user's other settings stay as they are.
+this folder its address and its password; the user's other settings stay as they are.
 """
 
 import asyncio
+import json
 import os
 import signal
-import socket
 import sys
 import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-from flows.service import Service, answers, run_once, service
+from flows.service import Service, answers, is_own, obeys_everybody, run_once, service
 from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError, TrainingInfraError
 
@@ -27,6 +28,7 @@ PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 
 POLL_SECONDS = 0.5
 
+_HOW_TO_ASK = "set PREFECT_SERVER_API_AUTH_STRING where it starts, and PREFECT_API_AUTH_STRING here"
 _ADDRESS_MARK = "# Written by `make serve`, which removes it when it stops."
 _DEFAULTS = {
     "DO_NOT_TRACK": "1",
@@ -63,16 +65,22 @@ def main() -> int:
 
 def _start(stack: ExitStack) -> list[Service]:
     """Start everything, to be stopped by ``stack``, and print the next command to type."""
-    _forget_stale_address()
-    from prefect.settings import PREFECT_API_URL, temporary_settings  # reads the settings on import
+    forget_stale_address()
+    # These read the settings on import.
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     services: list[Service] = []
     url = PREFECT_API_URL.value()
     if url is None:
-        url = f"http://127.0.0.1:{os.environ['PREFECT_SERVER_API_PORT']}/api"
-        services.append(stack.enter_context(_server(url)))
+        server, url, auth_string = stack.enter_context(_server())
+        services.append(server)
+        os.environ["PREFECT_API_AUTH_STRING"] = auth_string
+        stack.enter_context(temporary_settings({PREFECT_API_AUTH_STRING: auth_string}))
+        say("password", f"the page asks for one: it is auth_string in {ADDRESS}, which only you can read")
     elif not answers(url):
         raise EnvironmentMismatchError(f"the Prefect server at {url} (PREFECT_API_URL) does not answer; start it")
+    elif obeys_everybody(url):
+        say("warning", f"whoever reaches {url} can run commands as you, since it asks for no password; {_HOW_TO_ASK}")
     os.environ["PREFECT_API_URL"] = url
     stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
     _deploy()
@@ -83,41 +91,40 @@ def _start(stack: ExitStack) -> list[Service]:
     return services
 
 
-def _forget_stale_address() -> None:
-    """Remove the ``prefect.toml`` of a server that was killed."""
+def forget_stale_address() -> None:
+    """Remove the ``prefect.toml`` of a server that was killed, even if somebody else answers in its place."""
     if ADDRESS.exists() and ADDRESS.read_text().startswith(_ADDRESS_MARK):
         url = tomllib.loads(ADDRESS.read_text())["api"]["url"]
-        if not answers(url):
+        if not (answers(url) and is_own(url)):
             ADDRESS.unlink()
 
 
+def written_address(url: str, auth_string: str) -> str:
+    """Return the text of ``prefect.toml``."""
+    return f"{_ADDRESS_MARK}\n[api]\nurl = {json.dumps(url)}\nauth_string = {json.dumps(auth_string)}\n"
+
+
 @contextmanager
-def _server(url: str) -> Iterator[Service]:
-    """Run a server for the block, and write its address for other terminals in this folder."""
-    host, port = os.environ["PREFECT_SERVER_API_HOST"], int(os.environ["PREFECT_SERVER_API_PORT"])
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _server() -> Iterator[tuple[Service, str, str]]:
+    """Run a server for the block, and yield it, the URL of its API and its password.
+
+    Other terminals in this folder find both in ``prefect.toml``.
+    """
+    from flows.server import password, private_server
+
+    auth_string = password()
+    host = os.environ["PREFECT_SERVER_API_HOST"]
+    port = int(os.environ["PREFECT_SERVER_API_PORT"])
+    with private_server(host, port, auth_string) as (server, url):
         try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise EnvironmentMismatchError(
-                f"cannot serve on {host}:{port}: {error.strerror}; choose another port with "
-                "`make serve PREFECT_SERVER_API_PORT=4300`"
-            ) from None
-    os.environ.setdefault("PREFECT_UI_API_URL", url)
-    with service("server", *PREFECT, "server", "start") as server:
-        while not answers(url):
-            server.revive()
-            time.sleep(POLL_SECONDS)
-        try:
-            with ADDRESS.open("x") as address:
-                address.write(f'{_ADDRESS_MARK}\n[api]\nurl = "{url}"\n')
+            with open(ADDRESS, "x", opener=partial(os.open, mode=0o600)) as address:
+                address.write(written_address(url, auth_string))
         except FileExistsError:
             raise EnvironmentMismatchError(
                 f"{ADDRESS} is not from `make serve` and names no server; add [api] url to it, or move it away"
             ) from None
         try:
-            yield server
+            yield server, url, auth_string
         finally:
             ADDRESS.unlink(missing_ok=True)
 

@@ -4,12 +4,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import socket
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
 import httpx
+import psutil
 
 from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError
@@ -30,12 +34,27 @@ class Service:
         name: its name in messages.
         command: its command line.
         log: file for its output; None for the terminal.
+        settings: variables of its environment besides those of this process.
+        umask: permissions that its files do not get; -1 for those of this process.
+        sockets: sockets that it inherits.
     """
 
-    def __init__(self, name: str, command: tuple[str, ...], log: Path | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        log: Path | None,
+        *,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        umask: int = -1,
+        sockets: Sequence[socket] = (),
+    ) -> None:
         self.name = name
         self.command = command
         self.log = log
+        self.settings = settings
+        self.umask = umask
+        self.sockets = sockets
         self._start()
 
     def _start(self) -> None:
@@ -43,11 +62,13 @@ class Service:
         output = self.log.open("ab") if self.log else None
         self.process = subprocess.Popen(
             self.command,
-            env=os.environ | {SERVE_VARIABLE: str(os.getpid())},
+            env=os.environ | self.settings | {SERVE_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
+            umask=self.umask,
+            pass_fds=[inherited.fileno() for inherited in self.sockets],
         )
         if output:
             output.close()
@@ -78,10 +99,13 @@ class Service:
 
 
 @contextmanager
-def service(name: str, *command: str, visible: bool = False) -> Iterator[Service]:
-    """Run a service for the block; its output is shown if ``visible``, else kept for an error message."""
+def service(name: str, *command: str, visible: bool = False, **options: Any) -> Iterator[Service]:
+    """Run a service for the block; its output is shown if ``visible``, else kept for an error message.
+
+    ``options`` are those of ``Service``.
+    """
     with TemporaryDirectory() as folder:
-        started = Service(name, command, None if visible else Path(folder) / "log")
+        started = Service(name, command, None if visible else Path(folder) / "log", **options)
         try:
             yield started
         finally:
@@ -104,6 +128,26 @@ def answers(url: str) -> bool:
     """Return whether a Prefect server answers at ``url``."""
     try:
         return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def is_own(url: str) -> bool:
+    """Return whether a process of this user on this machine listens on the port of ``url``."""
+    port = httpx.URL(url).port
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            # The system names the process only to its own user, and to root.
+            here = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+            if here and connection.pid:
+                return psutil.Process(connection.pid).uids().real == os.getuid()
+    return False
+
+
+def obeys_everybody(url: str) -> bool:
+    """Return whether the Prefect server at ``url`` asks for no password."""
+    try:
+        return httpx.get(f"{url}/version", timeout=5).is_success
     except httpx.HTTPError:
         return False
 

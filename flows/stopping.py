@@ -10,8 +10,8 @@ import psutil
 from prefect import get_client
 
 from flows.service import SERVE_VARIABLE, STOP_SECONDS
-from llama_core.chain import steps
 from llama_core.chain.console import say
+from llama_core.launch.jobs import submission
 from llama_core.records.directory import RunDirectory
 from tasks.follow import followed_by, run_of
 
@@ -28,7 +28,7 @@ def stop_flow_runs() -> None:
 
 def _stop(process: psutil.Process, flow_run_id: UUID) -> None:
     run = _run(flow_run_id)
-    job = steps.attach(run) if run else None
+    job = submission.attach(run) if run else None
     again = f"continue it with `prefect flow-run retry {flow_run_id}` once a worker is up again"
     if job is not None and job.is_here:
         say("stopping", f"{job.run.path} after this step, with a checkpoint; {again}")

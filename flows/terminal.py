@@ -1,11 +1,12 @@
 """Run the ``train`` flow from one terminal, on its own Prefect server if none is configured."""
 
-import signal
+import atexit
+from contextlib import ExitStack
 from pathlib import Path
 
-from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from flows.server import password, private_server
 from flows.service import answers
 from flows.train import train
 from llama_core.config.run import RunConfig
@@ -33,13 +34,9 @@ def train_through_the_flow(config: RunConfig, run_dir: Path | None, *, resume: b
 
 
 def _start_server() -> None:
-    """Start the server that the flow would start, but make it ignore the terminal's Ctrl-C.
-
-    Ctrl-C is for the flow, which stops its job and then still reports the ending to the server. A child inherits
-    blocked signals.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        SubprocessASGIServer().start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    """Start a server that lives as long as this process, and point this process at it."""
+    until_exit = ExitStack()
+    auth_string = password()
+    atexit.register(until_exit.close)  # runs after Prefect has sent its last records, since Prefect registers later
+    _, url = until_exit.enter_context(private_server("127.0.0.1", 0, auth_string, is_temporary=True))
+    until_exit.enter_context(temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: auth_string}))

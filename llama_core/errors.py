@@ -4,7 +4,9 @@ One class per kind of remedy. The CLI prints the message on one line and exits w
 traceback means a bug.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from llama_core.redaction import one_line, redacted
@@ -28,18 +30,64 @@ class RequestError(TrainingInfraError):
     exit_code = 2
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a configuration, in parts, so that whoever shows it can spell it."""
+
+    text: str
+    """What is wrong and what to do: a whole sentence, or the rest of one that begins with ``setting=value``."""
+    setting: str = ""
+    """The setting that the sentence begins with, in the words of the user; empty for a whole sentence."""
+    value: str = ""
+    """The value of that setting, as Python writes it."""
+    keys: tuple[str, ...] = ()
+    """Dotted keys of the settings that cause it."""
+    file: str = ""
+    """The file that it is in."""
+    remedy: str = ""
+    """What else to do."""
+
+    def __str__(self) -> str:
+        """Return the problem in one line, with settings as YAML and ``--set`` spell them."""
+        line = f"{self.setting}={self.value}{self.text}" if self.setting else self.text
+        if self.remedy:
+            line = f"{line}; {self.remedy}"
+        return f"{self.file}: {line}" if self.file else line
+
+    def within(self, section: str) -> "Problem":
+        """Return the problem with the dotted keys of settings that are inside a section, or '' for none."""
+        return replace(self, keys=tuple(f"{section}.{key}" for key in self.keys)) if section else self
+
+    def about(self, *keys: str) -> "Problem":
+        """Return the problem with the settings that cause it, unless it names some."""
+        return self if self.keys else replace(self, keys=keys)
+
+
 class ConfigError(RequestError, ValueError):
     """An invalid configuration: edit the keys that the message names.
 
     It is a ``ValueError`` so that Pydantic reports it together with the other validation errors.
 
     Args:
-        problems: one sentence for each problem; all of them are reported at once.
+        problems: the problems, or a sentence for each; all of them are reported at once.
     """
 
-    def __init__(self, *problems: str) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = tuple(map(safe, problems))
+    def __init__(self, *problems: "Problem | str") -> None:
+        self.records = tuple(one if isinstance(one, Problem) else Problem(one) for one in problems)
+        """The problems in parts."""
+        lines = [str(one) for one in self.records]
+        super().__init__("; ".join(lines))
+        self.problems = tuple(map(safe, lines))
+        """A line for each problem."""
+
+
+@contextmanager
+def blaming(*keys: str) -> Iterator[None]:
+    """Make the problems of a block those of some settings, unless they name others."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(one.about(*keys) for one in error.records)) from error
 
 
 class PlanError(RequestError):
@@ -50,6 +98,10 @@ class DoesNotFitError(PlanError):
     """A plan that needs more memory than the device has: use a remedy that the message lists, or more devices."""
 
     exit_code = 3
+
+
+class DeadlockError(PlanError):
+    """A plan whose ranks would wait for each other forever: use another plan, and report this one."""
 
 
 class DataError(RequestError):

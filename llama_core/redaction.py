@@ -8,25 +8,35 @@ from typing import Any
 HIDDEN = "***"
 """Stands for a secret."""
 
-_SECRET_NAME = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|ACCESS_KEY|PRIVATE_KEY)$")
+_NAMES = (
+    "(?:API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|ACCESS_KEY|PRIVATE_KEY|AUTH_STRING|CREDENTIALS?"
+    "|_PAT|_PASS|_PWD)"
+)
+_SECRET_NAME = re.compile(f"{_NAMES}$")
 _LOOKS_SECRET = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9]).{8,}|.{20,}", re.DOTALL)
 """Values of such variables that are replaced everywhere; others may be ordinary words and numbers."""
-_URL_PASSWORD = re.compile(r"(?<=://)([^\s:/@\"'\\]*):[^\s/@\"'\\]+@")
-_ASSIGNED = re.compile(
-    r"\b([A-Z0-9_]*(?:API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|ACCESS_KEY)=[\"']?)(?![\"'$])[^\s\"'\\]+"
+_PATTERNS = (
+    # A password in an address may hold any character; what looks like a port is none. The bounds keep it linear.
+    (re.compile(r"""(://[^\s:/?#"'\\]{0,256}:)(?!\d{1,5}[/?#])[^\s"'\\]{1,256}(?=@)"""), rf"\1{HIDDEN}"),
+    (re.compile(r"""(https?://)[^\s:/?#@"'\\]{1,256}(?=@)"""), rf"\1{HIDDEN}"),
+    (re.compile(r"""(?i)(\bauthorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+)[^\s"',;]+"""), rf"\1{HIDDEN}"),
+    (re.compile(r"(\bBearer\s+)(?=\S*\d)[\w.~+/=-]{16,}"), rf"\1{HIDDEN}"),
 )
+_ASSIGNED = re.compile(rf"""\b([A-Z0-9_]*{_NAMES}=["']?)(?!["'$])[^\s"'\\]+""")
 _CONTROL = re.compile(r"[^\S ]+")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` with ``***`` for passwords in URLs, values assigned to secrets, and secrets of the environment.
+    """Return ``text`` with ``***`` for secrets: in URLs, in headers, assigned to names, and from the environment.
 
     A secret of the environment is the value of a variable whose name says so, such as ``WANDB_API_KEY``, ``HF_TOKEN``
     or ``DB_PASSWORD``.
     """
     for value in _secrets():
         text = text.replace(value, HIDDEN)
-    text = _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", text)
+    for pattern, shown in _PATTERNS:
+        text = pattern.sub(shown, text)
     return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
 
 
@@ -45,11 +55,24 @@ def assigns_secret(line: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` on one line, with escapes for characters that a terminal would obey or cannot show."""
-    joined = _CONTROL.sub(" ", text).strip()
-    if joined.isprintable():
-        return joined
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)
+    """Return ``text`` on one line, as ``indented_line``, without spaces around it."""
+    return indented_line(text).strip()
+
+
+def indented_line(text: str) -> str:
+    """Return ``text`` on one line, as ``printable``."""
+    return printable(_CONTROL.sub(" ", text))
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without colours, and with escapes for other characters that a terminal obeys or cannot show.
+
+    Those that change the order of the characters after them are escaped too.
+    """
+    if text.isprintable():
+        return text
+    plain = _COLOUR.sub("", text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
 
 
 def _secrets() -> Iterator[str]:

@@ -16,8 +16,8 @@ from prefect import Flow, State, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run as current_flow_run
 
-from llama_core.chain import steps
 from llama_core.chain.runs import RUNS
+from llama_core.chain.stopping import cancel
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
@@ -65,7 +65,7 @@ def cancel_job(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     """
     run = followed_by(flow_run)
     if run is not None:
-        steps.cancel(run)
+        cancel(run)
         write_report(run)
 
 
@@ -86,5 +86,5 @@ def _heed_cancellation(run: RunDirectory, flow_run_id: UUID, over: threading.Eve
         with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             state = client.read_flow_run(flow_run_id).state
             if state is not None and state.is_cancelling():
-                steps.cancel(run)
+                cancel(run)
                 return

@@ -15,8 +15,8 @@ WITHOUT_VENV = """case "$*" in *ensurepip*) echo "No module named ensurepip" >&2
 
 @pytest.fixture
 def make(tmp_path):
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
 
     def run(target, interpreter):
         return subprocess.run(

@@ -23,8 +23,11 @@ HEAVY = (
     "llama_core.launch.rank.loader",
 )
 """The modules that compute, and those a rank imports to compute: with torch."""
-LIGHT = tuple(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "pretrained"))
-"""Those of them that look at weights before a job exists."""
+LIGHT = (
+    *(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "pretrained")),
+    "llama_core.rehearsal.call_order",
+)
+"""Those of them that look at weights before a job exists, and one that computes on plain data."""
 
 
 def light_modules():

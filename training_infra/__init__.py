@@ -3,6 +3,13 @@
 Names are imported on first use, so ``import training_infra`` is cheap and needs no torch.
 """
 
+import os
+import sys
+
+# For `python -m training_infra.cli`, Python puts the current folder first, where somebody may have put a yaml.py.
+if sys.argv[:1] == ["-m"] and sys.path[0] == os.getcwd() != os.path.dirname(__path__[0]):  # noqa: PTH109, PTH120
+    del sys.path[0]
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,13 +1,10 @@
 """Benchmarks over batch sizes: measured if this machine or Slurm has the devices, otherwise predicted."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_core.chain.console import say
 from llama_core.config.run import RunConfig
-from llama_core.records.files import atomic_write
 from llama_core.sweep.comparison import Comparison, compare
 from llama_core.sweep.grid import SweepConfig
 from training_infra.config import TrainingStrategy
@@ -82,35 +79,3 @@ def compare_batch_sizes(
         }
     )
     return compare(sweep, local_sweep_steps(), sweep_dir, resume=resume)
-
-
-def benchmark_from_terminal(
-    config: RunConfig,
-    batch_sizes: Sequence[int],
-    sweep_dir: Path | None,
-    *,
-    resume: bool,
-    results: Path | None,
-    as_json: bool,
-) -> dict[str, Any]:
-    """Compare batch sizes, print a table unless ``as_json`` is set, and return the record.
-
-    Args:
-        config: the run.
-        batch_sizes: the batch sizes to compare.
-        sweep_dir: directory of the measurements; by default ``sweeps/<name>-<date>``.
-        resume: continue the sweep there.
-        results: file to write the record to; None for none.
-        as_json: print nothing.
-    """
-    with say.silenced(as_json):
-        comparison = compare_batch_sizes(config, batch_sizes, sweep_dir, resume=resume)
-        record = {"model": config.model, "gpus": config.parallel.gpus} | comparison.as_dict()
-        if results is not None:
-            results.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(results) as temporary:
-                temporary.write_text(json.dumps(record, indent=2) + "\n")
-            say("results", str(results))
-    if not as_json:
-        print_comparison(comparison)
-    return record

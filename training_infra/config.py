@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_core.config.names import keys_called
-from llama_core.config.run import RunConfig, StrategyName, config_keys, literal_values
+from llama_core.config.run import RunConfig, config_keys
+from llama_core.config.settings import StrategyName, literal_values
 from llama_core.config.strategy import PARTS, LoRA, MoE
 from llama_core.errors import ConfigError, ask_for, did_you_mean
 from training_infra.spelling import python_spelling

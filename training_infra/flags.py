@@ -27,6 +27,9 @@ class Flag:
         return group_of(self.key)
 
 
+LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
+"""Long names of dtypes, also accepted by ``--mixed-precision`` and ``--dtype``."""
+
 LAUNCHERS = "|".join(get_args(LauncherName))
 FLAGS = (
     Flag("--model", "model", "llama3_8b", is_common=True),

@@ -107,7 +107,8 @@ class Parser(argparse.ArgumentParser):
 
     def help_on(self, word: str | None) -> str:
         """Return the help on flags and keys in the group ``word``, or with ``word`` in their names; None means all."""
-        groups, tables = dict(self._index()), dict[str, Rows]()
+        groups = dict(self._index())
+        tables = dict[str, Rows]()
         for key, text in config_keys().items():
             flag, action = self._flags.get(key, (None, None))
             names = (key, flag.name, *flag.also) if flag else (key,)
@@ -166,6 +167,7 @@ def _lines(rows: Rows, width: int) -> Iterator[str]:
         if len(left) > _LEFT - 4:
             yield f"  {left}"
         begin = "" if len(left) > _LEFT - 4 else left
-        first, rest = f"  {begin:<{_LEFT - 2}}", " " * _LEFT
+        first = f"  {begin:<{_LEFT - 2}}"
+        rest = " " * _LEFT
         one_line = " ".join(text.split())
         yield from textwrap.wrap(one_line, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

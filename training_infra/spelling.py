@@ -38,7 +38,8 @@ def python_spelling() -> Iterator[None]:
 
 
 def _argument(found: re.Match[str]) -> str:
-    name, value = found[1], found[2]
+    name = found[1]
+    value = found[2]
     flag = next((flag for flag in FLAGS if name in (flag.name, *flag.also)), None)
     if name in _ARGUMENTS:
         argument = _ARGUMENTS[name]

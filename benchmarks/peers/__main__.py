@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.pages import rewrite_between
 from benchmarks.peers.turns import BATCHES, STEP
-from llama_core.config.run import Precision, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import Precision
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, worker_environment
 from llama_core.machine.detect import available_cores, cpu_model
 from llama_core.models.hf import config_json
@@ -46,7 +47,8 @@ gradient is, so rounding in bf16 may flip the sign of one."""
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 MAX_GRAD_NORM = 1.0
 LORA_RANK = 16
-BEGIN, END = "<!-- peers -->", "<!-- end of peers -->"
+BEGIN = "<!-- peers -->"
+END = "<!-- end of peers -->"
 
 Row = dict[str, Any]
 
@@ -268,7 +270,8 @@ def _write_job(case: Case, folder: Path, num_steps: int) -> None:
         },
     }
     if spec.lora is not None:
-        rank, targets = spec.lora.lora_rank, list(spec.lora.target_modules)
+        rank = spec.lora.lora_rank
+        targets = list(spec.lora.target_modules)
         job["lora"] = {"r": rank, "lora_alpha": spec.lora.scale * rank, "target_modules": targets}
     (folder / "job.json").write_text(json.dumps(job))
     generator = torch.Generator().manual_seed(0)
@@ -350,7 +353,8 @@ def _cells(row: Row) -> Iterator[str]:
         yield from ["-"] * (len(COLUMNS) - 6)
         return
     low, middle, high = row["times_faster"]
-    ours, theirs = row["ours_in_short"], row["theirs_in_short"]
+    ours = row["ours_in_short"]
+    theirs = row["theirs_in_short"]
     yield f"{middle:.2f} ({low:.2f} to {high:.2f})"
     low, middle, high = row["times_less_cpu"]
     yield f"{middle:.2f} ({low:.2f} to {high:.2f})"

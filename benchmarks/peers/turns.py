@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 STEP = "step\n"
-WEIGHTS, BATCHES = "weights.pt", "batches.pt"
+WEIGHTS = "weights.pt"
+BATCHES = "batches.pt"
 
 Step = Callable[[Tensor, Tensor], float]
 """Takes an optimizer step on tokens and their targets, [B, S] each, and returns the mean loss before it."""
@@ -39,9 +40,12 @@ def serve(folder: Path, build: Callable[[dict[str, Any]], Step]) -> None:
     for number, line in enumerate(sys.stdin):
         if line != STEP:
             raise ValueError(f"unknown order {line!r}")
-        tokens, targets = batches[number][:, :-1].contiguous(), batches[number][:, 1:].contiguous()
+        tokens = batches[number][:, :-1].contiguous()
+        targets = batches[number][:, 1:].contiguous()
         _reset_peak()
-        faults, cpu_started, started = _page_faults(), time.process_time(), time.perf_counter()
+        faults = _page_faults()
+        cpu_started = time.process_time()
+        started = time.perf_counter()
         loss = step(tokens, targets)
         _tell(
             answers,

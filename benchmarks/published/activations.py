@@ -23,7 +23,9 @@ class Activations:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.model, self.traits = job, job.architecture, job.framework
+        self.job = job
+        self.model = job.architecture
+        self.traits = job.framework
         self.tokens = job.micro_batch * job.seq_len / job.cp
         self.stream_tokens = self.tokens / (job.tp if job.sequence_parallel else 1)
         gathered = self.traits.keeps_gathered
@@ -58,7 +60,9 @@ class Activations:
     @cached_property
     def _products(self) -> float:
         """Bytes that selective recompute keeps besides a layer's input: attention and matrix products."""
-        model, tokens, tp = self.model, self.tokens, self.job.tp
+        model = self.model
+        tokens = self.tokens
+        tp = self.job.tp
         width = self._ffn_width
         partial = tokens * model.hidden_size  # output of a row-parallel matrix before the reduction
         reduced = 2 * self.stream_tokens * model.hidden_size if tp > 1 else 0
@@ -71,7 +75,8 @@ class Activations:
     @cached_property
     def _ffn_width(self) -> float:
         """Feed-forward width that a token passes through, averaged over layers."""
-        model, experts = self.model, self.model.experts
+        model = self.model
+        experts = self.model.experts
         if experts is None:
             return model.ffn_size
         per_token = experts.top_k * experts.ffn_size + experts.shared_ffn_size
@@ -88,11 +93,15 @@ class Activations:
     @cached_property
     def attention(self) -> float:
         """Bytes that the attention half of a layer keeps."""
-        model, job, tokens = self.model, self.job, self.tokens
+        model = self.model
+        job = self.job
+        tokens = self.tokens
         inputs = self.input_tokens * model.hidden_size  # always kept: queries have a trained weight or adapter
-        keys, values = model.key_size, model.value_size
+        keys = model.key_size
+        values = model.value_size
         if self.traits.repeats_kv:
-            keys, values = model.query_size, model.output_size
+            keys = model.query_size
+            values = model.output_size
         heads = tokens * (model.query_size + keys + values + model.output_size) / job.tp
         total = self._norm(self.stream_tokens * model.hidden_size) + _BF16 * (inputs + heads) + self._log_sum_exp
         if model.norms_queries:
@@ -106,7 +115,9 @@ class Activations:
     @cached_property
     def feed_forward(self) -> float:
         """Bytes that the feed-forward half of a layer keeps."""
-        model, job, traits = self.model, self.job, self.traits
+        model = self.model
+        job = self.job
+        traits = self.traits
         trained = not job.frozen or traits.adapters.on_ffn
         num_tensors = traits.ffn_tensors if model.gated else min(2, traits.ffn_tensors)
         if not trained and not job.compiles:

@@ -88,7 +88,9 @@ class Architecture:
         h = self.hidden_size
         if self.latent is None:
             return h * (self.query_size + self.key_size + self.value_size + self.output_size)
-        rank, kv_rank, rope = self.latent.query_rank, self.latent.kv_rank, self.latent.rope_dim
+        rank = self.latent.query_rank
+        kv_rank = self.latent.kv_rank
+        rope = self.latent.rope_dim
         queries = rank * (h + self.query_size) if rank else h * self.query_size
         return queries + h * (kv_rank + rope) + kv_rank * 2 * self.value_size + self.output_size * h
 
@@ -109,7 +111,8 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """All parameters of the model, except for a few biases."""
-        h, experts = self.hidden_size, self.experts
+        h = self.hidden_size
+        experts = self.experts
         total = (1 if self.tied else 2) * self.table_parameters + h
         total += self.num_layers * (self.attention_parameters + self.num_norms * h)
         total += (self.num_layers - self.num_expert_layers) * self.ffn_parameters(self.ffn_size)

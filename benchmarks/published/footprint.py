@@ -23,12 +23,16 @@ _POOLS = {"gradients": "reduce", "gather buffers": "gather"}
 
 def moments(job: Job, pp_rank: int) -> Iterator[Moment]:
     """Yield the moments of a step at which a rank's memory may peak."""
-    shares, acts = Shares(job, pp_rank), Activations(job)
+    shares = Shares(job, pp_rank)
+    acts = Activations(job)
     states: Moment = {"weights": shares.weights, "moments": shares.moments}
-    waiting, complete = shares.gradients_between_microbatches, shares.gradients
+    waiting = shares.gradients_between_microbatches
+    complete = shares.gradients
     own = shares.num_layers * acts.kept / job.num_chunks
     others = (microbatches_in_flight(job, pp_rank) * job.num_chunks - 1) * own
-    root, layer, buffers = shares.gathered_root, shares.gathered_layer, shares.gather_buffers
+    root = shares.gathered_root
+    layer = shares.gathered_layer
+    buffers = shares.gather_buffers
 
     if job.framework.loads_whole and shares.num_shards > 1:
         yield {"weights": shares.weights, "gathered": shares.weights * shares.num_shards}
@@ -86,7 +90,9 @@ def microbatches_in_flight(job: Job, pp_rank: int) -> float:
     ``N`` under GPipe, ``min(N, D - r)`` under 1F1B, ``min(vN, (v - 1)D + 2(D - 1 - r) + 1) / v`` under interleaved
     1F1B, and ``min(N, D)`` under schedules that place stages in a V.
     """
-    depth, num, chunks = job.pp, job.num_microbatches, job.num_chunks
+    depth = job.pp
+    num = job.num_microbatches
+    chunks = job.num_chunks
     if job.schedule == "gpipe" or depth == 1:
         return num if job.schedule == "gpipe" and depth > 1 else 1
     if job.schedule == "v":

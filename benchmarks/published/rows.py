@@ -19,7 +19,9 @@ Row = Mapping[str, str]
 _UNSAID = {"", "n/a", "na", "unknown", "unspecified", "default"}
 _LEVERS = ("packed", "compile", "chunked", "activation checkpointing", "optimizer in bwd", "activation offload", "8bit")
 """Memory levers in the order of torchtune's README, in a table whose rows each add one to the row before."""
-_EIGHT_BIT_MOMENTS, _BF16_MOMENTS, _FP32_MOMENTS = 2.0, 4.0, 8.0
+_EIGHT_BIT_MOMENTS = 2.0
+_BF16_MOMENTS = 4.0
+_FP32_MOMENTS = 8.0
 
 
 class Reader:
@@ -190,7 +192,8 @@ class Reader:
         """Return the degrees of parallelism; a missing dp_shard follows from the number of GPUs."""
         degrees = {name: self.count(name) or 1 for name in ("tp", "pp", "cp", "ep", "dp_replicate")}
         others = degrees["tp"] * degrees["pp"] * degrees["cp"] * degrees["dp_replicate"]
-        shard, gpus = self.count("dp_shard"), self.count("gpus")
+        shard = self.count("dp_shard")
+        gpus = self.count("gpus")
         if shard is None:
             if gpus is None and self.traits.num_gpus is not None:
                 gpus = self.traits.num_gpus
@@ -222,8 +225,11 @@ class Reader:
 
     def _batches(self, degrees: Mapping[str, int]) -> tuple[int, int]:
         """Return the sequences per microbatch, and the microbatches per step."""
-        local, micro, steps = self.count("local_batch"), self.count("micro_batch"), self.count("grad_accum")
-        whole, pp = self.count("global_batch"), degrees["pp"]
+        local = self.count("local_batch")
+        micro = self.count("micro_batch")
+        steps = self.count("grad_accum")
+        whole = self.count("global_batch")
+        pp = degrees["pp"]
         if micro is None and local is None:
             raise ConfigError("neither micro_batch nor local_batch is given")
         if micro is None:
@@ -282,7 +288,8 @@ class Reader:
         stated = re.search(r"trainable ([\d,]+)", self.extra)
         if stated:
             return int(stated.group(1).replace(",", ""))
-        model, adapters = job.architecture, self.traits.adapters
+        model = job.architecture
+        adapters = self.traits.adapters
         widths = 2 * model.hidden_size + model.query_size + model.value_size
         widths += (model.hidden_size + model.output_size) * adapters.on_output
         widths += 3 * (model.hidden_size + model.ffn_size) * adapters.on_ffn

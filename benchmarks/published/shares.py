@@ -16,9 +16,12 @@ class Shares:
     """
 
     def __init__(self, job: Job, pp_rank: int) -> None:
-        self.job, self.traits, self.model = job, job.framework, job.architecture
+        self.job = job
+        self.traits = job.framework
+        self.model = job.architecture
         self.num_layers = layers_per_rank(job)[pp_rank]
-        self.is_first, self.is_last = pp_rank == 0, pp_rank == job.pp - 1
+        self.is_first = pp_rank == 0
+        self.is_last = pp_rank == job.pp - 1
         self.num_shards = job.dp_shard * job.cp
         self.num_expert_shards = max(1, self.num_shards * job.tp // (job.ep if job.ep > 1 else job.tp))
         self.gathers = job.zero_stage >= 3 and (self.num_shards > 1 or job.weight_bytes > _COMPUTE_BYTES)
@@ -36,7 +39,8 @@ class Shares:
     @cached_property
     def experts(self) -> float:
         """Parameters of one layer's experts."""
-        model, job = self.model, self.job
+        model = self.model
+        job = self.job
         if model.experts is None:
             return 0
         each = model.ffn_parameters(model.experts.ffn_size) * model.num_expert_layers / model.num_layers
@@ -60,7 +64,8 @@ class Shares:
         dense = self.num_layers * self.layer + self.num_tables * self.table
         experts = self.num_layers * self.experts
         if is_sharded:
-            dense, experts = dense / self.num_shards, experts / self.num_expert_shards
+            dense = dense / self.num_shards
+            experts = experts / self.num_expert_shards
         return bytes_per_parameter * (dense + experts)
 
     @cached_property
@@ -91,7 +96,8 @@ class Shares:
     @cached_property
     def gradients(self) -> float:
         """All gradients after the last backward."""
-        job, traits = self.job, self.traits
+        job = self.job
+        traits = self.traits
         if job.steps_in_backward:
             return 0
         complete = self.state(traits.gradient_bytes, is_sharded=job.zero_stage >= 2)
@@ -167,12 +173,15 @@ class Shares:
 
 def layers_per_rank(job: Job) -> list[int]:
     """Return the number of layers on each rank of a pipeline."""
-    model, pp = job.architecture, job.pp
+    model = job.architecture
+    pp = job.pp
     if not job.framework.balances_cost:
         return [model.num_layers // pp + (rank < model.num_layers % pp) for rank in range(pp)]
     layer = (model.num_parameters - (1 if model.tied else 2) * model.table_parameters) / model.num_layers
     share = (model.num_layers * layer + model.table_parameters) / pp
-    counts, rank, dealt = [0] * pp, 0, 0.0
+    counts = [0] * pp
+    rank = 0
+    dealt = 0.0
     for _ in range(model.num_layers):  # a stage ends with the layer that exceeds its share
         counts[rank] += 1
         dealt += layer

@@ -14,7 +14,8 @@ def rows_table(ledger: Ledger) -> str:
 
 
 def _row(entry: Entry) -> Sequence[str]:
-    row, prediction = entry.row, entry.prediction
+    row = entry.row
+    prediction = entry.prediction
     measured = f"{entry.measured:.1f}" if entry.measured else ""
     error = f"{entry.error:+.1%}" if entry.error is not None else ""
     framework = _framework(entry)

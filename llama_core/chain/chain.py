@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama_core.chain.console import say
-from llama_core.chain.expected import expected_time
-from llama_core.chain.steps import (
-    NOT_REHEARSED,
+from llama_core.chain.announcements import (
     asked_memory,
     describe,
     say_data,
@@ -19,8 +16,11 @@ from llama_core.chain.steps import (
     say_metrics,
     say_plan,
     say_weights,
-    stopping_on_interrupt,
 )
+from llama_core.chain.console import say
+from llama_core.chain.expected import expected_time
+from llama_core.chain.steps import NOT_REHEARSED
+from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.errors import TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
@@ -73,6 +73,8 @@ def run_chain(steps: Steps) -> RunDirectory:
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)
     say("dry-run", rehearsed.summary() if rehearsed else NOT_REHEARSED)
+    if rehearsed and rehearsed.order:
+        say("order", rehearsed.order.summary())
     if memory := asked_memory(run):
         say("memory", memory)
     if slow := expected_time(run):

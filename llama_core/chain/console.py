@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from llama_core.errors import safe
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import StepRecord
-from llama_core.redaction import redacted
 from llama_core.units import format_bytes
 
 
@@ -22,7 +22,7 @@ class Announcer:
     def __call__(self, step: str, text: str) -> None:
         """Print ``text`` after the name of the step."""
         # A single print, so that a progress bar below is not redrawn in between.
-        self.console.print(Text.assemble((f"{step:<10}", "bold"), redacted(text)))
+        self.console.print(Text.assemble((f"{step:<10}", "bold"), safe(text)))
 
     @property
     def can_redraw(self) -> bool:
@@ -32,7 +32,8 @@ class Announcer:
     @contextmanager
     def silenced(self, quiet: bool) -> Iterator[None]:
         """Print nothing inside the block if ``quiet``."""
-        before, self.console.quiet = self.console.quiet, quiet
+        before = self.console.quiet
+        self.console.quiet = quiet
         try:
             yield
         finally:

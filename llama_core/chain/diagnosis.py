@@ -1,13 +1,16 @@
 """Look at a run from outside: its state, how its attempts ended, which checkpoints are good, and how to go on."""
 
 import math
+import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from llama_core.chain.runs import load_config, resume_command
@@ -15,12 +18,14 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, RunDirectoryError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.jobs.submission import attach
-from llama_core.launch.outcome import read_outcome
+from llama_core.launch.outcome import concluded, read_outcome
 from llama_core.launch.verdict import RESUME
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import read_activity
 from llama_core.records.checkpoints import (
     BYTES_PER_TRAINED_PARAMETER,
     MANIFEST,
+    STATE,
     checkpoint_name,
     checkpoint_step,
     complete_state,
@@ -28,12 +33,18 @@ from llama_core.records.checkpoints import (
     list_checkpoints,
 )
 from llama_core.records.directory import RunDirectory
-from llama_core.records.job import Outcome, OutcomeStatus
-from llama_core.records.metrics import read_heartbeat, read_metrics
+from llama_core.records.files import checked_record, read_json, read_typed
+from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
+from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.records.metrics import read_heartbeat, read_metrics, set_aside
+from llama_core.records.owners import other_owner
+from llama_core.records.rollbacks import read_rollbacks
 from llama_core.units import format_bytes, format_duration
 
 State = Literal["new", "queued", "running", "finished", "stopped", "failed", "unknown"]
 """``stopped``: somebody cancelled it. ``unknown``: this machine cannot tell whether its job runs."""
+FEW_INODES = 1000
+"""A disk with fewer left is as good as full: a checkpoint has a file or more for each rank."""
 _STATE_AFTER: dict[OutcomeStatus, State] = {"finished": "finished", "cancelled": "stopped"}
 
 
@@ -65,6 +76,14 @@ class CheckpointFinding:
 
 
 @dataclass(frozen=True)
+class _Counters:
+    """The trainer's counters in a checkpoint that the metrics have too; None if it is of an earlier version."""
+
+    loss: float | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """The state of a run, and everything that was found."""
 
@@ -91,7 +110,7 @@ class Diagnosis:
 def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
     """Look at everything that a run has left on disk, and at its job.
 
-    If its job ended while nobody waited for it, its outcome is recorded now.
+    If its job ended while nobody waited for it, its outcome is recorded now, unless the run belongs to somebody else.
 
     Args:
         run: the run.
@@ -102,32 +121,38 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
         ConfigError: if its configuration is of another version.
     """
     config = load_config(run)
-    state, found, outcome = _state(run, config)
+    owner = other_owner(run)
+    state, found, outcome = _state(run, config, owner)
     checkpoints = tuple(_checkpoints(run, read))
     good = [checkpoint for checkpoint in checkpoints if not checkpoint.problem]
     advice, command = _next(run, config, state, outcome, has_good=bool(good) or not checkpoints)
     attempts = tuple(map(dict, outcome.attempts)) if outcome else ()
     facts = [
         found,
+        *([Fact("owner", f"belongs to {owner}: nothing is recorded or ended here")] if owner else []),
         *(_attempt(number, attempt) for number, attempt in enumerate(attempts, start=1)),
         *([checkpoint.fact() for checkpoint in checkpoints] or [Fact("checkpoint", "none yet")]),
         _disk(run, config, state, good),
         _metrics(run, state, good),
+        *_damaged_records(run),
         *([Fact("advice", advice)] if advice else []),
         Fact("next", command or "nothing to do"),
     ]
     return Diagnosis(str(run.path), state, tuple(facts), attempts, checkpoints, command)
 
 
-def _state(run: RunDirectory, config: RunConfig) -> tuple[State, Fact, Outcome | None]:
+def _state(run: RunDirectory, config: RunConfig, owner: str | None) -> tuple[State, Fact, Outcome | None]:
     try:
         job = attach(run)
         outcome = read_outcome(run) if run.outcome.exists() else None
+        is_recorded = not run.job.exists() or concluded(run, read_typed(run.job, JobRecord)) is not None
     except RunDirectoryError as error:
         return "unknown", Fact("state", f"unknown: {error}", is_problem=True), None
     if job is not None:
         queued = bool(job.waits_for)
         return ("queued" if queued else "running"), _of_job(run, config, job), outcome
+    if not is_recorded:
+        return "unknown", Fact("state", f"unknown: its job has ended, and only a command of {owner} records why"), None
     newest = read_heartbeat(run)
     ended = datetime.fromisoformat(outcome.ended_at).timestamp() + 1 if outcome else 0.0  # recorded to the second
     is_new = newest is not None and newest.time > ended and (outcome is None or newest.step != outcome.step)
@@ -150,7 +175,8 @@ def _of_job(run: RunDirectory, config: RunConfig, job: JobHandle) -> Fact:
 
 def _of_steps(run: RunDirectory, config: RunConfig, who: str, *, since: float) -> Fact:
     """Return where a running job is; steps before ``since`` (seconds since the epoch) belong to an earlier one."""
-    newest, limit = read_heartbeat(run), config.launch.hang_timeout_s
+    newest = read_heartbeat(run)
+    limit = config.launch.hang_timeout_s
     if newest is None or newest.time < since:
         activity = read_activity(run)
         if activity is None or activity.since < since:
@@ -171,7 +197,8 @@ def _ago(moment: float) -> str:
 
 
 def _attempt(number: int, attempt: dict[str, Any]) -> Fact:
-    first, last = attempt["first_step"], attempt["last_step"]
+    first = attempt["first_step"]
+    last = attempt["last_step"]
     steps = f"steps {first} to {last}" if first is not None else "no step"
     again = "; Slurm queued it again" if attempt["requeued"] else ""
     return Fact(f"attempt {number}", f"{steps}, {attempt['status']}: {attempt['reason']}{again}")
@@ -179,7 +206,8 @@ def _attempt(number: int, attempt: dict[str, Any]) -> Fact:
 
 def _checkpoints(run: RunDirectory, read: bool) -> Iterator[CheckpointFinding]:
     for path in list_checkpoints(run):
-        problem, num_bytes = find_problem(path, read=read), 0
+        problem = find_problem(path, read=read)
+        num_bytes = 0
         with suppress(FileNotFoundError):
             num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         compared: Literal["checksums", "sizes"] = "checksums" if read and (path / MANIFEST).exists() else "sizes"
@@ -190,6 +218,10 @@ def _checkpoints(run: RunDirectory, read: bool) -> Iterator[CheckpointFinding]:
 def _disk(run: RunDirectory, config: RunConfig, state: State, good: Sequence[CheckpointFinding]) -> Fact:
     free = shutil.disk_usage(run.path).free
     needed = good[-1].num_bytes if good else BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
+    inodes = os.statvfs(run.path)
+    if inodes.f_files and inodes.f_favail < FEW_INODES:
+        text = f"{format_bytes(free)} free, but only {inodes.f_favail:,} of {inodes.f_files:,} inodes: remove files"
+        return Fact("disk", text, is_problem=state != "finished")
     text = f"{format_bytes(free)} free; a checkpoint takes {format_bytes(needed)}"
     return Fact("disk", text, is_problem=free < needed and state != "finished")
 
@@ -204,21 +236,41 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
     last = max(rows, default=0)
     missing = next((step for step in range(1, max(last, saved) + 1) if step not in rows), None)
     if missing is not None:
-        text = f"steps up to {last}, but step {missing} is missing"
+        aside = ", ".join(path.name for path in set_aside(run))
+        text = f"steps up to {last}, but step {missing} is missing{f' ({aside} was damaged)' if aside else ''}"
         return Fact("metrics", f"{text}; the newest good checkpoint is of step {saved}", is_problem=True)
     if not saved:
         return Fact("metrics", f"steps 1 to {last}" if last else "no step yet")
-    trainer: dict[str, Any] = {}
-    with suppress(CheckpointError):  # a running job may have deleted it
-        trainer = complete_state(run.checkpoints / checkpoint_name(saved))
-    for name in ("loss", "tokens"):
-        there, here = trainer.get(name), rows[saved][name]
+    trainer = _Counters()
+    checkpoint = run.checkpoints / checkpoint_name(saved)
+    try:
+        with suppress(CheckpointError):  # a running job may have deleted it
+            trainer = checked_record(complete_state(checkpoint), _Counters, checkpoint / STATE)
+    except RunDirectoryError as error:
+        return Fact("metrics", str(error), is_problem=True)
+    for name, there in asdict(trainer).items():
+        here = rows[saved][name]
         if there is not None and there != here and not (math.isnan(there) and math.isnan(here)):
             text = f"{name} {here} at step {saved}, but the checkpoint of that step has {there}"
             return Fact("metrics", text, is_problem=True)
     text = f"steps 1 to {last}, in agreement with the checkpoint of step {saved}"
     repeats = last > saved and state in {"stopped", "failed"}
     return Fact("metrics", f"{text}; resuming repeats what follows step {saved}" if repeats else text)
+
+
+def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
+    """Yield a line for each record that is there but cannot be read, besides those of the job and its end."""
+    typed = {run.plan: ParallelPlan, run.training: TrainingSummary, run.benchmark: BenchmarkRecord}
+    others = (run.choice, run.estimate, run.environment, run.dry_run, run.data, run.checkpoint_interval)
+    readers: dict[Path, Callable[[], object]] = {path: partial(read_typed, path, kind) for path, kind in typed.items()}
+    readers |= {path: partial(read_json, path) for path in others}
+    readers |= {run.rollbacks: partial(read_rollbacks, run)}
+    for path, read in readers.items():
+        try:
+            if path.exists():
+                read()
+        except RunDirectoryError as error:
+            yield Fact("record", str(error), is_problem=True)
 
 
 def _next(

@@ -47,8 +47,10 @@ def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
     Raises:
         PlanError: if there is no plan for ``launch.min_nodes`` nodes or more.
     """
-    config, planned_before = load_config(run), load_plan(run)
-    launch, machine = config.launch, detect_machine()
+    config = load_config(run)
+    planned_before = load_plan(run)
+    launch = config.launch
+    machine = detect_machine()
     ranks_of_node = config.parallel.gpus // launch.nodes
     refusal = f"the job got {granted}"
     for num_nodes in range(min(granted, launch.nodes), launch.fewest_nodes - 1, -1):

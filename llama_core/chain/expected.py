@@ -4,7 +4,8 @@ from functools import cache
 
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
-from llama_core.config.run import Precision, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import Precision
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
 from llama_core.planning.plan import ParallelPlan
@@ -32,7 +33,8 @@ def expected_time(run: RunDirectory) -> str:
 
     It times matrix products, which takes a fraction of a second.
     """
-    config, num_tokens = load_config(run), None
+    config = load_config(run)
+    num_tokens = None
     if not _computes_here(config):
         return ""
     if run.data.exists():
@@ -69,7 +71,8 @@ def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, n
         flops_per_second: rate of matrix products of all ranks together.
         num_tokens: tokens of the training data; None if unknown.
     """
-    seconds, training = _step_seconds(config, plan, flops_per_second), config.training
+    seconds = _step_seconds(config, plan, flops_per_second)
+    training = config.training
     steps = training.steps
     if steps is None and num_tokens is not None:
         steps = max(1, int(training.epochs * num_tokens / (plan.batch_size * config.seq_len)))
@@ -80,8 +83,10 @@ def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, n
 
 def _told(config: RunConfig, plan: ParallelPlan, flops_per_second: float, steps: int | None) -> str:
     seconds = _step_seconds(config, plan, flops_per_second)
-    count = f"{steps:,} step{'s' * (steps > 1)}" if steps else ""
-    whole = f", the {count} of the run {format_duration(steps * seconds)}" if steps else ""
+    whole = ""
+    if steps:
+        count = f"{steps:,} {'step' if steps == 1 else 'steps'}"
+        whole = f", the {count} of the run {format_duration(steps * seconds)}"
     return (
         f"a step takes about {format_duration(seconds)} on this CPU ({_step_flops(config, plan) / TFLOP:,.1f} TFLOP; "
         f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"
@@ -97,7 +102,8 @@ def expected_step(run: RunDirectory) -> str:
 
 
 def _step(run: RunDirectory) -> str:
-    config, plan = load_config(run), load_plan(run)
+    config = load_config(run)
+    plan = load_plan(run)
     if config.launch.device == "cpu":
         cores = plan.world_size * config.launch.slurm.cores_of_a_rank("cpu")
         rate = _rate_here(config.training.precision) if config.launch.is_here else cores * CORE_RATE

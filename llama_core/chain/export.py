@@ -1,21 +1,30 @@
 """Export a run's weights to a Hugging Face folder, or its adapters to a PEFT folder, on a machine without GPUs."""
 
+import fcntl
+import glob
 import json
+import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from llama_core.chain.runs import find_checkpoint, load_config
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import DATALOADER, DataConfig, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.tokenizer import BYTES, load_tokenizer
 from llama_core.errors import CheckpointError, DataError, WeightsError
 from llama_core.imports import importing_torch
 from llama_core.models.hf import config_json
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
-from llama_core.models.pretrained import check_pretrained, origin_of, saved_run
+from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, saved_run
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import open_file, read_file, user_path
 
 _BESIDE_TOKENIZER = (
     "tokenizer_config.json",
@@ -28,6 +37,9 @@ _BESIDE_TOKENIZER = (
     "merges.txt",
 )
 """Files that may accompany a ``tokenizer.json``."""
+_WRITING = ".writing"
+_ABANDONED_AFTER_SECONDS = 60
+"""Age from which an unlocked folder is known to be left over, and not one that is about to be locked."""
 
 
 def export_run(
@@ -47,7 +59,7 @@ def export_run(
     Args:
         run: a run that trains a full model or adapters, under any plan.
         out: a folder that does not exist or is empty.
-        step: step of the checkpoint; by default the newest complete one.
+        step: step of the checkpoint; by default the newest intact one.
         dtype: one of ``hf.DTYPES``; training keeps its weights in fp32.
         merged: add the adapters to the weights that the run started from, and write a full model.
         tell: called with a line for each thing written or left out.
@@ -56,28 +68,57 @@ def export_run(
         RunDirectoryError: if there is no such run or checkpoint.
         WeightsError: if ``out`` is not empty, the checkpoint holds neither a full model nor adapters, or there is
             nothing to merge.
-        CheckpointError: if the weights cannot be read, or ``out`` cannot be written.
+        CheckpointError: if the weights are damaged or cannot be read, or ``out`` cannot be written.
     """
     load_config(run)
-    checkpoint = find_checkpoint(run, step)
+    checkpoint = find_checkpoint(run, step, tell)
     config = saved_run(checkpoint)
     _refuse(config, checkpoint, out, merged=merged)
     tell(f"{checkpoint} in {dtype}")
-    writing = out.absolute().with_name(f".{out.absolute().name}.writing")
     try:
-        shutil.rmtree(writing, ignore_errors=True)  # left by a killed export
-        writing.mkdir(parents=True)
-        special = _write_tokenizer(config.data, writing, tell)
-        if _is_for_peft(config.spec) and not merged:
-            _write_adapters(checkpoint, config, writing, dtype=dtype, tell=tell)
-        else:
-            _write_model(checkpoint, config, writing, dtype=dtype, special=special, tell=tell)
-        writing.replace(out)
+        with _new_folder_beside(out.absolute()) as writing:
+            special = _write_tokenizer(config.data, writing, tell)
+            if _is_for_peft(config.spec) and not merged:
+                _write_adapters(checkpoint, config, writing, dtype=dtype, tell=tell)
+            else:
+                _write_model(checkpoint, config, writing, dtype=dtype, special=special, tell=tell)
+            _refuse_files_in(out)  # another export may have come first
+            writing.replace(out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; nothing is left there") from None
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
     return out
+
+
+@contextmanager
+def _new_folder_beside(out: Path) -> Iterator[Path]:
+    """Yield a new folder, which is removed at the end unless it has been renamed; remove what killed exports left."""
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*{_WRITING}"):
+        with suppress(OSError):  # another export holds the lock
+            if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_SECONDS:
+                with only_one(left):
+                    shutil.rmtree(left)
+    writing = out.with_name(f".{out.name}.{uuid4().hex}{_WRITING}")
+    writing.mkdir(parents=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, writing, ignore_errors=True)
+        with suppress(OSError):  # a network file system may lock no folders, and then nobody removes any
+            stack.enter_context(only_one(writing))
+        yield writing
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Lock a folder for the block.
+
+    Raises:
+        OSError: if another process has locked it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> None:
@@ -93,6 +134,11 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
         )
     if spec.lora is not None and (merged or not _is_for_peft(spec)):
         check_pretrained(spec, checkpoint)
+        refuse_damaged_base(checkpoint)
+    _refuse_files_in(out)
+
+
+def _refuse_files_in(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
 
@@ -156,17 +202,51 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
     if data.tokenizer == BYTES:
         tell("no tokenizer: the run trained on bytes, for which transformers has no tokenizer")
         return special
-    path = Path(data.tokenizer)
+    path = user_path(data.tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
-    shutil.copyfile(file, folder / "tokenizer.json")
+    if not _copy(file, folder / "tokenizer.json", tell):
+        return special
     for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER):
         if beside.exists():
-            shutil.copyfile(beside, folder / beside.name)
+            _copy(beside, folder / beside.name, tell)
     if not (folder / "tokenizer_config.json").exists():
-        names = {token["id"]: token["content"] for token in json.loads(file.read_bytes())["added_tokens"]}
+        names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
         tokens = {_token(name): names[index] for name, index in special.items() if index in names}
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
     return special
+
+
+def _copy(file: Path, to: Path, tell: Callable[[str], None]) -> bool:
+    """Copy a file of a tokenizer, and return whether it is one of the tokenizer's own."""
+    try:
+        with _open_own(file) as source, to.open("xb") as target:
+            shutil.copyfileobj(source, target)
+    except NotItsOwnError as error:
+        tell(f"left out {file.name}: {error}; copy it there if it belongs to the tokenizer")
+        return False
+    return True
+
+
+class NotItsOwnError(Exception):
+    """A file that does not belong to a tokenizer although its name says so."""
+
+
+def _open_own(file: Path) -> BufferedReader:
+    """Open a file of a tokenizer; a link may stand for another file of its folder, or of Hugging Face's cache.
+
+    People publish an export. A link made by somebody else could put any file into it.
+    """
+    folder = file.parent.resolve()
+    target = file.resolve()
+    own = {folder}
+    if folder.parent.name == "snapshots":  # the cache, whose folders hold links to its files
+        own.add(folder.parents[1] / "blobs")
+    if target.parent not in own:
+        raise NotItsOwnError(f"it is a link to {target}")
+    try:
+        return open_file(target, target.parent)
+    except OSError as error:
+        raise NotItsOwnError(str(error.strerror)) from None
 
 
 def _token(name: str, suffix: str = "") -> str:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from llama_core.chain.runs import find_checkpoint
 from llama_core.config.pretrained import settings_of_weights
-from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER
 from llama_core.data.chat import chat_format
-from llama_core.data.chat_template import TemplateRefusalError
 from llama_core.data.corpus import UnusableRecordError, checked_text
+from llama_core.data.rendering import TemplateRefusalError
 from llama_core.data.tokenizer import Tokenizer, check_fits, decode_stream, load_tokenizer
 from llama_core.errors import (
     ConfigError,
@@ -21,7 +22,13 @@ from llama_core.errors import (
 )
 from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
-from llama_core.models.pretrained import is_checkpoint, origin_of, saved_run
+from llama_core.models.pretrained import (
+    is_checkpoint,
+    origin_of,
+    refuse_damaged,
+    refuse_damaged_base,
+    saved_run,
+)
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.units import format_bytes
@@ -51,7 +58,7 @@ def generate(
         source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
         prompt: the beginning of a document or, with ``chat``, the user's message.
         chat: put the prompt into the model's chat template, as training does.
-        step: step of the run's checkpoint; by default the newest complete one.
+        step: step of the run's checkpoint; by default the newest intact one.
         max_new_tokens: the most tokens to generate; the model's context is another limit.
         temperature: see ``Sampling``, also for the next three.
         top_k: likeliest tokens to draw from.
@@ -60,11 +67,12 @@ def generate(
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
         device: cpu or cuda; by default cuda if present.
         dtype: dtype of the weights and of the arithmetic, one of ``hf.DTYPES``.
-        tell: called with a line about what is generated from.
+        tell: called with a line about what is generated from, and about each damaged checkpoint that is passed over.
 
     Raises:
         ConfigError: if a number is out of range.
         RunDirectoryError: if the run has no such checkpoint.
+        CheckpointError: if the checkpoint, or the one below its adapters, is damaged.
         WeightsError: if the source holds no weights that can be read; while generating, if logits are not finite.
         DataError: if the prompt, the tokenizer or the chat template cannot be used.
         EnvironmentMismatchError: if there is no such device.
@@ -72,7 +80,7 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens}: generate at least 1")
-    weights, config = _find_model(source, step)
+    weights, config = _find_model(source, step, tell)
     spoken = load_tokenizer(_tokenizer(source, config, tokenizer))
     check_fits(spoken, config.spec.vocab_size)
     ids, ends = _encode(prompt, spoken, config, weights, chat=chat)
@@ -97,13 +105,16 @@ def generate(
     return decode_stream(spoken, ids, tokens)
 
 
-def _find_model(source: Path, step: int | None) -> tuple[Path, RunConfig]:
-    """Return where the weights are, and the configuration of a run that has them."""
+def _find_model(source: Path, step: int | None, tell: Callable[[str], None]) -> tuple[Path, RunConfig]:
+    """Return where the weights are, all of them intact, and the configuration of a run that has them."""
     run = RunDirectory(source)
     if run.config.exists() and not is_checkpoint(source):  # a checkpoint has a configuration too
-        source = find_checkpoint(run, step)
+        source = find_checkpoint(run, step, tell)
     elif step is not None:
         raise RunDirectoryError(f"{source} is no run's directory, so it has no step {step}; drop --step")
+    elif is_checkpoint(source):
+        refuse_damaged(source)
+    refuse_damaged_base(source)
     if is_checkpoint(source):
         return source, saved_run(source)
     adapters = origin_of(source).adapters

@@ -20,12 +20,15 @@ from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.planned import with_keys
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
-from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.chain.stopping import check_outcome, stopped
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER
 from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFailedError
 from llama_core.launch.attempts import LOG_HEADER, log_path
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import WORKER, JobHandle
 from llama_core.launch.outcome import record_outcome
+from llama_core.launch.places import private_place
 from llama_core.launch.rank.supervisor import rendezvous_port
 from llama_core.launch.verdict import RESUME
 from llama_core.machine.defaults import resolve_machine_defaults
@@ -58,7 +61,8 @@ def run_loader_chain(
     """
     from llama_core.launch.rank.loader import Loaders, pickled
 
-    loaders, gpus = Loaders(train, validation), config.parallel.gpus
+    loaders = Loaders(train, validation)
+    gpus = config.parallel.gpus
     num_ranks = _started_ranks()
     if num_ranks > 1:
         if num_ranks != gpus:
@@ -74,7 +78,7 @@ def run_loader_chain(
         return prepare_loader_run(config, loaders, run_dir, resume=resume)
 
     if gpus == 1:
-        own = replace(steps, submit=lambda run: None, train=lambda run: train_in_process(run, loaders))
+        own = replace(steps, submit=lambda run: None, train=lambda run: _train_alone(run, loaders))
         return run_chain(replace(own, prepare=prepare))
     resolve_machine_defaults(config, detect_machine())  # check for the devices before pickling
     try:
@@ -119,7 +123,8 @@ def prepare_loader_run(
     from llama_core.data.loaders import LoaderBatches, made
 
     resolve_machine_defaults(config, detect_machine())  # check for the devices before reading data
-    train, validation = made(loaders.train), made(loaders.validation)
+    train = made(loaders.train)
+    validation = made(loaders.validation)
     if validation is not None:  # checked before training rather than after
         LoaderBatches(validation, config.spec.vocab_size).next_batch()
     num_sequences, seq_len = LoaderBatches(train, config.spec.vocab_size).next_batch().tokens_BS.shape
@@ -172,9 +177,19 @@ def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
         except KeyboardInterrupt:
             outcome = record_outcome(run, "cancelled", reason="it was interrupted twice", next_action=RESUME)
     if outcome.status == "cancelled":
-        raise chain_steps.stopped(run, outcome)
-    chain_steps.check_outcome(outcome)
+        raise stopped(run, outcome)
+    check_outcome(outcome)
     return chain_steps.training_summary(run)
+
+
+def _train_alone(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:
+    """Train in this process, the only rank of the run."""
+    from llama_core.parallel.ranks import joined_ranks
+
+    config = load_config(run)
+    timeout_s = config.launch.collective_timeout_s
+    with joined_ranks(config.launch.device, timeout_s, deterministic=config.training.deterministic):
+        return train_in_process(run, loaders)
 
 
 @contextmanager
@@ -228,10 +243,11 @@ def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callabl
     from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
     from llama_core.parallel.ranks import from_first_rank, joined_ranks
 
-    with joined_ranks(device, config.launch.collective_timeout_s):
+    timeout_s = config.launch.collective_timeout_s
+    with joined_ranks(device, timeout_s, deterministic=config.training.deterministic):
         run = RunDirectory(Path(from_first_rank(path())))
         own = load_config(run)
-        check_own_device(own)
+        check_own_device(own, load_plan(run))
         check_ranks_agree(run, own)
         train_in_process(run, loaders)
     return str(run.path)
@@ -261,14 +277,15 @@ def _started_ranks() -> int:
     number = int(variables.get("SLURM_RESTART_COUNT", "0")) + int(variables["SLURM_STEP_ID"])
     os.environ.setdefault("MASTER_ADDR", step.hostnames[0])
     os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(variables["SLURM_JOB_ID"]), number)))
-    os.environ["RANK"], os.environ["LOCAL_RANK"] = str(step.global_rank), str(step.local_rank)
+    os.environ["RANK"] = str(step.global_rank)
+    os.environ["LOCAL_RANK"] = str(step.local_rank)
     os.environ["WORLD_SIZE"] = str(step.num_tasks)
     return step.num_tasks
 
 
 def _submit(run: RunDirectory, content: bytes) -> JobHandle:
     """Start a job with the plan's number of ranks; rank 0 reads the loader from a file."""
-    file = submission.private_place(RunDirectory(run.path.resolve()).logs) / "dataloader.pkl"
+    file = private_place(RunDirectory(run.path.resolve()).logs) / "dataloader.pkl"
     file.write_bytes(content)
     worker = (*WORKER, "--loader", str(file))
     return submission.submit(run, load_config(run), load_plan(run).world_size, worker=worker)

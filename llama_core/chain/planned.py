@@ -11,7 +11,7 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.scheduler import largest_node_bytes
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
-from llama_core.planning.memory.estimate import estimate_ranks, sizes_of
+from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
@@ -20,6 +20,7 @@ from llama_core.planning.search.choice import Choice
 from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.planning.time.cost import Cost
 from llama_core.planning.time.step_time import StepTime, step_time_of
+from llama_core.planning.work import Work
 from llama_core.units import GIB
 
 
@@ -79,7 +80,8 @@ def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
     """
     machine = machine or detect_machine()
     resolved = resolve_machine_defaults(config, machine)
-    planned, launch = planned_as(resolved.config, machine, resolved.choices), resolved.config.launch
+    planned = planned_as(resolved.config, machine, resolved.choices)
+    launch = resolved.config.launch
     if not launch.is_elastic:
         return planned
     try:
@@ -155,26 +157,30 @@ def planned_as(
     Raises:
         PlanError: if the request makes no valid plan.
     """
-    gpu, node = None, _node_memory(config, machine)
+    gpu = None
+    node = _node_memory(config, machine)
     if config.launch.device == "cpu":
         label, whole = node or ("this machine's memory", machine.memory_bytes)
         usable = whole * config.launch.nodes // config.parallel.gpus
     else:
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
-        label, usable = gpu.label, gpu.usable_bytes
-    choice, refusal = None, ""
+        label = gpu.label
+        usable = gpu.usable_bytes
+    choice = None
+    refusal = ""
     if plan is None and gpu is not None:
         try:
             choice = search(config, usable, gpu)
             plan = choice.plan
         except NothingFitsError as error:
-            plan, refusal = error.plan, str(error)
+            plan = error.plan
+            refusal = str(error)
     elif plan is None:  # no speed model for this device
         plan = choose_plan(config, usable)
     host = host_memory(config, plan)
     if node is not None:
         host = replace(host, available_where=node[0], available_bytes=node[1])
-    ranks = estimate_ranks(config.spec, plan, **sizes_of(config, plan))
+    ranks = estimate_ranks(Work.of(config, plan))
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
     estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, host)
     return PlannedRun(config, plan, estimate, choices, choice)

@@ -1,12 +1,21 @@
 """Prepare a run. Refuse everything that can be refused before writing its directory."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llama_core.chain.console import say
 from llama_core.chain.planned import PlannedRun, on_nodes, plan_run, planned_as, with_fewest, with_keys
-from llama_core.chain.runs import existing_run, load_config, load_plan, new_run, why_none_goes_on
-from llama_core.config.run import DATALOADER, SAMPLE, RunConfig
+from llama_core.chain.runs import (
+    existing_run,
+    load_config,
+    load_plan,
+    new_run,
+    settings_to_continue,
+    why_none_goes_on,
+)
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.data.chat_template import BUILT_IN
 from llama_core.data.check import check_data
 from llama_core.data.datasets import DataStatistics, load_datasets
@@ -14,11 +23,12 @@ from llama_core.data.tokenizer import BYTES
 from llama_core.errors import DoesNotFitError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
-from llama_core.models.pretrained import check_pretrained, resolve_pretrained
+from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, user_path, write_json
+from llama_core.records.owners import refuse_links
 
 _ALL_THE_SAME = "or run it anyway with --force (launch.force=true)"
 
@@ -57,6 +67,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
         planned = _with_kept_plan(planned, run)
     refuse_unfit_on_any_nodes(planned)
+    refuse_links(run)
     run.create()
     with only_one_submission(run.logs):
         if is_new and run.config.exists():  # another process may have started a run here since we looked
@@ -66,7 +77,7 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
 
 
 def _write(run: RunDirectory, planned: PlannedRun, statistics: DataStatistics | None) -> None:
-    if run.config.exists() and load_config(run).training.steps != planned.config.training.steps:
+    if run.config.exists() and settings_to_continue(run).training.steps != planned.config.training.steps:
         for of_fewer_steps in (run.training, run.benchmark):
             of_fewer_steps.unlink(missing_ok=True)
     sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
@@ -85,7 +96,8 @@ def _with_kept_plan(planned: PlannedRun, run: RunDirectory) -> PlannedRun:
     kept = load_plan(run)
     if kept == planned.plan:
         return planned
-    config, machine = planned.config, detect_machine()
+    config = planned.config
+    machine = detect_machine()
     if kept.world_size == planned.plan.world_size:
         return with_fewest(planned_as(config, machine, plan=kept), planned.on_fewest_nodes)
     num_nodes, left = divmod(kept.world_size * config.launch.nodes, planned.plan.world_size)
@@ -160,5 +172,10 @@ def _seen_from_anywhere(config: RunConfig) -> RunConfig:
         if value is not None and value not in by_name
     }
     init_from = config.training.init_from
-    training = {} if init_from is None else {"init_from": resolve_pretrained(init_from)}
+    if init_from is None:
+        training = {}
+    elif config.launch.is_here:
+        training = {"init_from": resolve_intact(init_from, partial(say, "warning"))}
+    else:  # the ranks read it, side by side, and refuse it if it is damaged
+        training = {"init_from": resolve_pretrained(init_from)}
     return with_keys(config.self_contained(), data=paths, training=training)

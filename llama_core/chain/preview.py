@@ -114,5 +114,6 @@ def preview_sbatch(config: RunConfig, run_dir: Path | None = None) -> str:
     planned = plan_run(config.with_overrides("launch.launcher=slurm"))
     refuse_unfit_on_any_nodes(planned)
     run = RunDirectory(new_run(planned.config, run_dir).path.absolute())
-    folder, host_bytes = run.logs / "submitit" / "submission-00000", planned.estimate.host_bytes_to_ask_for
+    folder = run.logs / "submitit" / "submission-00000"
+    host_bytes = planned.estimate.host_bytes_to_ask_for
     return sbatch_script(planned.config, run.name, folder, planned.plan.world_size, host_bytes, run_dir=run.path)

@@ -1,25 +1,36 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.config.recorded import (
+    LENGTH,
+    differences,
+    load_recorded,
+    may_extend,
+    refuse_edited,
+    trained_settings,
+)
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
+from llama_core.models.pretrained import refuse_damaged
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import (
     checkpoint_name,
     checkpoint_step,
-    is_complete,
     list_checkpoints,
+    newest_intact_checkpoint,
     newest_step,
 )
 from llama_core.records.directory import RunDirectory, command_to_resume
-from llama_core.records.files import by_dotted_key, read_typed
+from llama_core.records.files import read_typed
+from llama_core.records.owners import other_owner, refuse_foreign
 
 RUNS = Path("runs")
 _MOST_NAMED = 3
@@ -31,10 +42,11 @@ def load_config(run: RunDirectory) -> RunConfig:
 
     Raises:
         RunDirectoryError: if the directory holds no run.
+        ConfigError: naming every problem in its ``config.yaml``, and how to get the settings back.
     """
     if not run.config.exists():
         raise RunDirectoryError(f"{run.path} holds no run (no {run.config.name})")
-    return RunConfig.load(run.config)
+    return load_recorded(run)
 
 
 def load_plan(run: RunDirectory) -> ParallelPlan:
@@ -52,21 +64,29 @@ def resume_command(run: RunDirectory, source: str | None) -> str:
     return command_to_resume(run, from_python=source == DATALOADER)
 
 
-def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
-    """Return the directory of the complete checkpoint of ``step``, or of the newest one.
+def find_checkpoint(run: RunDirectory, step: int | None, tell: Callable[[str], None] = lambda text: None) -> Path:
+    """Return the directory of the checkpoint of ``step``, or of the newest intact one. Reads all of it.
+
+    Args:
+        run: the run.
+        step: step of the checkpoint.
+        tell: called with a line about each later one that is damaged.
 
     Raises:
         RunDirectoryError: if there is none; the message names those that exist.
+        CheckpointError: if it is damaged, or all are.
     """
-    found = [path for path in list_checkpoints(run) if is_complete(path)]
-    if not found:
-        raise RunDirectoryError(f"{run.path} has no complete checkpoint; train the run until it saves one")
     if step is None:
-        return found[-1]
+        newest = newest_intact_checkpoint(run, tell)
+        if newest is None:
+            raise RunDirectoryError(f"{run.path} has no checkpoint; train the run until it saves one")
+        return newest
     wanted = run.checkpoints / checkpoint_name(step)
+    found = list_checkpoints(run)
     if wanted not in found:
-        there = ", ".join(str(checkpoint_step(path)) for path in found)
-        raise RunDirectoryError(f"{run.path} has no complete checkpoint of step {step}; there are {there}")
+        there = ", ".join(str(checkpoint_step(path)) for path in found) or "none"
+        raise RunDirectoryError(f"{run.path} has no checkpoint of step {step}; there are {there}")
+    refuse_damaged(wanted)
     return wanted
 
 
@@ -92,8 +112,9 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
             ``training.steps``, the newest that took fewer steps and differs in nothing else, finished or not.
 
     Raises:
-        RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set, or
-            ``config`` asks for fewer steps than the run has taken.
+        RunDirectoryError: if the directory holds other files, or somebody else's run, or already holds this run and
+            ``resume`` is not set, or ``config`` asks for fewer steps than the run has taken, or differs from what its
+            newest checkpoint was trained with.
     """
     if run_dir is None:
         return _newest_to_continue(config) if resume else None
@@ -108,30 +129,50 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
         return None
-    differences = dict(_differences(load_config(run), config))
-    if differences and not (resume and config.training.steps and set(differences) <= _LENGTH):
+    refuse_foreign(run, "continue it")
+    recorded = load_config(run)
+    trained = trained_settings(run)
+    changed = _changed(recorded, trained, config)
+    if changed and not (resume and may_extend(config, changed)):
+        refuse_edited(run, recorded, trained)
         raise RunDirectoryError(
-            f"{run_dir} holds a run of another configuration ({'; '.join(differences.values())}); "
-            "choose another --run-dir"
+            f"{run_dir} holds a run of another configuration ({'; '.join(changed.values())}); choose another --run-dir"
         )
-    if differences:
+    refuse_edited(run, config, trained)
+    if changed:
         _check_extension(run, config.training.steps)
+    elif (trained or recorded).training.steps != config.training.steps:  # by hand, in config.yaml
+        _refuse_fewer_steps(run, config.training.steps)
     if not resume:
         raise RunDirectoryError(f"{run_dir} already holds this run; add --resume to continue it")
     return run
 
 
-_LENGTH = {"training.steps", "training.epochs"}
-"""The keys that a run may change when it is resumed with a number of steps."""
+def settings_to_continue(run: RunDirectory) -> RunConfig:
+    """Return the settings that a run goes on with: its newest checkpoint's, or those of ``config.yaml`` without one."""
+    return trained_settings(run) or load_config(run)
 
 
-def _check_extension(run: RunDirectory, num_steps: int | None) -> None:
+def _changed(recorded: RunConfig, trained: RunConfig | None, config: RunConfig) -> dict[str, str]:
+    """Return how ``config`` differs from what a run trained with so far, and from the length that it was asked for."""
+    so_far = differences(trained or recorded, config)
+    asked = differences(recorded, config)
+    return {key: clause for key, clause in so_far.items() if key not in LENGTH} | {
+        key: clause for key, clause in asked.items() if key in LENGTH
+    }
+
+
+def _refuse_fewer_steps(run: RunDirectory, num_steps: int | None) -> None:
     step = newest_step(run)
     if num_steps is not None and num_steps <= step:
         raise RunDirectoryError(
             f"training.steps={num_steps}: {run.path} has already taken {step} steps; ask for more, or choose another "
             "--run-dir"
         )
+
+
+def _check_extension(run: RunDirectory, num_steps: int | None) -> None:
+    _refuse_fewer_steps(run, num_steps)
     if attach(run) is not None:
         raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change training.steps")
 
@@ -152,11 +193,11 @@ def _name(config: RunConfig) -> str:
 
 def _newest_to_continue(config: RunConfig) -> RunDirectory | None:
     shorter = None
-    for run, differences in _newest_first(config):
-        if not differences and not _is_seen_to_its_end(run):
+    num_steps = config.training.steps or 0
+    for run, changed in _newest_first(config):
+        if not changed and not _is_seen_to_its_end(run):
             return run
-        steps = config.training.steps
-        if shorter is None and steps is not None and differences.keys() <= _LENGTH and 0 < newest_step(run) < steps:
+        if shorter is None and may_extend(config, changed) and 0 < newest_step(run) < num_steps:
             shorter = run
     if shorter is not None:
         _check_extension(shorter, config.training.steps)
@@ -168,13 +209,13 @@ def why_none_goes_on(config: RunConfig) -> str:
     found = list(_newest_first(config))
     if not found:
         return f"{RUNS} holds no run of {_name(config)}"
-    run, differences = min(found, key=lambda pair: len(pair[1]))
-    if not differences or (config.training.steps and differences.keys() <= _LENGTH):
+    run, changed = min(found, key=lambda pair: len(pair[1]))
+    if not changed or may_extend(config, changed):
         taken = newest_step(run)
         return f"{run.path} " + (
             f"has already taken {taken} steps; ask for more to extend it" if taken else "has no checkpoint"
         )
-    return f"{run.path} differs: {'; '.join(list(differences.values())[:_MOST_NAMED])}"
+    return f"{run.path} differs: {'; '.join(list(changed.values())[:_MOST_NAMED])}"
 
 
 def _is_seen_to_its_end(run: RunDirectory) -> bool:
@@ -186,8 +227,10 @@ def _newest_first(config: RunConfig) -> Iterator[tuple[RunDirectory, dict[str, s
     pattern = f"{glob.escape(_name(config))}-*/config.yaml"
     for path in sorted(RUNS.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True):
         run = RunDirectory(path.parent)
+        if other_owner(run) is not None:
+            continue
         try:
-            yield run, dict(_differences(load_config(run), config))
+            yield run, _changed(load_config(run), trained_settings(run), config)
         except ConfigError:  # of another version
             continue
 
@@ -195,12 +238,3 @@ def _newest_first(config: RunConfig) -> Iterator[tuple[RunDirectory, dict[str, s
 def _never_began(run: RunDirectory) -> bool:
     """Return whether the run was refused before its first step, so that its directory may be reused."""
     return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.heartbeat.exists()
-
-
-def _differences(one: RunConfig, other: RunConfig) -> Iterable[tuple[str, str]]:
-    """Yield each key in which two runs differ, and a clause with both values."""
-    left, right = by_dotted_key(one.identity()), by_dotted_key(other.identity())
-    for key in sorted(left | right):
-        if left.get(key) != right.get(key):
-            there, here = (repr(side[key]) if key in side else "unset" for side in (left, right))
-            yield key, f"{key} is {there} there, {here} here"

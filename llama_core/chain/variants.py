@@ -6,12 +6,13 @@ from typing import Any
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec, model_names, model_spec
-from llama_core.config.run import RunConfig, StrategyName
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import StrategyName
 from llama_core.planning.search.leanest import Least, least_devices
 
 
 @dataclass(frozen=True)
-class Variant:
+class ModelVariant:
     """A model and the fewest GPUs that can train it, at its usual sequence length and with the smallest microbatch."""
 
     spec: ModelSpec
@@ -31,14 +32,14 @@ class Variant:
         )
 
 
-def list_variants(gpu_type: str) -> list[Variant]:
+def list_variants(gpu_type: str) -> list[ModelVariant]:
     """Return every variant, in the registry's order.
 
     Raises:
         ConfigError: if there is no such GPU.
     """
     gpu_spec(gpu_type)
-    return [Variant(model_spec(name), *_least(name, gpu_type)) for name in model_names()]
+    return [ModelVariant(model_spec(name), *_least(name, gpu_type)) for name in model_names()]
 
 
 def _least(name: str, gpu_type: str) -> tuple[Least | None, Least | None]:

@@ -1,7 +1,7 @@
 """The architecture of a run's model: a variant or a Hugging Face folder, plus the settings that override it."""
 
 from dataclasses import MISSING, asdict, fields, replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ from llama_core.config.models import (
     RopeScaling,
     model_spec,
 )
-from llama_core.config.section import Section
+from llama_core.config.section import Key, Section
 from llama_core.errors import ConfigError
 
 _TRAITS = {trait.name for trait in fields(ModelSpec)}
@@ -101,7 +101,7 @@ class ArchitectureConfig(Section):
     instruct: bool | None = None
     """Whether it is trained on conversations; default: the variant's, or true if the folder has a chat template."""
 
-    recorded_from: str | None = None
+    recorded_from: Annotated[str | None, Key(on_resume="allow")] = None
     """Folder that a run read the architecture from and need not open again. Written by runs, not by hand."""
 
     @classmethod
@@ -114,7 +114,7 @@ class ArchitectureConfig(Section):
 
     def identity(self) -> dict[str, Any]:
         """Return the keys that are set, nested."""
-        given = self.model_dump(exclude_none=True, exclude={"recorded_from"})
+        given = self.model_dump(exclude_none=True, exclude=self.free_keys())
         return {key: value for key, value in given.items() if value != {}}
 
     def spec(self, model: str) -> ModelSpec:
@@ -145,7 +145,8 @@ class ArchitectureConfig(Section):
         return ModelSpec(folder_name(folder), "llama", **traits, default_seq_len=default_seq_len)
 
     def _over(self, spec: ModelSpec) -> ModelSpec:
-        own, max_context = spec.rope_scaling, spec.max_context
+        own = spec.rope_scaling
+        max_context = spec.max_context
         scaling = self.rope_scaling.over(own, max_context)
         longer = (scaling.factor if scaling else 1) / (own.factor if own else 1)
         given = self.model_dump(exclude_none=True, exclude={"rope_scaling", "recorded_from"})

@@ -5,7 +5,8 @@ measured: it is the "maximum achievable matmul FLOPS" of Bekman, *Machine Learni
 For PCIe cards it comes from github.com/mag-/gpu_benchmark, which runs the same search. The share that attention
 reaches is that of a flash kernel, forward and backward, causal, head dim 128, sequence 8192: 58 % on Ampere (Dao
 2023, arXiv:2307.08691, figures 4 to 6) and 31 % on Hopper, where torch uses the same kernel (Shah et al. 2024,
-arXiv:2407.08608, figures 5 and 6). Ada takes Ampere's figure; Blackwell and AMD take Hopper's.
+arXiv:2407.08608, figures 5 and 6). Ada takes Ampere's figure; Blackwell and AMD take Hopper's. On Hopper and Blackwell
+torch computes a causal row with cuDNN's kernel, which reaches 50 % on Hopper (the same figures).
 """
 
 import re
@@ -49,6 +50,8 @@ class DeviceSpec:
     """Share of its peak that large matrix products reach."""
     attention_share: float = 0.31
     """Share of its peak that flash attention reaches, counting only the scores it computes."""
+    causal_share: float = 0.31
+    """The same for rows that are one document each, for which torch may have a faster kernel."""
     gpus_per_node: int = GPUS_PER_NODE
     """Devices that ``link_bandwidth`` connects."""
     network_bandwidth: float = INTER_NODE_BANDWIDTH
@@ -73,7 +76,7 @@ def _device(
     tflops: tuple[float, float, float],
     memory: tuple[int, float],
     link: float,
-    shares: tuple[float, float],
+    shares: tuple[float, float, float],
     *reported: str,
     in_node: int = GPUS_PER_NODE,
     workspace_mib: float = 32,
@@ -90,6 +93,7 @@ def _device(
         fp32_flops=tflops[2] * TFLOP,
         matmul_share=shares[0],
         attention_share=shares[1],
+        causal_share=shares[2],
         gpus_per_node=in_node,
         workspace_bytes=round(workspace_mib * MIB),
     )
@@ -97,28 +101,32 @@ def _device(
 
 # fmt: off
 _DEVICES = (
-    #       name          label                bf16,  fp8,  fp32    GB, TB/s     link products, attention  driver's names
-    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  (0.87, 0.58), "A100-SXM4-40GB",
+    #       name          label                bf16,  fp8,  fp32    GB, TB/s     link products, attention, causal row  driver's names
+    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  (0.87, 0.58, 0.58), "A100-SXM4-40GB",
             workspace_mib=8.125),
-    _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  (0.87, 0.58), "A100-SXM4-80GB",
+    _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  (0.87, 0.58, 0.58), "A100-SXM4-80GB",
             "A100-SXM-80GB", workspace_mib=8.125),
-    _device("a100_pcie_40gb", "A100 PCIe 40 GB", (312,   0,  19.5), ( 40, 1.55),   0,  (0.82, 0.58), "A100-PCIE-40GB",
+    _device("a100_pcie_40gb", "A100 PCIe 40 GB", (312,   0,  19.5), ( 40, 1.55),   0,  (0.82, 0.58, 0.58), "A100-PCIE-40GB",
             workspace_mib=8.125),
-    _device("a100_pcie",  "A100 PCIe 80 GB",  ( 312,    0,  19.5), ( 80, 1.94),   0,  (0.82, 0.58), "A100 80GB PCIe",
+    _device("a100_pcie",  "A100 PCIe 80 GB",  ( 312,    0,  19.5), ( 80, 1.94),   0,  (0.82, 0.58, 0.58), "A100 80GB PCIe",
             "A100-PCIE-80GB", workspace_mib=8.125),
-    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31), "H100 80GB HBM3"),
+    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31, 0.50), "H100 80GB HBM3"),
     # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
-    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  (0.63, 0.31)),
-    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756, 1513,  51.0), ( 80, 2.0),    0,  (0.66, 0.31), "H100 PCIe"),
-    _device("h200",       "H200 141 GB",      ( 989, 1979,  67.0), (141, 4.8),  450,  (0.80, 0.31), "H200"),
-    _device("b200",       "B200 180 GB",      (2250, 4500,  75.0), (180, 8.0),  900,  (0.78, 0.31), "B200"),
-    _device("gb200",      "GB200 186 GB",     (2500, 5000,  80.0), (186, 8.0),  900,  (0.73, 0.31), "GB200", in_node=72),
-    _device("mi300x",     "MI300X 192 GB",    (1307,    0, 163.4), (192, 5.3),  448,  (0.51, 0.31), "MI300X"),
-    _device("mi325x",     "MI325X 256 GB",    (1307,    0, 163.4), (256, 6.0),  448,  (0.60, 0.31), "MI325X"),
-    _device("mi355x",     "MI355X 288 GB",    (2500,    0, 157.3), (288, 8.0),  535,  (0.63, 0.31), "MI355X"),
-    _device("l40s",       "L40S 48 GB",       ( 362,  733,  91.6), ( 48, 0.86),   0,  (0.70, 0.58), "L40S",
+    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  (0.63, 0.31, 0.50)),
+    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756, 1513,  51.0), ( 80, 2.0),    0,  (0.66, 0.31, 0.50), "H100 PCIe"),
+    _device("h200",       "H200 141 GB",      ( 989, 1979,  67.0), (141, 4.8),  450,  (0.80, 0.31, 0.50), "H200"),
+    _device("b200",       "B200 180 GB",      (2250, 4500,  75.0), (180, 8.0),  900,  (0.78, 0.31, 0.50), "B200"),
+    _device("gb200",      "GB200 186 GB",     (2500, 5000,  80.0), (186, 8.0),  900,  (0.73, 0.31, 0.50), "GB200", in_node=72),
+    # no published search of their products: the shares are those of the B200 and the GB200
+    _device("b300",       "B300 270 GB",      (2250, 4500,  75.0), (270, 8.0),  900,  (0.78, 0.31, 0.50), "B300 SXM6 AC",
+            "B300"),
+    _device("gb300",      "GB300 279 GB",     (2500, 5000,  80.0), (279, 8.0),  900,  (0.73, 0.31, 0.50), "GB300", in_node=72),
+    _device("mi300x",     "MI300X 192 GB",    (1307,    0, 163.4), (192, 5.3),  448,  (0.51, 0.31, 0.31), "MI300X"),
+    _device("mi325x",     "MI325X 256 GB",    (1307,    0, 163.4), (256, 6.0),  448,  (0.60, 0.31, 0.31), "MI325X"),
+    _device("mi355x",     "MI355X 288 GB",    (2500,    0, 157.3), (288, 8.0),  535,  (0.63, 0.31, 0.31), "MI355X"),
+    _device("l40s",       "L40S 48 GB",       ( 362,  733,  91.6), ( 48, 0.86),   0,  (0.70, 0.58, 0.58), "L40S",
             workspace_mib=8.125),
-    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  330,  82.6), ( 24, 1.0),    0,  (1.00, 0.58), "RTX 4090",
+    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  330,  82.6), ( 24, 1.0),    0,  (1.00, 0.58, 0.58), "RTX 4090",
             workspace_mib=8.125),
 )
 # fmt: on

@@ -26,7 +26,7 @@ from llama_core.config.models import (
 )
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
-from llama_core.records.files import user_path
+from llama_core.records.files import read_file, user_path
 
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
@@ -136,7 +136,7 @@ def _what_is_wrong(folder: Path) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_file(file))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
@@ -278,7 +278,8 @@ class _LlamaJson(_Json):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if kv_heads and heads % kv_heads:
             yield f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
         if self.head_dim is None and self.hidden_size % heads:
@@ -329,7 +330,8 @@ def _describe(detail: ErrorDetails) -> Iterator[str]:
         yield from cause.problems
         return
     path = [part for part in detail["loc"] if isinstance(part, str) and part not in _ROPE_TYPES]
-    key, value = ".".join(path), detail["input"]
+    key = ".".join(path)
+    value = detail["input"]
     if detail["type"] == "missing":
         yield f"{key}{_MISSING}"
         return
@@ -337,7 +339,8 @@ def _describe(detail: ErrorDetails) -> Iterator[str]:
     if detail["type"] == _UNKNOWN_ROPE and not isinstance(value, dict):
         message = "is not a mapping of keys to values"
     elif detail["type"] == _UNKNOWN_ROPE:
-        key, value = f"{key}.rope_type", _rope_type(value)
+        key = f"{key}.rope_type"
+        value = _rope_type(value)
     elif detail["type"] == "extra_forbidden":
         message = "not a setting of Llama's rotary embedding"
     else:

@@ -147,7 +147,10 @@ class ModelSpec:
     @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
         """Columns and rows of each matrix of one layer, counting only one of its experts."""
-        h, q, kv, ffn = self.hidden_size, self.q_size, self.kv_size, self.ffn_size
+        h = self.hidden_size
+        q = self.q_size
+        kv = self.kv_size
+        ffn = self.ffn_size
         attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
         return attention | {"gate_proj": (h, ffn), "up_proj": (h, ffn), "down_proj": (ffn, h)}
 
@@ -192,7 +195,8 @@ class ModelSpec:
     @cached_property
     def layers(self) -> tuple[LayerTraits, ...]:
         """The traits of every layer; equal ones are one object."""
-        adapted, trained = _by_layer(self.adapted, self.num_layers), _by_layer(self.trained_in_full, self.num_layers)
+        adapted = _by_layer(self.adapted, self.num_layers)
+        trained = _by_layer(self.trained_in_full, self.num_layers)
         seen: dict[LayerTraits, LayerTraits] = {}
         found = []
         for layer in range(self.num_layers):
@@ -279,7 +283,8 @@ class ModelSpec:
         if self.lora is None:
             return "all trained"
         whole = f"{format_count(self.num_trained_in_full)} trained in full, " if self.num_trained_in_full else ""
-        adapters, frozen = format_count(self.num_adapter_parameters), format_count(self.num_frozen_parameters)
+        adapters = format_count(self.num_adapter_parameters)
+        frozen = format_count(self.num_frozen_parameters)
         return f"{adapters} in adapters, {whole}{frozen} frozen"
 
     @property

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llama_core.config.models import ModelSpec
 
-EMBEDDING, FINAL_NORM, HEAD = "tok_embeddings.weight", "norm.weight", "output.weight"
+EMBEDDING = "tok_embeddings.weight"
+FINAL_NORM = "norm.weight"
+HEAD = "output.weight"
 _OUTSIDE_LAYERS = {EMBEDDING: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", HEAD: "lm_head.weight"}
 _IN_LAYER = {
     "attention_norm": "input_layernorm",

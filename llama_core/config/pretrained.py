@@ -6,9 +6,9 @@ from typing import Any
 
 from llama_core.config.hugging_face import is_folder, read_folder
 from llama_core.config.strategy import PARTS
-from llama_core.config.strict_yaml import parse_yaml
+from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
-from llama_core.records.files import DAMAGE, user_path
+from llama_core.records.files import DAMAGE, read_file, user_path
 
 _PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
 """Maps keys of PEFT's ``adapter_config.json`` to ours."""
@@ -26,11 +26,12 @@ def settings_of_weights(path: str) -> dict[str, Any]:
     folder = user_path(path).absolute()
     try:
         if (folder / "config.yaml").is_file():
-            return _of_run(parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"), "config.yaml"))
+            text = read_file(folder / "config.yaml", folder, MOST_BYTES_OF_YAML).decode()
+            return _of_run(parse_yaml(text, "config.yaml"))
         if (folder / "config.json").is_file():
             return {"model": str(folder)} | _tokenizer(folder)
         if (folder / "adapter_config.json").is_file():
-            return _of_adapters(folder, json.loads((folder / "adapter_config.json").read_bytes()))
+            return _of_adapters(folder, json.loads(read_file(folder / "adapter_config.json")))
     except (OSError, *DAMAGE):
         pass  # a damaged file, or not a mapping
     return {}
@@ -75,7 +76,9 @@ def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:
 
     A run has recorded them, so its folder is not opened again.
     """
-    model, architecture, own = given.get("model"), given.get("architecture"), given.get("moe", {})
+    model = given.get("model")
+    architecture = given.get("architecture")
+    own = given.get("moe", {})
     recorded = isinstance(architecture, dict) and architecture.get("recorded_from")
     if recorded or not isinstance(model, str) or not isinstance(own, dict):
         return given

@@ -1,12 +1,53 @@
-"""Base class of all sections of a configuration."""
+"""Base class of all sections of a configuration, and what a key says about itself besides type, bounds and text."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
 """The largest number that a setting may be: floats, file formats and libraries hold no larger integer."""
+
+OnResume = Literal["refuse", "extend", "allow"]
+Changes = Literal["everything", "learning", "speed", "batch", "held-out", "nothing"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What another value of a key means to a run that is resumed, and to a sweep that compares runs.
+
+    It stands beside the type: ``epsilon: Annotated[float, Key(changes="learning")] = 1e-8``. The defaults are safe for
+    a key that nobody has thought about: a run keeps its value, and a sweep may try others.
+    """
+
+    on_resume: OnResume = "refuse"
+    """Whether a run may be resumed with another value: refuse, allow, or extend: only together with a number of steps.
+
+    A key that is not ``allow`` is part of the run's fingerprint, so that runs with other values are other runs.
+    """
+    changes: Changes = "everything"
+    """What another value changes, which decides by what a sweep over the key can rank its elements.
+
+    * everything: what a step learns and how long it takes. A sweep may rank by loss or by throughput.
+    * learning: what a step learns, but not how long it takes. A sweep must rank by loss.
+    * speed: how the work is done, but not what is learnt. A sweep must rank by throughput.
+    * batch: the same, but while ``training.batch_size`` is open, it also chooses the batch.
+    * held-out: the tokens that the held-out loss is a mean over, so that losses cannot be compared.
+    * nothing: neither a timed step nor what is learnt. A sweep over the key is refused.
+    """
+
+
+class KnownKey(NamedTuple):
+    """A key of a configuration."""
+
+    name: str
+    """Its dotted name, such as ``training.seq_len``."""
+    text: str
+    """Its description."""
+    key: Key
 
 
 class Section(BaseModel):
@@ -15,6 +56,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    every_key: ClassVar[Key | None] = None
+    """What its keys are that say nothing themselves. By default they are as those of the section around it."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -22,3 +65,44 @@ class Section(BaseModel):
         if isinstance(value, int) and abs(value) > LARGEST:
             raise PydanticCustomError("endless", "input should be between -2**63 and 2**63")
         return value
+
+    @classmethod
+    def known_keys(cls, prefix: str = "", around: Key = Key()) -> Iterator[KnownKey]:
+        """Yield every key of this section and of those inside it.
+
+        Args:
+            prefix: what their names begin with.
+            around: what the keys of the section around this one are.
+        """
+        usual = cls.every_key or around
+        for name, field in cls.model_fields.items():
+            inner = _section(field)
+            if inner is None:
+                yield KnownKey(f"{prefix}{name}", field.description or "", _own(field) or usual)
+            else:
+                yield from inner.known_keys(f"{prefix}{name}.", usual)
+
+    @classmethod
+    def free_keys(cls, around: Key = Key()) -> dict[str, Any]:
+        """Return the keys that a resumed run may change, nested as ``model_dump(exclude=...)`` takes them."""
+        usual = cls.every_key or around
+        free: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            inner = _section(field)
+            if inner is None:
+                if (_own(field) or usual).on_resume == "allow":
+                    free[name] = True
+            elif all(known.key.on_resume == "allow" for known in inner.known_keys(around=usual)):
+                free[name] = True
+            else:
+                free[name] = inner.free_keys(usual)
+        return free
+
+
+def _section(field: FieldInfo) -> type[Section] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _own(field: FieldInfo) -> Key | None:
+    return next((mark for mark in field.metadata if isinstance(mark, Key)), None)

@@ -2,12 +2,16 @@
 
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.section import Section
+from llama_core.errors import ConfigError
+from llama_core.records.owners import is_private, stranger
 from llama_core.redaction import assigns_secret
 
 CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK = 4, 8
@@ -20,6 +24,16 @@ _TAKEN = frozenset(
      "partition", "qos", "quiet", "requeue", "signal", "test-only", "time", "usage", "version", "wait", "wrap")
 )  # fmt: skip
 """Options that have their own keys here, or that this software relies on."""
+_SECTION = "launch.slurm."
+_HARMLESS = frozenset(
+    ("begin", "contiguous", "core-spec", "cores-per-socket", "cpu-bind", "cpu-freq", "cpus-per-gpu", "deadline",
+     "dependency", "distribution", "exclude", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gres",
+     "gres-flags", "hint", "licenses", "mail-type", "mail-user", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
+     "network", "nice", "nodelist", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "oversubscribe",
+     "overcommit", "power", "priority", "reservation", "segment", "sockets-per-node", "spread-job", "switches",
+     "thread-spec", "threads-per-core", "time-min", "tmp", "use-min-nodes", "wckey")
+)  # fmt: skip
+"""Options that choose what a job gets, and name no program, file or environment."""
 
 
 def _one_word(text: str) -> str:
@@ -71,6 +85,33 @@ def _minutes(value: Any) -> Any:
     if written[1] or written[4]:  # days-hours[:minutes[:seconds]], or hours:minutes:seconds
         return days * 24 * 60 + first * 60 + second + math.ceil(third / 60)
     return first + math.ceil(second / 60)  # minutes[:seconds]
+
+
+def refuse_commands_of_others(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse a configuration that runs programs as this user, if somebody else may have written it.
+
+    Args:
+        path: its file.
+        settings: its values by dotted key.
+
+    Raises:
+        ConfigError: naming the keys that run programs.
+    """
+    found = [key for key in settings if settings[key] and _runs_programs(key)]
+    if not found or is_private(path):
+        return
+    owner = stranger(path)
+    whose = f"belongs to {owner}" if owner else "can be written by other users"
+    raise ConfigError(
+        f"{path} {whose}, and its {', '.join(found)} runs programs as you; read it, and copy the file to use it"
+    )
+
+
+def _runs_programs(key: str) -> bool:
+    section, _, name = key.removeprefix(_SECTION).partition(".")
+    if not key.startswith(_SECTION) or section not in {"setup", "options", "srun_options"}:
+        return False
+    return name not in _HARMLESS
 
 
 SlurmName = Annotated[str, AfterValidator(_one_word)]

@@ -14,13 +14,14 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.section import Section
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError, Problem, did_you_mean
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")
 MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
 """The matrices of a layer, as Hugging Face calls them."""
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
+EMBEDDING = "embed_tokens"
+HEAD = "lm_head"
 TARGETS = (*MATRICES, EMBEDDING, HEAD)
 """Every matrix that can have an adapter."""
 
@@ -63,8 +64,8 @@ class _Strategy(Section):
             raise ConfigError(*problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
-        """Yield one sentence for each problem beyond types and bounds."""
+    def _problems(self) -> Iterator[Problem]:
+        """Yield each problem beyond types and bounds; its ``keys`` are those of this section."""
         yield from ()
 
 
@@ -109,14 +110,15 @@ class LoRA(_Strategy):
         """Factor on the adapters' output."""
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
+        keys = ("target_modules",)
         unknown = [target for target in self.target_modules if target not in TARGETS]
         if unknown or not self.in_layers:
             hint = did_you_mean(unknown[0], TARGETS) if unknown else ""
             some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}, and otherwise only {EMBEDDING} or {HEAD}"
-            yield f"target_modules={list(self.target_modules)} must name {some}{hint}"
+            yield Problem(f" must name {some}{hint}", "target_modules", str(list(self.target_modules)), keys)
         elif len(set(self.target_modules)) < len(self.target_modules):
-            yield f"target_modules={list(self.target_modules)} names a matrix twice"
+            yield Problem(" names a matrix twice", "target_modules", str(list(self.target_modules)), keys)
 
     def misfits(self, shapes: Mapping[str, tuple[int, int]], *, tied: bool) -> Iterator[str]:
         """Yield a sentence for each reason why a model cannot have these adapters.
@@ -158,14 +160,17 @@ class MoE(_Strategy):
     z_loss_coefficient: float = Field(0.001, ge=0)
     """Weight of the loss that keeps the router's logits small, summed over layers; default: ST-MoE's."""
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         layers = self.moe_layers
         if self.experts_per_token > self.num_experts:
-            yield f"experts_per_token={self.experts_per_token} is not between 1 and num_experts={self.num_experts}"
+            text = f" is not between 1 and num_experts={self.num_experts}"
+            keys = ("experts_per_token", "num_experts")
+            yield Problem(text, "experts_per_token", str(self.experts_per_token), keys)
         if isinstance(layers, int) and layers < 1:
-            yield f"moe_layers={layers} is not at least 1; 1 gives every layer experts"
+            yield Problem(" is not at least 1; 1 gives every layer experts", "moe_layers", str(layers), ("moe_layers",))
         if isinstance(layers, tuple) and len(set(layers)) < max(1, len(layers)):
-            yield f"moe_layers={list(layers)} must name at least one layer, and none twice"
+            text = " must name at least one layer, and none twice"
+            yield Problem(text, "moe_layers", str(list(layers)), ("moe_layers",))
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -185,6 +190,8 @@ class MoE(_Strategy):
 
 _ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}
 _WHOLE_MODEL = {"learning_rate": 2e-5, "epochs": 2.0}
+TUNED = tuple(_ADAPTERS | _WHOLE_MODEL)
+"""Settings of ``training`` with other defaults in fine-tuning."""
 
 
 def fine_tuning_defaults(*, adapters: bool, trained_before: bool) -> dict[str, float]:

@@ -8,9 +8,13 @@ from typing import Any
 import yaml
 
 from llama_core.errors import ConfigError
+from llama_core.units import MIB
 
 MOST_VALUES = 100_000
 """Most values of a document. An alias counts as all values that it stands for: a few lines cannot become billions."""
+
+MOST_BYTES_OF_YAML = 4 * MIB
+"""Most bytes of a YAML file; a parser takes seconds for each mebibyte."""
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -13,17 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import DataConfig, LossOn
+from llama_core.config.settings import DataConfig, LossOn
 from llama_core.data.chat_template import (
     BUILT_IN,
     LLAMA3_MARKERS,
     OF_FAMILY,
     ChatTemplate,
-    Message,
-    Spans,
-    TemplateRefusalError,
 )
 from llama_core.data.corpus import Document, SourceFile, Turns, UnusableRecordError, checked_text, json_type
+from llama_core.data.rendering import Message, Spans, TemplateRefusalError
 from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
 from llama_core.errors import DataError
 from llama_core.records.files import user_path

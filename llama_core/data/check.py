@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import DATALOADER, SAMPLE, DataConfig
+from llama_core.config.settings import DATALOADER, SAMPLE, DataConfig
 from llama_core.data.chat import ConversationCounts, chat_format, encode, notes
 from llama_core.data.corpus import BadLines, find_files, read_documents, share_read
 from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
@@ -51,9 +51,12 @@ def _check_source(source: str, data: DataConfig, spec: ModelSpec, tokenizer: Tok
     if source == SAMPLE:
         about = notes(data, spec, None, ConversationCounts(), 0)
         return DataCheck("the source of Python's standard library", tuple(about))
-    files, bad_lines = find_files(source), BadLines()
+    files = find_files(source)
+    bad_lines = BadLines()
     chat = chat_format(data, tokenizer, spec, files)
-    num_documents, num_tokens, conversations = 0, 0.0, ConversationCounts()
+    num_documents = 0
+    num_tokens = 0.0
+    conversations = ConversationCounts()
     of_each = -(-CHECKED_RECORDS // len(files))
     for file in files:
         read = read_documents(

@@ -1,9 +1,13 @@
 """Read documents from .jsonl, .jsonl.gz and Parquet files one by one, and count unusable lines.
 
 A record with ``messages`` is a conversation, whatever else it holds; any other is a text.
+
+A file that somebody writes meanwhile may end early, between two lines even, and look whole. So size, time and bytes
+read must be the same at its end as they were when the files were found.
 """
 
 import gzip
+import hashlib
 import json
 import os
 import stat
@@ -12,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from llama_core.errors import DataError
 from llama_core.records.files import user_path
@@ -32,11 +37,21 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a corpus, with the size and time that show whether it has changed."""
+    """One file of a corpus, with the size and times that show whether it has changed."""
 
     path: Path
     num_bytes: int
     mtime_ns: int
+    """When its contents were written, or a time that somebody has set since."""
+    ctime_ns: int
+    """When the kernel last saw a change of contents, name or rights; nobody can set it."""
+
+
+class Digest(Protocol):
+    """What takes the bytes of files, such as ``hashlib.sha256()``."""
+
+    def update(self, block: memoryview, /) -> None:
+        """Take the next bytes."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,7 @@ def find_files(source: str) -> list[SourceFile]:
         DataError: if there is no file, or one cannot be accessed.
     """
     path = user_path(source)
-    with _reading(path):
+    with _accessing(path):
         if path.is_dir():
             paths = sorted(_walk(path))
             if not paths:
@@ -146,7 +161,20 @@ def find_files(source: str) -> list[SourceFile]:
         for path, found in stats:
             if not stat.S_ISREG(found.st_mode):  # such as a pipe, where reading would wait
                 raise DataError(f"{path} is not a regular file; write the data into a file")
-    return [SourceFile(path, found.st_size, found.st_mtime_ns) for path, found in stats]
+    return [SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns) for path, found in stats]
+
+
+def digest_of(files: Sequence[SourceFile]) -> str:
+    """Return the SHA-256 of the contents of ``files``, one after another; reads every byte of them.
+
+    Raises:
+        DataError: if a file cannot be read, or changes meanwhile.
+    """
+    content = hashlib.sha256()
+    for file in files:
+        with _reading(file):
+            _take_all(file.path, content)
+    return content.hexdigest()
 
 
 def read_documents(
@@ -157,6 +185,7 @@ def read_documents(
     render: RenderConversation,
     max_bad_lines: int,
     on_progress: OnProgress = lambda done, total: None,
+    content: Digest | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of ``files`` in order, holding one line (or Parquet batch) at a time.
 
@@ -167,14 +196,16 @@ def read_documents(
         render: makes documents from conversations: ``ChatFormat.document``.
         max_bad_lines: how many lines may be left out.
         on_progress: called about once per MiB, and at the end of each file.
+        content: takes every byte of the files, as ``digest_of`` does.
 
     Raises:
-        DataError: if a file cannot be read, a conversation is malformed, or too many lines are unusable.
+        DataError: if a file cannot be read or has changed since ``files`` were found, a conversation is malformed, or
+            too many lines are unusable.
     """
     total = sum(file.num_bytes for file in files)
     before = reported = 0
     for file in files:
-        for number, position, read_record in _records(file.path, text_field):
+        for number, position, read_record in _records(file, text_field, content):
             location = f"{file.path}:{number}"
             try:
                 record = _parsed(read_record)
@@ -197,7 +228,7 @@ def read_documents(
 def share_read(file: SourceFile, text_field: str, last: Document) -> float:
     """Return the share of a file, by its bytes, that ends with the document ``last``."""
     num_records = int(last.location.rpartition(":")[2])
-    ends = (position for number, position, _ in _records(file.path, text_field) if number == num_records)
+    ends = (position for number, position, _ in _records(file, text_field) if number == num_records)
     return next(ends) / file.num_bytes
 
 
@@ -265,19 +296,44 @@ _Record = tuple[int, int, Callable[[], object]]
 """Line or row number from 1, bytes of the file read so far, and a function that returns the record or raises."""
 
 
-def _records(path: Path, text_field: str) -> Iterator[_Record]:
-    with _reading(path):
-        if path.name.lower().endswith(".parquet"):
-            yield from _parquet_records(path, text_field)
+def _records(file: SourceFile, text_field: str, content: Digest | None = None) -> Iterator[_Record]:
+    with _reading(file):
+        if file.path.name.lower().endswith(".parquet"):
+            if content is not None:  # its columns are not read in order
+                _take_all(file.path, content)
+            yield from _parquet_records(file.path, text_field)
         else:
-            yield from _json_records(path)
+            yield from _json_records(file, content)
 
 
-def _json_records(path: Path) -> Iterator[_Record]:
-    with path.open("rb") as file:
-        lines = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
+def _json_records(source: SourceFile, content: Digest | None) -> Iterator[_Record]:
+    with BufferedReader(_Tapped(source.path, content), MIB) as file:
+        lines = gzip.GzipFile(fileobj=file) if source.path.name.lower().endswith(".gz") else file
         for number, line in enumerate(lines, start=1):
             yield number, file.tell(), partial(_parse_line, line, number)
+        if file.tell() != source.num_bytes:
+            raise _changed(source, f"{source.num_bytes:,} bytes before, {file.tell():,} read")
+
+
+class _Tapped(FileIO):
+    """A file whose bytes also go into a digest, as they are read."""
+
+    def __init__(self, path: Path, content: Digest | None) -> None:
+        super().__init__(path)
+        self._content = content
+
+    def readinto(self, buffer: Any) -> int | None:
+        num_read = super().readinto(buffer)
+        if self._content is not None:
+            self._content.update(memoryview(buffer)[:num_read])
+        return num_read
+
+
+def _take_all(path: Path, content: Digest) -> None:
+    block = bytearray(MIB)
+    with _Tapped(path, content) as file:
+        while file.readinto(block):
+            pass
 
 
 def _parse_line(line: bytes, number: int) -> object:
@@ -302,7 +358,8 @@ def _parquet_records(path: Path, text_field: str) -> Iterator[_Record]:
                     f"{path} has no column {text_field!r} or {CONVERSATION_FIELD!r}; "
                     f"set data.text_field to one of {', '.join(columns)}"
                 )
-            number, num_rows = 0, file.metadata.num_rows
+            number = 0
+            num_rows = file.metadata.num_rows
             for batch in file.iter_batches(batch_size=256, columns=names):
                 for values in zip(*(batch.column(name) for name in names), strict=True):
                     number += 1
@@ -316,8 +373,35 @@ def _parquet_record(names: Sequence[str], values: Sequence[Any]) -> dict[str, ob
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn an error while reading ``path`` into one line."""
+def _reading(file: SourceFile) -> Iterator[None]:
+    """Refuse a file that is another at the end of the block than when it was found, and turn errors into one line."""
+    with _accessing(file.path):
+        try:
+            _check_unchanged(file)
+            yield
+        except (DataError, EOFError, OSError, zlib.error):
+            _check_unchanged(file)  # it is not damaged if somebody is writing it
+            raise
+        _check_unchanged(file)
+
+
+def _check_unchanged(file: SourceFile) -> None:
+    found = file.path.stat()
+    if found.st_size != file.num_bytes:
+        raise _changed(file, f"{file.num_bytes:,} bytes before, {found.st_size:,} now")
+    if found.st_mtime_ns != file.mtime_ns:
+        raise _changed(file, "it was written again")
+
+
+def _changed(file: SourceFile, what: str) -> DataError:
+    return DataError(
+        f"{file.path} changed while it was read ({what}); make sure that nothing writes to it, then start again"
+    )
+
+
+@contextmanager
+def _accessing(path: Path) -> Iterator[None]:
+    """Turn an error of reading ``path`` into one line."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

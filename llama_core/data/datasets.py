@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import SAMPLE, DataConfig
+from llama_core.config.settings import SAMPLE, DataConfig
 from llama_core.data.chat import ChatFormat, ConversationCounts, chat_format, notes
 from llama_core.data.corpus import OnProgress, find_files
 from llama_core.data.entropy import Entropies, token_entropies
@@ -25,6 +25,7 @@ from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokeniz
 from llama_core.errors import ConfigError, DataError, RunDirectoryError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.records.files import cache_directory, is_disk_full, no_room, read_typed, write_json
+from llama_core.records.owners import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,10 @@ class BatchStream:
                 f"training.batch_size={batch_size} cannot be divided over {world_size} data-parallel ranks; "
                 f"use {-(-batch_size // world_size) * world_size}"
             )
-        self.dataset, self.batch_size, self.seed, self.num_workers = dataset, batch_size, seed, num_workers
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_workers = num_workers
         self.rows_consumed = 0
         """Rows of the global batches so far."""
         share = batch_size // world_size
@@ -107,16 +111,32 @@ class BatchStream:
 
 
 def validation_batches(
-    dataset: PackedDataset, batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1
+    dataset: PackedDataset,
+    batch_size: int,
+    max_rows: int,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    fills_batches: bool = False,
 ) -> Iterator[Batch]:
     """Yield one rank's share of at most ``max_rows`` rows spread evenly over ``dataset``, the same ones every time.
 
     Every rank gets the same number of batches, of ``batch_size`` rows except for the last. If the ranks do not divide
     the rows evenly, some ranks get a row without targets.
+
+    Args:
+        dataset: the rows.
+        batch_size: rows of a batch.
+        max_rows: most rows over all ranks.
+        rank: this rank among those that divide the rows.
+        world_size: number of these ranks.
+        fills_batches: fill the last batch with rows without targets, so that compiled blocks see one size.
     """
     num_rows = min(max_rows, len(dataset))
     rows = [index * len(dataset) // num_rows for index in range(num_rows)][rank::world_size]
     share = -(-num_rows // world_size)
+    if fills_batches:
+        share = -(-share // batch_size) * batch_size
     padded = rows + [0] * (share - len(rows))
     for start in range(0, share, batch_size):
         batch = _batch(dataset, padded[start : start + batch_size])
@@ -217,7 +237,8 @@ def load_datasets(
     check_fits(tokenizer, spec.vocab_size)
     cache, chat = _tokens(data.source, data, tokenizer, spec, on_progress)
     if data.validation is None:
-        validation_cache, is_shared = cache, np.zeros(cache.num_documents, np.bool_)
+        validation_cache = cache
+        is_shared = np.zeros(cache.num_documents, np.bool_)
         is_held_out = held_out(cache.text_hashes, data.validation_fraction)
         validation_documents = np.flatnonzero(is_held_out)
     else:
@@ -306,6 +327,7 @@ def _tokens(
     """Return the token cache and the chat format of one source; log the lines that were left out."""
     directory = cache_directory(data.cache_dir)
     with _naming(source), _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
+        directory = own_folder(directory)
         files = find_files(str(sample_file(directory)) if source == SAMPLE else source)
         chat = chat_format(data, tokenizer, spec, files)
         cache = cached_tokens(

@@ -49,7 +49,8 @@ def token_entropies(
             targets &= ~ignored[start + 1 : stop + 1]
         counts += np.bincount(pairs[targets], minlength=counts.size)
     table = counts.reshape(vocab_size, vocab_size)
-    joint, context = _entropy(counts), _entropy(table.sum(axis=1))
+    joint = _entropy(counts)
+    context = _entropy(table.sum(axis=1))
     return Entropies(unigram=_entropy(table.sum(axis=0)), bigram=joint - context)
 
 

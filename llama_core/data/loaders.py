@@ -41,7 +41,8 @@ class LoaderBatches:
             return as_batch(item, self.vocab_size)
         if self._taken == 0:
             raise DataError("the dataloader is empty; give at least one batch")
-        self._iterator, self._taken = None, 0
+        self._iterator = None
+        self._taken = 0
         return self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +104,8 @@ def _keys(item: object) -> str:
 
 
 def _tokens_and_labels(item: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    labels_BS, mask_BS = item.get("labels", item["input_ids"]), item.get("attention_mask")
+    labels_BS = item.get("labels", item["input_ids"])
+    mask_BS = item.get("attention_mask")
     return item["input_ids"], labels_BS if mask_BS is None else labels_BS.masked_fill(mask_BS == 0, IGNORE_INDEX)
 
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from llama_core.data.token_cache import TokenCache
 from llama_core.models.batch import IGNORE_INDEX
 
-_DOCUMENTS, _ROWS = 0, 1
+_DOCUMENTS = 0
+_ROWS = 1
 
 
 class PackedDataset:
@@ -64,6 +65,15 @@ class PackedDataset:
         digest.update(self.cache.text_hashes[self.documents].tobytes())
         return digest.hexdigest()[:16]
 
+    @cached_property
+    def share_of_whole_rows(self) -> float:
+        """The share of the rows that are a single document, or part of one, without padding."""
+        begins = np.arange(len(self)) * self.seq_len
+        ends = begins + self.seq_len
+        first_document = np.searchsorted(self._starts, begins, side="right")
+        last_document = np.searchsorted(self._starts, ends - 1, side="right")
+        return float(np.mean((first_document == last_document) & (ends <= self.num_tokens)))
+
     def __len__(self) -> int:
         """Return the number of rows; the last token is only a target, never an input."""
         num_inputs = max(0, self.num_tokens - 1)
@@ -83,10 +93,12 @@ class PackedDataset:
         last = int(np.searchsorted(self._starts, end, side="left"))
         window = np.full(self.seq_len + 1, self.cache.eos_id, np.int64)
         for document in range(first, last):
-            low, high = max(self._starts[document], begin), min(self._starts[document + 1], end)
+            low = max(self._starts[document], begin)
+            high = min(self._starts[document + 1], end)
             source = self.cache.offsets[self.documents[document]] + low - self._starts[document]
             window[low - begin : high - begin] = self.cache.tokens[source : source + high - low]
-        tokens, targets = window[:-1], window[1:].copy()
+        tokens = window[:-1]
+        targets = window[1:].copy()
         firsts = np.append(self._starts[first + 1 : last], end) - begin  # padding counts as another document
         targets[firsts[firsts <= self.seq_len] - 1] = IGNORE_INDEX
         targets[end - begin :] = IGNORE_INDEX
@@ -136,10 +148,12 @@ class PackedConversations(PackedDataset):
         self.num_left_out = int((~kept).sum())
         """Number of conversations left out, because no token that fits into a row counts."""
         self._num_targets = int(num_targets.sum())
-        begins, lengths = begins[kept], lengths[kept]
+        begins = begins[kept]
+        lengths = lengths[kept]
         rows = best_fit(lengths, seq_len) if document_mask else np.arange(len(lengths))
         order = np.argsort(rows, kind="stable")
-        self._begins, self._lengths = begins[order], lengths[order]
+        self._begins = begins[order]
+        self._lengths = lengths[order]
         self._first_of_row = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
 
     @property
@@ -151,6 +165,12 @@ class PackedConversations(PackedDataset):
     def digest(self) -> str:
         """16 hex digits that two datasets share exactly when they hold the same rows in the same order."""
         return hashlib.sha256(f"{super().digest} {self.document_mask}".encode()).hexdigest()[:16]
+
+    @cached_property
+    def share_of_whole_rows(self) -> float:
+        """The share of the rows that are a single document, or part of one, without padding."""
+        first_pieces = self._first_of_row[:-1]
+        return float(np.mean(self._lengths[first_pieces] == self.seq_len))
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -165,10 +185,12 @@ class PackedConversations(PackedDataset):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)} rows")
         tokens = np.full(self.seq_len, self.cache.eos_id, np.int64)
-        targets, positions = np.full_like(tokens, IGNORE_INDEX), np.arange(self.seq_len)
+        targets = np.full_like(tokens, IGNORE_INDEX)
+        positions = np.arange(self.seq_len)
         place = 0
         for piece in range(self._first_of_row[index], self._first_of_row[index + 1]):
-            begin, length = self._begins[piece], self._lengths[piece]
+            begin = self._begins[piece]
+            length = self._lengths[piece]
             window = self.cache.tokens[begin : begin + length + 1].astype(np.int64)
             here = slice(place, place + length)
             tokens[here] = window[:-1]
@@ -203,7 +225,8 @@ def best_fit(lengths: npt.NDArray[Any], capacity: int) -> npt.NDArray[np.int64]:
         length = int(lengths[piece])
         place = bisect_left(spaces, length)
         if place == len(spaces):
-            row, space = num_rows, capacity
+            row = num_rows
+            space = capacity
             num_rows += 1
         else:
             space = spaces[place]

@@ -53,7 +53,8 @@ def sample_file(directory: Path, standard_library: Path | None = None) -> Path:
     digest = hashlib.sha256(listing.encode()).hexdigest()[:8]
     sample = directory / f"sample-python-{platform.python_version()}-{digest}.jsonl"
     if not sample.exists():
-        with atomic_write(sample) as temporary, temporary.open("w", encoding="utf-8") as lines:
+        # another node may make it too, and read it already
+        with atomic_write(sample, replaces=False) as temporary, temporary.open("w", encoding="utf-8") as lines:
             for path in modules:
                 text = _source(path)
                 if text.strip():

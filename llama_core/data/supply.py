@@ -55,7 +55,10 @@ class Supply:
         *,
         reads_ahead: bool = False,
     ) -> None:
-        self.source, self.split, self.device, self.reads_ahead = source, split, device, reads_ahead
+        self.source = source
+        self.split = split
+        self.device = device
+        self.reads_ahead = reads_ahead
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[_Step]] = deque()
         self._position: dict[str, Any] | None = None
@@ -109,7 +112,8 @@ class Supply:
         return self._reader
 
     def _read(self) -> _Step:
-        microbatches, position = self.split(self.source.next_batch()), self.source.state_dict()
+        microbatches = self.split(self.source.next_batch())
+        position = self.source.state_dict()
         if self._copies is None:
             return _Step(self._copied(microbatches), position, None)
         with torch.cuda.device(self.device), torch.cuda.stream(self._copies):

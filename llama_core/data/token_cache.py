@@ -1,10 +1,18 @@
 """The token cache: tokenise a corpus once, into memory-mapped files that later runs open without delay.
 
-A cache is a directory, named after a digest of the source files, the field, the tokenizer, the cache format and, if the
-source holds conversations, how they become text. It is written under a temporary name and renamed when complete, so a
-directory with the final name is a complete cache.
+A cache is a directory, named after the source files' paths and sizes, the field, the tokenizer, the cache format, if
+the source holds conversations how they become text, and the SHA-256 of the files' contents. It is written under a
+temporary name and renamed when complete, so a directory with the final name is a complete cache.
+
+The digest costs nothing while the files are tokenised, but terabytes cannot be read again at each start. So a cache
+remembers, as an empty file ``seen-*``, the sizes and times under which the files had its contents. Times include the
+``ctime``, which the kernel sets at every change and nobody else can set: a file that was restored with its old size and
+``mtime`` has another, and is then read once more and compared. So is a file that was moved, copied or given other
+rights; if its contents are the same, its times are remembered too. The inode would add nothing, because a file that
+takes another's name has a ``ctime`` of its own, but networked file systems may number their files anew at each mount.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -25,17 +33,32 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.chat import ChatFormat, ConversationCounts, encode
-from llama_core.data.corpus import BadLines, Document, OnProgress, SourceFile, UnusableRecordError, read_documents
+from llama_core.data.corpus import (
+    BadLines,
+    Document,
+    OnProgress,
+    SourceFile,
+    UnusableRecordError,
+    digest_of,
+    read_documents,
+)
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError, RunDirectoryError
-from llama_core.records.files import read_typed, write_json
+from llama_core.machine.kernel import lock_domain
+from llama_core.records.files import read_typed, remove_temporaries, write_json
 from llama_core.units import MIB
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ABANDONED_AFTER_SECONDS = 24 * 3600
-_OFFSET_DTYPE, _HASH_DTYPE = "<i8", "<u8"
+SETTLED_AFTER_SECONDS = 2.0
+"""A file system may give two changes the same time if less than this lies between them."""
+_DIGITS = 24
+"""Of a digest, in names."""
+_LOCK = "lock"
+_OFFSET_DTYPE = "<i8"
+_HASH_DTYPE = "<u8"
 
 
 @dataclass(frozen=True)
@@ -97,19 +120,24 @@ def cached_tokens(
     Processes that build the same cache at once do the work twice and share the first one's result.
 
     Raises:
-        DataError: if the corpus cannot be read, is empty, or has more than ``max_bad_lines`` unusable lines.
+        DataError: if the corpus cannot be read, changes meanwhile, is empty, or has more than ``max_bad_lines``
+            unusable lines.
         OSError: if the cache cannot be written; nothing of it is left then.
     """
+    _remove_abandoned(directory)
     # the format matters only if the source holds conversations, and only reading it shows that
     made_by = {False: tokenizer.fingerprint, True: f"{tokenizer.fingerprint} {chat.fingerprint}"}
-    entries = {key: directory / f"tokens-{_key(files, text_field, made_by[key])}" for key in made_by}
+    keys = {key: f"tokens-{_key(files, text_field, made_by[key])}" for key in made_by}
 
     def opened() -> TokenCache | None:
-        caches = (_open(entries[key], tokenizer, made_by[key]) for key in entries)
+        found = ((_find(directory, keys[key], files), made_by[key]) for key in keys)
+        caches = (_open(entry, tokenizer, made) for entry, made in found if entry is not None)
         return next((cache for cache in caches if cache is not None), None)
 
     cache = opened()
     if cache is None:
+        began = time.time()
+        content = hashlib.sha256()
         has_conversations = False
 
         def render(messages: object, location: str) -> Document:
@@ -126,21 +154,69 @@ def cached_tokens(
                 render=render,
                 max_bad_lines=max_bad_lines,
                 on_progress=on_progress,
+                content=content,
             )
             _write(building, documents, tokenizer, bad_lines, max_bad_lines)
-            entry = entries[has_conversations]
+            entry = directory / _entry_name(keys[has_conversations], content.hexdigest())
             _publish(building, entry)
+        _remember(entry, files, began)
         cache = opened()
         if cache is None:
-            raise DataError(f"token cache {str(entry)!r} was damaged while it was opened; start again")
+            sources = f"{files[0].path}{' and others' if len(files) > 1 else ''}"
+            raise DataError(
+                f"{sources} changed while it was read, or token cache {str(entry)!r} was damaged while it was opened; "
+                "start again"
+            )
     cache.bad_lines.check(max_bad_lines)
     return cache
 
 
 def _key(files: Sequence[SourceFile], text_field: str, made_by: str) -> str:
-    sources = [(str(file.path.resolve()), file.num_bytes, file.mtime_ns) for file in files]
-    identity = json.dumps([FORMAT_VERSION, text_field, made_by, sources])
-    return hashlib.sha256(identity.encode()).hexdigest()[:24]
+    sources = [(str(file.path.resolve()), file.num_bytes) for file in files]
+    return _digest([FORMAT_VERSION, text_field, made_by, sources])
+
+
+def _entry_name(key: str, content: str) -> str:
+    return f"{key}-{content[:_DIGITS]}"
+
+
+def _digest(identity: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:_DIGITS]
+
+
+def _find(directory: Path, key: str, files: Sequence[SourceFile]) -> Path | None:
+    """Return where the cache of the contents of ``files`` is; None if there is none."""
+    entries = list(directory.glob(f"{key}-*"))
+    known = next((entry for entry in entries if _seen(entry, files).exists()), None)
+    if known is None and entries:
+        began = time.time()
+        logger.info("comparing %s with its token cache: it has new times", files[0].path)
+        name = _entry_name(key, digest_of(files))
+        known = next((entry for entry in entries if entry.name == name), None)
+        if known is not None:
+            _remember(known, files, began)
+    return known
+
+
+def _seen(entry: Path, files: Sequence[SourceFile]) -> Path:
+    """Return the file whose presence says that ``files`` had the contents of a cache, with their sizes and times."""
+    return entry / f"seen-{_digest([(file.num_bytes, file.mtime_ns, file.ctime_ns) for file in files])}"
+
+
+def _remember(entry: Path, files: Sequence[SourceFile], began: float) -> None:
+    """Remember that ``files`` have the contents of a cache, if their times prove it.
+
+    Args:
+        entry: the cache.
+        files: the files as they were found before they were read.
+        began: when their reading began, in seconds since the epoch. A change shortly before that and another one in the
+            same tick of the file system's clock would have the same time.
+    """
+    with suppress(OSError):  # if the cache is not writable, the next run only has to compare again
+        unchanged = all(file.path.stat().st_ctime_ns == file.ctime_ns for file in files)
+        newest = max(1e-9 * file.ctime_ns for file in files)
+        if unchanged and began - newest > SETTLED_AFTER_SECONDS:
+            _seen(entry, files).touch()
 
 
 def _token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -155,7 +231,8 @@ def _open(entry: Path, tokenizer: Tokenizer, made_by: str) -> TokenCache | None:
         return None
     try:
         record = read_typed(entry / "cache.json", _Record)
-        num_documents, conversations = record.num_documents, record.conversations
+        num_documents = record.num_documents
+        conversations = record.conversations
         masks: dict[str, Any] = {}
         if conversations is not None:
             masks = {
@@ -197,7 +274,9 @@ def _write(
     """Tokenise ``documents`` into ``folder``."""
     dtype = _token_dtype(tokenizer)
     num_special = 1 if tokenizer.bos_id is None else 2
-    offsets, hashes, is_conversation = array("q", [0]), array("Q"), array("B")
+    offsets = array("q", [0])
+    hashes = array("Q")
+    is_conversation = array("B")
     conversations = ConversationCounts()
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "ignored.bin").open("wb") as ignored_file:
         for batch in _batches(documents):
@@ -248,7 +327,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         length += len(document.text)
         if length >= MIB:
             yield batch
-            batch, length = [], 0
+            batch = []
+            length = 0
     if batch:
         yield batch
 
@@ -267,13 +347,29 @@ def _sync(file: BufferedWriter) -> None:
 def _building(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory inside ``directory``, which is removed unless the block publishes it."""
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(directory)
-    temporary = directory / f".tokens-{uuid.uuid4().hex}.tmp"
+    temporary = directory / f".tokens-{_domain(directory)}-{uuid.uuid4().hex}.tmp"
     temporary.mkdir()
     try:
-        yield temporary
+        with _locked(temporary):
+            yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _locked(temporary: Path) -> Iterator[None]:
+    """Hold a lock in a temporary directory, by which others see that its builder lives."""
+    lock = temporary / _LOCK
+    with lock.with_suffix(".new").open("wb") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        lock.with_suffix(".new").rename(lock)  # nobody sees it without its lock
+        yield
+
+
+def _domain(directory: Path) -> str:
+    """Return a name for the kernel and file system that know whether a builder in ``directory`` lives."""
+    return _digest([lock_domain(directory.stat())])
 
 
 def _publish(temporary: Path, entry: Path) -> None:
@@ -285,9 +381,25 @@ def _publish(temporary: Path, entry: Path) -> None:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the temporary directories of killed builds: those that nobody writes any more."""
+    """Remove the temporary files of killed builds: those of this kernel at once, others when nobody writes them."""
     for temporary in directory.glob(".tokens-*.tmp"):
-        with suppress(FileNotFoundError):  # its builder may finish just now
+        with suppress(OSError):  # its builder may finish just now, or be somebody else
+            is_alive = _is_alive(temporary)
             touched = max(path.stat().st_mtime for path in [temporary, *temporary.iterdir()])
-            if time.time() - touched > ABANDONED_AFTER_SECONDS:
+            if is_alive is False or (is_alive is None and time.time() - touched > ABANDONED_AFTER_SECONDS):
                 shutil.rmtree(temporary, ignore_errors=True)
+    remove_temporaries(directory, before=time.time() - ABANDONED_AFTER_SECONDS)  # of the sample
+
+
+def _is_alive(temporary: Path) -> bool | None:
+    """Return whether the builder of a temporary directory lives; None if that cannot be told from here."""
+    if not temporary.name.startswith(f".tokens-{_domain(temporary.parent)}-"):
+        return None
+    try:
+        with (temporary / _LOCK).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it has none yet, or the file system knows no locks
+        return None
+    return False

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.machine.packages import how_to_install
-from llama_core.records.files import user_path
+from llama_core.records.files import read_file, user_path
+from llama_core.units import GIB
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,6 +23,8 @@ LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template knows by name, as in transformers' ``special_tokens_map``."""
+MOST_BYTES_OF_VOCABULARY = GIB
+"""Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB."""
 _REPLACEMENT = "\ufffd"
 """Ends the text of tokens whose last character is incomplete."""
 
@@ -104,7 +107,8 @@ class ByteTokenizer:
 
     def _encode(self, data: bytes) -> npt.NDArray[Any]:
         ids = np.empty(len(data) + 2, np.uint16)
-        ids[0], ids[-1] = self.bos_id, self.eos_id
+        ids[0] = self.bos_id
+        ids[-1] = self.eos_id
         ids[1:-1] = np.frombuffer(data, np.uint8)
         return ids
 
@@ -147,7 +151,7 @@ class HuggingFaceTokenizer:
         self.name = str(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = file.read_bytes()
+            content = read_file(file, most_bytes=MOST_BYTES_OF_VOCABULARY)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except OSError as error:
             raise DataError(f"cannot read tokenizer {str(file)!r}: {error.strerror or error}") from None
@@ -233,7 +237,8 @@ def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int
         before: the ids that precede them; needed because some tokenizers drop a space at the beginning of a text.
         ids: the ids, as they become known.
     """
-    recent, shown = list(before), len(tokenizer.decode(before))
+    recent = list(before)
+    shown = len(tokenizer.decode(before))
     num_known = len(recent)
     for index in ids:
         recent.append(index)
@@ -242,7 +247,8 @@ def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int
             yield text[shown:]
             # only the last piece is decoded again, so that a long text does not become slow
             recent = recent[num_known:]
-            num_known, shown = len(recent), len(tokenizer.decode(recent))
+            num_known = len(recent)
+            shown = len(tokenizer.decode(recent))
     if rest := tokenizer.decode(recent)[shown:]:
         yield rest
 
@@ -263,7 +269,7 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_file(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -322,7 +328,7 @@ def read_template(file: Path) -> str:
         DataError: if it cannot be read.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return read_file(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(

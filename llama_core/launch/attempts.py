@@ -13,10 +13,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from llama_core.config.run import MOST_DEVICES
+from llama_core.config.settings import MOST_DEVICES
 from llama_core.errors import RunDirectoryError
+from llama_core.launch.places import own_submission
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import Time, intact, now, read_json, read_typed, write_json
+from llama_core.records.files import Time, intact, now, open_file, read_json, read_typed, write_json
 from llama_core.records.job import JobRecord
 
 JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
@@ -84,7 +85,7 @@ def attempt_path(run: RunDirectory) -> Path:
 def current_attempt(run: RunDirectory, job: JobRecord | None) -> Attempt | None:
     """Return the newest attempt of ``job``; None before its ranks have started."""
     path = attempt_path(run)
-    attempt = read_typed(path, Attempt) if path.exists() else None
+    attempt = read_typed(path, Attempt, run.path) if path.exists() else None
     return attempt if attempt is not None and job is not None and attempt.is_of(job) else None
 
 
@@ -106,7 +107,7 @@ def exit_path(run: RunDirectory, job: JobRecord, restart: int, rank: int) -> Pat
 def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[RankExit]:
     """Return how the ranks of an attempt ended, in order of time; ranks that left no record are missing."""
     folder = exit_path(run, job, restart, 0).parent
-    exits = [read_typed(path, RankExit) for path in folder.glob("rank-*.json")]
+    exits = [read_typed(path, RankExit, run.path) for path in folder.glob("rank-*.json")]
     return sorted(exits, key=lambda rank_exit: rank_exit.ended_at)
 
 
@@ -118,7 +119,7 @@ def request_cancellation(run: RunDirectory, job: JobRecord) -> None:
 def is_cancellation_requested(run: RunDirectory, job: JobRecord) -> bool:
     """Return whether ``job`` was asked to end for good."""
     with suppress(RunDirectoryError), intact(_cancel_path(run)):
-        asked = read_json(_cancel_path(run))
+        asked = read_json(_cancel_path(run), run.path)
         return (asked["job_id"], asked["submitted_at"]) == (job.job_id, job.submitted_at)
     return False
 
@@ -148,22 +149,23 @@ def own_restart() -> int:
 
 def end_of_log(run: RunDirectory, rank: int) -> str:
     """Return the end of the output of ``rank`` in its newest attempt."""
-    return _tail(log_path(run, rank)).rpartition(LOG_HEADER)[2].partition("\n")[2]
+    return _tail(log_path(run, rank), run.path).rpartition(LOG_HEADER)[2].partition("\n")[2]
 
 
-def submission_log(job: JobRecord) -> str:
+def submission_log(run: RunDirectory, job: JobRecord) -> str:
     """Return the end of ``job``'s output outside its ranks: messages of submitit, srun and slurmstepd."""
-    folder = Path(job.folder)
+    own = own_submission(Path(job.folder), run)
+    if own is None:
+        return ""
+    paths = sorted([*own.folder.glob(f"{job.job_id}_*log.*"), *own.folder.glob("controller.log")])
+    return "\n".join(_tail(path, own.below) for path in paths)
+
+
+def _tail(path: Path, below: Path) -> str:
+    """Return the end of a log; "" if it cannot be read."""
     try:
-        paths = sorted([*folder.glob(f"{job.job_id}_*log.*"), *folder.glob("controller.log")]) if job.folder else []
-    except (OSError, ValueError):  # no path of this system
+        with open_file(path, below) as file:
+            file.seek(-min(_TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
         return ""
-    return "\n".join(_tail(path) for path in paths)
-
-
-def _tail(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        return file.read().decode(errors="replace")

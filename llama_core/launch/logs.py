@@ -3,11 +3,15 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from llama_core.launch.attempts import LOG_HEADER
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import open_file, unreadable
 
 NOTABLE = ("WARNING ", "ERROR ", "CRITICAL ")
 """Prefixes of the lines that are shown to someone who waits for a run."""
@@ -15,7 +19,7 @@ NOTABLE = ("WARNING ", "ERROR ", "CRITICAL ")
 LOGS_AT_ONCE = 64
 """Most logs in one look: thousands of ranks would be as many requests to a shared file system, every few seconds."""
 
-_MOST_BYTES = 1 << 20
+_BLOCK = 1 << 20
 
 
 class LogFollower:
@@ -28,11 +32,11 @@ class LogFollower:
     """
 
     def __init__(self, run: RunDirectory, rank: int | None = None, last_lines: int | None = 0) -> None:
-        self.folder = run.logs
+        self._run = run
         self._name = re.compile(r"rank-[0-9]{5,9}\.log" if rank is None else f"rank-{rank:05d}\\.log")
         self._first: list[Path] = []
         self._waiting: list[Path] = []
-        self._read_to = {path: _start(path, last_lines) for path in self._paths()}
+        self._read_to = {path: self._start(path, last_lines) for path in self._paths()}
 
     def new_lines(self, *, of_all: bool = False) -> Iterator[tuple[int, str]]:
         """Yield the lines completed since the last look, with their rank.
@@ -43,48 +47,88 @@ class LogFollower:
             of_all: look at every log.
         """
         for path in self._paths() if of_all else self._next_paths():
-            start = self._read_to.get(path, 0)
-            if path.stat().st_size <= start:
-                continue
-            with path.open("rb") as file:
-                file.seek(start)
-                read = file.read(_MOST_BYTES)
-            complete, newline, _ = read.rpartition(b"\n")
-            if len(read) == _MOST_BYTES and not newline:
-                complete = read  # a line that long is a progress bar's
-            self._read_to[path] = start + len(complete) + len(newline)
+            with self._opened(path) as file:
+                end = os.fstat(file.fileno()).st_size  # what comes meanwhile is of the next look
             rank = int(path.stem.removeprefix("rank-"))
-            for line in complete.decode(errors="replace").splitlines():
-                yield rank, line
+            while self._read_to.get(path, 0) < end and (lines := self._read_on(path)):
+                for line in lines:
+                    yield rank, line
 
     def notable_lines(self, *, of_all: bool = False) -> Iterator[tuple[int, str]]:
         """Yield the new lines that are warnings or errors; see ``new_lines``."""
         return ((rank, line) for rank, line in self.new_lines(of_all=of_all) if line.startswith(NOTABLE))
 
+    def _read_on(self, path: Path) -> list[str]:
+        """Return the lines that are complete in the next block of a log."""
+        start = self._read_to.get(path, 0)
+        with self._opened(path) as file:
+            file.seek(start)
+            read = file.read(_BLOCK)
+        complete, newline, _ = read.rpartition(b"\n")
+        if len(read) == _BLOCK and not newline:
+            complete = read  # a line that long is a progress bar's
+        self._read_to[path] = start + len(complete) + len(newline)
+        return (complete + newline).decode(errors="replace").splitlines()
+
     def _next_paths(self) -> list[Path]:
         if not self._waiting:
             paths = self._paths()
-            self._first, self._waiting = paths[:1], paths[1:]
-        now, self._waiting = self._waiting[: LOGS_AT_ONCE - 1], self._waiting[LOGS_AT_ONCE - 1 :]
+            self._first = paths[:1]
+            self._waiting = paths[1:]
+        now = self._waiting[: LOGS_AT_ONCE - 1]
+        self._waiting = self._waiting[LOGS_AT_ONCE - 1 :]
         return self._first + now
 
     def _paths(self) -> list[Path]:
         """List the logs, without asking the file system about each of them."""
-        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            return sorted(self.folder / e.name for e in entries if self._name.fullmatch(e.name) and e.is_file())
+        folder = self._run.logs
+        with suppress(FileNotFoundError), os.scandir(folder) as entries:
+            return sorted(
+                folder / e.name for e in entries if self._name.fullmatch(e.name) and not e.is_dir(follow_symlinks=False)
+            )
         return []
 
+    def _start(self, path: Path, last_lines: int | None) -> int:
+        """Return the offset of the last lines of a file, leaving out lines from before its newest attempt."""
+        if last_lines is None:
+            return 0
+        with self._opened(path) as file:
+            if not last_lines:
+                return file.seek(0, os.SEEK_END)
+            return start_of_last_lines(file, last_lines)
 
-def _start(path: Path, last_lines: int | None) -> int:
-    """Return the offset of the last lines of a file, leaving out lines from before its newest attempt."""
-    if last_lines is None:
-        return 0
-    size = path.stat().st_size
-    if not last_lines:
-        return size
-    with path.open("rb") as file:
-        file.seek(max(0, size - _MOST_BYTES))
-        content = file.read(_MOST_BYTES)
-    newest = content.rfind(LOG_HEADER.encode())
-    lines = content[max(0, newest) :].splitlines(keepends=True)
-    return size - sum(map(len, lines[max(0, len(lines) - last_lines) :]))
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[BufferedReader]:
+        try:
+            with open_file(path, self._run.path) as file:
+                yield file
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+
+def start_of_last_lines(file: BinaryIO, num_lines: int, block: int = _BLOCK) -> int:
+    """Return the offset of the last lines of a file, reading back to it or to the newest attempt, in blocks."""
+    start = file.seek(0, os.SEEK_END)
+    for line in islice(_lines_from_the_end(file, block), num_lines):
+        header = line.rfind(LOG_HEADER.encode())
+        start -= len(line) - max(0, header)
+        if header >= 0:
+            break
+    return start
+
+
+def _lines_from_the_end(file: BinaryIO, block: int) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends, the last one first."""
+    position = file.seek(0, os.SEEK_END)
+    rest = b""
+    while position:
+        size = min(block, position)
+        position = file.seek(position - size)
+        first, *lines = (file.read(size) + rest).splitlines(keepends=True)
+        yield from reversed(lines)
+        rest = first
+        if len(rest) >= _BLOCK:  # a line that long is a progress bar's
+            yield rest
+            rest = b""
+    if rest:
+        yield rest

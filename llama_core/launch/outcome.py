@@ -1,9 +1,7 @@
 """Why a run's job ended: recorded by the worker if it could, else worked out from what the job left behind."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
 from llama_core.launch.attempts import (
     Attempt,
@@ -12,10 +10,10 @@ from llama_core.launch.attempts import (
     own_job,
     own_restart,
 )
-from llama_core.launch.verdict import RESUME, VERDICT_OF_STATE, Verdict, verdict_of_ranks
+from llama_core.launch.verdict import RESUME, RUN, VERDICT_OF_STATE, Verdict, verdict_of_ranks
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import Time, checked_record, now, read_typed
-from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
+from llama_core.records.files import now, read_typed
+from llama_core.records.job import AttemptRecord, JobRecord, Outcome, OutcomeStatus
 from llama_core.records.last_words import write_last_words
 from llama_core.records.metrics import read_heartbeat, read_metrics
 
@@ -108,7 +106,12 @@ def read_outcome(run: RunDirectory) -> Outcome:
     Raises:
         RunDirectoryError: if no job of it has ended.
     """
-    return read_typed(run.outcome, Outcome)
+    return _placed(run, read_typed(run.outcome, Outcome))
+
+
+def _placed(run: RunDirectory, outcome: Outcome) -> Outcome:
+    """Return an outcome whose next action names the run where it is now."""
+    return replace(outcome, next_action=outcome.next_action.replace(RUN, str(run.path)))
 
 
 def _restart(run: RunDirectory, job: JobRecord | None) -> int:
@@ -123,33 +126,16 @@ def _verdict(run: RunDirectory, job: JobRecord, restart: int, scheduled: Verdict
     return scheduled or verdict_of_ranks(run, job, restart)
 
 
-@dataclass
-class _AttemptRecord:
-    """The fields of an attempt's record that are read."""
-
-    job_id: str | None
-    submitted_at: str | None
-    restart: int
-    requeued: bool
-    ended_at: Time
+def _attempts(run: RunDirectory) -> tuple[AttemptRecord, ...]:
+    return read_outcome(run).attempts if run.outcome.exists() else ()
 
 
-def _attempts(run: RunDirectory) -> tuple[Mapping[str, Any], ...]:
-    if not run.outcome.exists():
-        return ()
-    attempts = read_outcome(run).attempts
-    checked_record(attempts, tuple[_AttemptRecord, ...], run.outcome)
-    return attempts
-
-
-def _is_of(attempt: Mapping[str, Any], job: JobRecord | None) -> bool:
+def _is_of(attempt: AttemptRecord, job: JobRecord | None) -> bool:
     # A fresh cluster and a rebooted machine count job ids from the start again: the id alone is not enough.
     return job is not None and (attempt["job_id"], attempt["submitted_at"]) == (job.job_id, job.submitted_at)
 
 
-def _of(
-    attempts: tuple[Mapping[str, Any], ...], job_id: str, submitted_at: str, restart: int
-) -> Mapping[str, Any] | None:
+def _of(attempts: tuple[AttemptRecord, ...], job_id: str, submitted_at: str, restart: int) -> AttemptRecord | None:
     key = (job_id, submitted_at, restart)
     return next((a for a in attempts if (a["job_id"], a["submitted_at"], a["restart"]) == key), None)
 
@@ -170,7 +156,7 @@ def _record(
         step = newest.step if newest else 0
     ended_at = now()
     first, last = _steps_since(run, _start_of_attempt(run, job, restart, earlier))
-    attempt = {
+    attempt: AttemptRecord = {
         "job_id": job.job_id if job else None,
         "submitted_at": job.submitted_at if job else None,
         "restart": restart,
@@ -184,7 +170,7 @@ def _record(
     }
     outcome = Outcome(verdict.status, verdict.reason, step, verdict.next_action, ended_at, (*earlier, attempt))
     write_last_words(run, run.outcome, outcome)
-    return outcome
+    return _placed(run, outcome)
 
 
 def _started_at(run: RunDirectory, job: JobRecord | None, restart: int) -> str | None:
@@ -194,7 +180,7 @@ def _started_at(run: RunDirectory, job: JobRecord | None, restart: int) -> str |
 
 
 def _start_of_attempt(
-    run: RunDirectory, job: JobRecord | None, restart: int, earlier: tuple[Mapping[str, Any], ...]
+    run: RunDirectory, job: JobRecord | None, restart: int, earlier: tuple[AttemptRecord, ...]
 ) -> float:
     """Return the time, in seconds since the epoch, after which steps belong to this attempt.
 
@@ -213,7 +199,7 @@ def _steps_since(run: RunDirectory, start: float) -> tuple[int | None, int | Non
     newest = read_heartbeat(run)
     if newest is None:
         return None, None
-    records = read_metrics(run).select(["step", "time"]).to_pylist()
+    records = read_metrics(run, sets_aside=True).select(["step", "time"]).to_pylist()
     since = [record["step"] for record in records if record["time"] >= start]
     if not since and newest.time < start:
         return None, None

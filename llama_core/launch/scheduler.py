@@ -27,6 +27,8 @@ class JobStatus:
     """Why it waits, such as ``Priority``; empty if Slurm gives no reason."""
     is_preempted: bool = False
     """Whether it has been told to make room for another job."""
+    script: str = ""
+    """The path of the script that it was submitted with; empty if Slurm does not say."""
 
 
 def job_status(job_id: str, name: str) -> JobStatus | None:
@@ -67,7 +69,8 @@ def _status(shown: str, name: str) -> JobStatus:
         return JobStatus("UNKNOWN")
     is_preempted = fields.get("PreemptTime", "None") != "None"
     reason = fields.get("Reason", "").removeprefix("None")  # Slurm has not considered the job yet, or it runs
-    return JobStatus(fields.get("JobState", "UNKNOWN"), reason, is_preempted)
+    script = re.search(r" Command=(.*?) WorkDir=", shown)  # a path may hold spaces
+    return JobStatus(fields.get("JobState", "UNKNOWN"), reason, is_preempted, script[1] if script else "")
 
 
 def _indices(written: str) -> Iterator[int]:

@@ -4,7 +4,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
 from llama_core.launch.attempts import RankExit, end_of_log, flight_recorder, log_path, read_rank_exits, submission_log
 from llama_core.records.directory import RunDirectory
@@ -33,9 +33,11 @@ _NO_ANSWER = re.compile(r"timed out|collective operation timeout|watchdog got st
 """How gloo and NCCL report that the other ranks exist but do not answer."""
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|OutOfMemoryError|can't allocate memory|^MemoryError|oom[-_ ]kill|^Killed$"
-    r"|exceeded memory limit|CUDA error: out of memory|Cuda failure (?:2 )?'out of memory'",
+    r"|exceeded memory limit|CUDA error: out of memory|Cuda failure (?:2 )?'out of memory'|Failed to CUDA \w*alloc"
+    r"|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|CUDNN_STATUS_\w*ALLOC\w*FAILED",
     re.MULTILINE,
 )
+"""cuBLAS and cuDNN ask the device for a workspace when they start, and name only the call that failed."""
 _BROKEN_DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|fallen off the bus"
     r"|NVRM: Xid \([^)]*\): (?:48|63|64|74|79|92|94|95|119|120)\b"
@@ -46,11 +48,18 @@ _BAD_ACCESS = re.compile(
     r"|device-side assert triggered"
 )
 """Faults of a kernel, which CUDA reports at a later call."""
+_NO_CODE = re.compile(r"no kernel image is available for execution on the device")
+"""A program without machine code for this kind of device."""
 
 
-def read_log(run: RunDirectory, rank: int) -> str:
+RUN = "RUN_DIR"
+"""Stands for the run's path in a next action, because the run may be moved before somebody reads it."""
+_HERE = RunDirectory(Path(RUN))
+
+
+def read_log(rank: int) -> str:
     """Return the next action after ``rank`` failed in a way that only its output explains."""
-    return f"read {log_path(run, rank)}, fix the cause, then --resume"
+    return f"read {log_path(_HERE, rank)}, fix the cause, then --resume"
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Verdict:
     next_action: str
 
 
-class Evidence(NamedTuple):
+@dataclass(frozen=True)
+class Evidence:
     """What the words of a failed rank prove."""
 
     status: OutcomeStatus
@@ -88,8 +98,13 @@ def find_evidence(text: str, *, host: str, on_slurm: bool) -> Evidence | None:
         "find the kernel with CUDA_LAUNCH_BLOCKING=1, or with compute-sanitizer on one rank (docs/debugging.md); if "
         "it is another one each time, suspect the device"
     )
+    other_build = (
+        "install a torch that is built for this device, and other packages with kernels too: python -c 'import torch; "
+        "print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())' shows what this one is built for"
+    )
     faults: tuple[tuple[re.Pattern[str], OutcomeStatus, str], ...] = (
         (_BROKEN_DEVICE, "node-failure", elsewhere),
+        (_NO_CODE, "crashed", other_build),
         (_OUT_OF_MEMORY, "oom", LESS_MEMORY),
         (_BAD_ACCESS, "crashed", kernel),
     )
@@ -111,27 +126,43 @@ VERDICT_OF_STATE = {
 """Why a job ended, by Slurm's name for its final state."""
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """How the ranks of an attempt ended, in order of time."""
+
+    run: RunDirectory
+    job: JobRecord
+    exits: list[RankExit]
+    """All ranks that left a record."""
+    lost: list[RankExit]
+    """Those that ended only because others had ended."""
+    failed: list[RankExit]
+    """Those that failed by themselves."""
+
+    @property
+    def culprit(self) -> RankExit | None:
+        """The rank to blame: the first that failed by itself."""
+        # Slurm sends SIGTERM to the others once one has failed, and the clocks of two nodes may show another order.
+        first = self.failed[0] if self.failed else None
+        return next((rank_exit for rank_exit in self.failed if rank_exit.signal != signal.SIGTERM), first)
+
+
 def verdict_of_ranks(run: RunDirectory, job: JobRecord, restart: int) -> Verdict:
     """Return why an attempt ended, from its ranks' records; the first rank that failed by itself is to blame."""
+    ending = _ending(run, job, restart)
+    found = (explain(ending) for explain in _EXPLANATIONS)
+    nothing_wrong = Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", read_log(0))
+    return next((verdict for verdict in found if verdict is not None), nothing_wrong)
+
+
+def _ending(run: RunDirectory, job: JobRecord, restart: int) -> _Ending:
     exits = read_rank_exits(run, job, restart)
     lost = [rank_exit for rank_exit in exits if _lost_the_others(run, job, rank_exit)]
     lost_ranks = {rank_exit.rank for rank_exit in lost}
-    failed = [e for e in exits if e.failed and not e.stopped and e.rank not in lost_ranks]
-    failed = [e for e in failed if not _ended_with_the_others(e, lost)]
-    # Slurm sends SIGTERM to the others once one has failed, and the clocks of two nodes may show another order.
-    culprit = next((e for e in failed if e.signal != signal.SIGTERM), failed[0] if failed else None)
-    if culprit is not None and culprit.silent_seconds is not None:
-        return _of_silence(culprit.silent_seconds)
-    if culprit is not None:
-        return _of_rank(run, job, culprit)
-    if lost:
-        return _of_silent_ranks(run, lost, exits)
-    missing = set(range(exits[0].num_ranks)) - {rank_exit.rank for rank_exit in exits} if exits else {0}
-    if missing:
-        return _of_vanished_rank(run, job, min(missing))
-    if any(rank_exit.failed for rank_exit in exits):
-        return Verdict("crashed", "the ranks were ended, but none of them had failed", RESUME)
-    return Verdict("crashed", "every rank exited with code 0 but none recorded an outcome", read_log(run, 0))
+    suspects = [rank_exit for rank_exit in exits if rank_exit.failed and not rank_exit.stopped]
+    suspects = [rank_exit for rank_exit in suspects if rank_exit.rank not in lost_ranks]
+    failed = [rank_exit for rank_exit in suspects if not _ended_with_the_others(rank_exit, lost)]
+    return _Ending(run, job, exits, lost, failed)
 
 
 def _lost_the_others(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> bool:
@@ -149,20 +180,53 @@ def _ended_with_the_others(rank_exit: RankExit, lost: Sequence[RankExit]) -> boo
     return killed and bool(ended) and rank_exit.ended_at > min(ended) - _SKEW_SECONDS
 
 
-def _of_silent_ranks(run: RunDirectory, lost: list[RankExit], exits: list[RankExit]) -> Verdict:
+def _of_culprit(ending: _Ending) -> Verdict | None:
+    culprit = ending.culprit
+    if culprit is None:
+        return None
+    if culprit.silent_seconds is not None:
+        return _of_silence(culprit.silent_seconds)
+    return _of_rank(ending.run, ending.job, culprit)
+
+
+def _of_lost_ranks(ending: _Ending) -> Verdict | None:
     """Return why ranks lost others that did not fail by themselves."""
-    ended = {e.rank for e in exits if not e.failed} | {e.rank for e in lost}
-    silent = ", ".join(str(rank) for rank in range(lost[0].num_ranks) if rank not in ended) or "none"
-    logs = {rank_exit.rank: end_of_log(run, rank_exit.rank) for rank_exit in lost}
+    if not ending.lost:
+        return None
+    logs = {rank_exit.rank: end_of_log(ending.run, rank_exit.rank) for rank_exit in ending.lost}
+    silent = _silent_ranks(ending)
     rank = next((rank for rank, log in logs.items() if _NO_ANSWER.search(log)), None)
-    if rank is not None:
-        recorded = any(flight_recorder(run).glob("rank-*"))
-        where = f"torchfrtrace {flight_recorder(run)} shows what the ranks waited for; " if recorded else ""
-        why = f"; {_CUT_OFF}" if silent == "none" else ""
-        reason = f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent}{why})"
-        return Verdict("hang", reason, where + RESUME)
-    rank, log = next(iter(logs.items()))
-    return Verdict("crashed", f"rank {rank}: {_last_line(log)} (silent ranks: {silent})", RESUME)
+    if rank is None:
+        rank, log = next(iter(logs.items()))
+        return Verdict("crashed", f"rank {rank}: {_last_line(log)} (silent ranks: {silent})", RESUME)
+    recorded = any(flight_recorder(ending.run).glob("rank-*"))
+    where = f"torchfrtrace {flight_recorder(_HERE)} shows what the ranks waited for; " if recorded else ""
+    why = f"; {_CUT_OFF}" if silent == "none" else ""
+    reason = f"rank {rank} timed out waiting for the other ranks (silent ranks: {silent}{why})"
+    return Verdict("hang", reason, where + RESUME)
+
+
+def _silent_ranks(ending: _Ending) -> str:
+    """Return the ranks that neither ended well nor reported that they had lost others."""
+    heard = {rank_exit.rank for rank_exit in ending.exits if not rank_exit.failed}
+    heard |= {rank_exit.rank for rank_exit in ending.lost}
+    return ", ".join(str(rank) for rank in range(ending.lost[0].num_ranks) if rank not in heard) or "none"
+
+
+def _of_missing_rank(ending: _Ending) -> Verdict | None:
+    num_ranks = ending.exits[0].num_ranks if ending.exits else 1
+    missing = set(range(num_ranks)) - {rank_exit.rank for rank_exit in ending.exits}
+    return _of_vanished_rank(ending.run, ending.job, min(missing)) if missing else None
+
+
+def _of_ended_ranks(ending: _Ending) -> Verdict | None:
+    if any(rank_exit.failed for rank_exit in ending.exits):
+        return Verdict("crashed", "the ranks were ended, but none of them had failed", RESUME)
+    return None
+
+
+_EXPLANATIONS = (_of_culprit, _of_lost_ranks, _of_missing_rank, _of_ended_ranks)
+"""What may explain the end of an attempt; the first that does counts."""
 
 
 def _of_silence(seconds: float) -> Verdict:
@@ -173,32 +237,81 @@ def _of_silence(seconds: float) -> Verdict:
     )
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A rank that failed by itself."""
+
+    run: RunDirectory
+    job: JobRecord
+    exit: RankExit
+    log: str
+    """The end of its log."""
+
+    @property
+    def name(self) -> str:
+        """The rank in a sentence."""
+        return f"rank {self.exit.rank}"
+
+    @property
+    def quote(self) -> str:
+        """Its last line, as the end of a sentence."""
+        line = _last_line(self.log)
+        return f": {line}" if line else ""
+
+
 def _of_rank(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> Verdict:
-    rank, log = rank_exit.rank, end_of_log(run, rank_exit.rank)
-    quote = f": {_last_line(log)}" if _last_line(log) else ""
-    if rank_exit.exit_code == 2:
-        return Verdict("bad-config", f"rank {rank} refused the request{quote}", "correct the request and start again")
-    if rank_exit.oom_killed:
-        return Verdict("oom", f"the kernel ran out of memory and killed rank {rank}", LESS_MEMORY)
-    if evidence := _evidence(f"{log}\n{submission_log(job)}", job, rank_exit):
-        status, line, next_action = evidence
-        said = {
-            "oom": f"rank {rank} ran out of memory",
-            "node-failure": f"rank {rank} on {rank_exit.host} has a broken device",
-        }
-        return Verdict(status, f"{said.get(status, f'rank {rank}')}: {line}", next_action)
-    if rank_exit.signal is not None:
-        return _of_signal(run, rank, rank_exit.signal)
-    if "Traceback (most recent call last)" in log and "KeyboardInterrupt" in _last_line(log):
-        return Verdict("cancelled", f"rank {rank} was interrupted", RESUME)
-    return Verdict("crashed", f"rank {rank} ended with exit code {rank_exit.exit_code}{quote}", read_log(run, rank))
+    failure = _Failure(run, job, rank_exit, end_of_log(run, rank_exit.rank))
+    found = (explain(failure) for explain in _CAUSES)
+    reason = f"{failure.name} ended with exit code {rank_exit.exit_code}{failure.quote}"
+    unexplained = Verdict("crashed", reason, read_log(rank_exit.rank))
+    return next((verdict for verdict in found if verdict is not None), unexplained)
+
+
+def _refused(failure: _Failure) -> Verdict | None:
+    if failure.exit.exit_code != 2:
+        return None
+    reason = f"{failure.name} refused the request{failure.quote}"
+    return Verdict("bad-config", reason, "correct the request and start again")
+
+
+def _killed_by_the_kernel(failure: _Failure) -> Verdict | None:
+    if not failure.exit.oom_killed:
+        return None
+    return Verdict("oom", f"the kernel ran out of memory and killed {failure.name}", LESS_MEMORY)
+
+
+def _said_so(failure: _Failure) -> Verdict | None:
+    words = f"{failure.log}\n{submission_log(failure.run, failure.job)}"
+    evidence = _evidence(words, failure.job, failure.exit)
+    if evidence is None:
+        return None
+    said = {
+        "oom": f"{failure.name} ran out of memory",
+        "node-failure": f"{failure.name} on {failure.exit.host} has a broken device",
+    }
+    reason = f"{said.get(evidence.status, failure.name)}: {evidence.line}"
+    return Verdict(evidence.status, reason, evidence.next_action)
+
+
+def _signalled(failure: _Failure) -> Verdict | None:
+    return None if failure.exit.signal is None else _of_signal(failure.exit.rank, failure.exit.signal)
+
+
+def _interrupted(failure: _Failure) -> Verdict | None:
+    if "Traceback (most recent call last)" in failure.log and "KeyboardInterrupt" in _last_line(failure.log):
+        return Verdict("cancelled", f"{failure.name} was interrupted", RESUME)
+    return None
+
+
+_CAUSES = (_refused, _killed_by_the_kernel, _said_so, _signalled, _interrupted)
+"""What may have ended a rank that failed by itself; the first that did counts."""
 
 
 def _evidence(text: str, job: JobRecord, rank_exit: RankExit) -> Evidence | None:
     return find_evidence(text, host=rank_exit.host, on_slurm=job.launcher == "slurm")
 
 
-def _of_signal(run: RunDirectory, rank: int, number: int) -> Verdict:
+def _of_signal(rank: int, number: int) -> Verdict:
     name = next((known.name for known in signal.Signals if known == number), "unknown here")
     match number:
         case signal.SIGTERM | signal.SIGINT | signal.SIGHUP:
@@ -215,7 +328,7 @@ def _of_signal(run: RunDirectory, rank: int, number: int) -> Verdict:
                 "cache, was cut short or can no longer be read, or shared memory is full"
             )
             return Verdict("crashed", reason, RESUME)
-    return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", read_log(run, rank))
+    return Verdict("crashed", f"rank {rank} was killed by signal {number} ({name})", read_log(rank))
 
 
 def _of_vanished_rank(run: RunDirectory, job: JobRecord, rank: int) -> Verdict:
@@ -224,7 +337,7 @@ def _of_vanished_rank(run: RunDirectory, job: JobRecord, rank: int) -> Verdict:
         return Verdict(
             "crashed", last_words.removeprefix(_ERROR), "make sure that the disk can be written, then --resume"
         )
-    log = submission_log(job)
+    log = submission_log(run, job)
     evidence = _OUT_OF_MEMORY.search(log)
     if evidence:
         return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)

@@ -44,7 +44,8 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
 
 def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
     """Return the device to use and the reason; the reason is empty if the configuration names the device."""
-    device, gpus = config.launch.device, config.parallel.gpus
+    device = config.launch.device
+    gpus = config.parallel.gpus
     if not config.launch.is_here:
         return ("cuda", "the default on Slurm") if device == "auto" else (device, "")
     if config.launch.nodes > 1:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,17 @@ from llama_core.config.hardware import DeviceSpec, recognise_gpu
 _BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16", "svebf16"))
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""Where NVIDIA's driver says its version, in a container too."""
+_SLICE = "MIG-"
+"""How the UUID of a slice of a device begins; ``nvidia-smi`` lists whole devices."""
+_ASK_TORCH = """
+import csv, sys, torch
+for index in range(torch.cuda.device_count()):
+    device = torch.cuda.get_device_properties(index)
+    capability = f"{device.major}.{device.minor}"
+    csv.writer(sys.stdout).writerow([index, device.uuid, device.name, device.total_memory >> 20, capability])
+"""
 
 
 class _MemoryFiles(NamedTuple):
@@ -53,13 +65,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as ``nvidia-smi`` lists it."""
+    """A device as ``nvidia-smi`` lists it or, without that program, torch."""
 
     index: str
     uuid: str
     name: str
     memory_mib: str
     driver: str
+    capability: str = ""
+    """Its compute capability; empty if it has to be asked for."""
 
 
 def code_commit() -> str | None:
@@ -107,9 +121,11 @@ def detect_machine() -> Machine:
 
     gpus = tuple(gpu.name for gpu in visible_gpus()) if torch_has_cuda() else ()
     memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
+    total = memory.total
+    available = memory.available
     for limit, used in cgroup_memory():
-        total, available = min(total, limit), min(available, limit - used)
+        total = min(total, limit)
+        available = min(available, limit - used)
     return Machine(
         gpus=gpus,
         gpu_type=recognise_gpu(gpus[0]) if gpus else None,
@@ -140,8 +156,12 @@ def installed_gpus() -> tuple[Gpu, ...]:
 def compute_capability() -> tuple[int, int] | None:
     """Return the compute capability of the first visible device, such as (9, 0); None if the driver does not say."""
     gpus = visible_gpus()
-    asked = (f"--id={gpus[0].uuid}", "--query-gpu=compute_cap", "--format=csv,noheader") if gpus else ()
-    found = re.fullmatch(r"(\d+)\.(\d+)", _nvidia_smi(*asked).strip()) if asked else None
+    if not gpus:
+        return None
+    said = gpus[0].capability
+    if not said:
+        said = _nvidia_smi(f"--id={gpus[0].uuid}", "--query-gpu=compute_cap", "--format=csv,noheader")
+    found = re.fullmatch(r"(\d+)\.(\d+)", said.strip())
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -170,9 +190,33 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the installed devices that ``CUDA_VISIBLE_DEVICES`` selects, in its order."""
+    """Return the devices that ``CUDA_VISIBLE_DEVICES`` selects, in its order.
+
+    ``nvidia-smi`` lists them. Where it is missing, as in some containers, and for slices of devices, torch does.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return installed_gpus() if chosen is None else tuple(_choose(installed_gpus(), chosen))
+    installed = installed_gpus()
+    are_listed = installed and not (chosen or "").startswith(_SLICE)
+    if not are_listed and _DRIVER.exists() and torch_has_cuda():
+        return _gpus_of_torch(chosen)
+    return installed if chosen is None else tuple(_choose(installed, chosen))
+
+
+@cache
+def _gpus_of_torch(chosen: str | None) -> tuple[Gpu, ...]:
+    """Return the devices that torch sees with this value of ``CUDA_VISIBLE_DEVICES``, in a process of its own."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    version = re.search(r"Module\s+(\S+)", _read(_DRIVER))
+    driver = version[1] if version else "unknown"
+    return tuple(
+        Gpu(index, uuid, name, memory_mib, driver, capability)
+        for index, uuid, name, memory_mib, capability in csv.reader(asked.stdout.splitlines())
+    )
 
 
 def _choose(gpus: tuple[Gpu, ...], chosen: str) -> Iterator[Gpu]:
@@ -217,7 +261,8 @@ def cgroup_memory(mounted_at: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -
     limits = []
     for group, version in _cgroups("memory", mounted_at, membership):
         names = _MEMORY_FILES[version]
-        limit, used = _read_number(group / names.limit), _read_number(group / names.used)
+        limit = _read_number(group / names.limit)
+        used = _read_number(group / names.used)
         cached = re.search(rf"^{names.cached} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
         if limit is not None and used is not None:
             limits.append((limit, used - (int(cached[1]) if cached else 0)))
@@ -230,7 +275,8 @@ def _cgroup_cpus() -> Iterator[float]:
         if version == 2:
             quota, _, period = _read(group / "cpu.max").strip().partition(" ")
         else:
-            quota, period = _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
+            quota = _read(group / "cpu.cfs_quota_us").strip()
+            period = _read(group / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit():
             yield int(quota) / int(period)
 

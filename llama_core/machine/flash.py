@@ -31,6 +31,10 @@ _PACKAGES: dict[Implementation, _Package] = {
 LARGEST_HEAD = 128
 """Largest head dim that all of these kernels support, forward and backward."""
 
+PREFERS_CUDNN = frozenset({9, 10})
+"""Major compute capabilities of devices where torch computes a causal row with cuDNN's kernel, whatever replaces its
+flash kernel. Source: ``check_prefer_cudnn_attention`` in torch's ``sdp_utils.cpp``."""
+
 
 def choose_flash_attention(capability: tuple[int, int], installed: Collection[Implementation]) -> Implementation | None:
     """Return the implementation for a device; None if torch's own kernels are all it can run.
@@ -59,8 +63,12 @@ def wants_flash_attention(config: RunConfig) -> bool:
 
 
 def describe_flash_attention(config: RunConfig | None) -> str:
-    """Return which implementation a run on this machine's devices uses, and what else is installed."""
-    installed, capability = installed_flash_attention(), compute_capability()
+    """Return which implementation a run on this machine's devices uses, and what else is installed.
+
+    A rank tries the implementation before it trains, and keeps torch's own kernels if that fails.
+    """
+    installed = installed_flash_attention()
+    capability = compute_capability()
     if not installed:
         return "torch's own kernels; neither flash-attn-3 nor flash-attn-4 is installed"
     named = " and ".join(_named(name) for name in installed)
@@ -70,7 +78,10 @@ def describe_flash_attention(config: RunConfig | None) -> str:
         return f"{named} on the devices that support it, else torch's own kernels; there is no device here"
     chosen = choose_flash_attention(capability, installed)
     device = f"devices of compute capability {capability[0]}.{capability[1]}"
-    return f"{_named(chosen)}, on {device}" if chosen else f"torch's own kernels; {named} does not support {device}"
+    if chosen is None:
+        return f"torch's own kernels; {named} does not support {device}"
+    of_causal_rows = " for documents, cuDNN's kernel for causal rows" if capability[0] in PREFERS_CUDNN else ""
+    return f"{_named(chosen)}{of_causal_rows}, on {device}"
 
 
 def _named(name: Implementation) -> str:

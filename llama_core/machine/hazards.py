@@ -74,7 +74,8 @@ def look_at_disk(folder: Path, checkpoint_bytes: int) -> Iterator[Finding]:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())
-            seconds, written = time.perf_counter() - began, os.fstat(probe.fileno()).st_mtime
+            seconds = time.perf_counter() - began
+            written = os.fstat(probe.fileno()).st_mtime
     except OSError as error:
         yield Finding("write speed", "unknown", f"cannot write {PROBE_BYTES} bytes to {folder}: {error.strerror}")
         return

@@ -26,8 +26,10 @@ from llama_core.machine.packages import has_wandb_key, how_to_install
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.units import format_bytes
 
-TESTED_TORCH = ((2, 11), (2, 13))
+TESTED_TORCH = ("2.11", "2.13")
 """Oldest and newest torch versions that pass the tests."""
+FIRST_FOR_SEVERAL_NODES = "2.13"
+"""The first torch that splits a communicator into all groups at once and leaves gloo out."""
 
 _REQUIRED = {
     "torch": "train",
@@ -61,7 +63,8 @@ class EnvironmentReport:
         """Return the report in one line."""
         machine = ", ".join(self.facts[name] for name in ("python", "torch", "devices", "memory") if name in self.facts)
         counts = {"error": len(self.errors), "warning": len(self.warnings)}
-        return "; ".join([machine, *(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)])
+        found = [f"{count} {name}" if count == 1 else f"{count} {name}s" for name, count in counts.items() if count]
+        return "; ".join([machine, *found])
 
 
 @dataclass
@@ -101,6 +104,8 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path, *, s
     """
     machine = detect_machine()
     _check_packages(found)
+    if config is not None and config.launch.nodes > 1 and config.launch.device != "cpu":
+        _check_torch_of_several_nodes(found)
     _describe_machine(found, machine)
     gpus, nodes = (config.parallel.gpus, config.launch.nodes) if config else (1, 1)
     for finding in look_at_machine(gpus, nodes):
@@ -148,14 +153,23 @@ def _check_torch(found: Findings) -> None:
     if version is None:
         return
     oldest, newest = TESTED_TORCH
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if not oldest <= (major, minor) <= newest:
-        tested = f"{_dotted(oldest)} to {_dotted(newest)}"
+    if not _numbers(oldest) <= _numbers(version) <= _numbers(newest):
+        tested = f"{oldest} to {newest}"
         found.warnings.append(f"torch {version} is outside the tested range; pip install a version from {tested}")
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+def _check_torch_of_several_nodes(found: Findings) -> None:
+    version = package_version("torch")
+    if version is not None and _numbers(version) < _numbers(FIRST_FOR_SEVERAL_NODES):
+        found.errors.append(
+            f"a run on several nodes needs torch {FIRST_FOR_SEVERAL_NODES} or newer, but {version} is installed: it "
+            "makes the groups of ranks one by one, which takes minutes"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _describe_machine(found: Findings, machine: Machine) -> None:

@@ -17,8 +17,9 @@ class Documents(NamedTuple):
 
     starts: "Tensor"
     """Where each document begins, and where the last one ends: int32 [documents + 1], ascending."""
-    longest: int
-    """Tokens in the longest document."""
+    row_length: int
+    """Tokens of a row, the most that a document can have. A kernel sizes its grid by it. The longest document would do,
+    but its length changes from batch to batch, and blocks would be compiled anew."""
 
     @classmethod
     def of_positions(cls, positions_BS: "Tensor") -> "Documents":
@@ -29,7 +30,7 @@ class Documents(NamedTuple):
         is_start_BS[:, 0] = True
         starts = torch.nonzero(is_start_BS.flatten()).flatten()
         starts = torch.nn.functional.pad(starts, (0, 1), value=positions_BS.numel())
-        return cls(starts.to(torch.int32), int(starts.diff().max()))
+        return cls(starts.to(torch.int32), positions_BS.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +76,20 @@ class Batch:
         """
         return self._each(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
 
-    def with_documents(self) -> "Batch":
-        """Return the batch with documents found from its positions; cheapest while the batch is in host memory."""
-        return self if self.positions_BS is None else replace(self, documents=Documents.of_positions(self.positions_BS))
+    def with_documents(self, *, whole_rows_apart: bool = False) -> "Batch":
+        """Return the batch with documents found from its positions; cheapest while the batch is in host memory.
+
+        Args:
+            whole_rows_apart: if every row is one document, drop the positions instead: attention is then causal over
+                whole rows, for which there are faster kernels.
+        """
+        if self.positions_BS is None:
+            return self
+        documents = Documents.of_positions(self.positions_BS)
+        each_row_is_one = len(documents.starts) == len(self.tokens_BS) + 1
+        if whole_rows_apart and each_row_is_one and not self.positions_BS[:, 0].any():
+            return replace(self, positions_BS=None)
+        return replace(self, documents=documents)
 
     def _each(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
         positions_BS = None if self.positions_BS is None else function(self.positions_BS)

@@ -57,7 +57,8 @@ def cpu_attention(
         return out_BNSH, lse_BNS
     out_BNSH, lse_BNS = _empty_results(q_BNSH)
     for row in range(len(q_BNSH)):
-        own, bias_1SJ = slice(row, row + 1), _of_row(bias_B1SJ, row)
+        own = slice(row, row + 1)
+        bias_1SJ = _of_row(bias_B1SJ, row)
         for queries, keys in _blocks(q_BNSH, k_BKJH, bias_1SJ, causal):
             out_BNSH[own, :, queries], lse_BNS[own, :, queries] = aten._scaled_dot_product_flash_attention_for_cpu(
                 q_BNSH[own, :, queries],
@@ -114,9 +115,12 @@ class _RowBackward:
         num_heads, num_queries, _ = q_NSH.shape
         self.num_key_heads, num_keys, self.head_dim = k_KJH.shape
         self.scale = self.head_dim**-0.5
-        self._q_NSH, self._bias_1SJ, self._causal = q_NSH, bias_1SJ, causal
+        self._q_NSH = q_NSH
+        self._bias_1SJ = bias_1SJ
+        self._causal = causal
         self._kv_2KJE = q_NSH.new_zeros((2, *k_KJH.shape[:2], self.head_dim + NUM_COLUMNS))
-        self._kv_2KJE[0, ..., : self.head_dim], self._kv_2KJE[1, ..., : self.head_dim] = k_KJH, v_KJH
+        self._kv_2KJE[0, ..., : self.head_dim] = k_KJH
+        self._kv_2KJE[1, ..., : self.head_dim] = v_KJH
         self._kv_2KJE[..., self.head_dim : self.head_dim + NUM_PIECES] = 1
         self._grad_kv_2KJE = torch.zeros_like(self._kv_2KJE, dtype=lse_dtype(q_NSH))
         self._buffers = q_NSH.new_empty((2, num_heads * min(BLOCK_QUERIES, num_queries) * num_keys))
@@ -193,7 +197,8 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 def _blocks(q_BNSH: Tensor, k_BKJH: Tensor, bias_1SJ: Tensor | None, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Yield every block of a row's queries, with the keys that any of them sees."""
-    num_queries, num_keys = q_BNSH.shape[2], k_BKJH.shape[2]
+    num_queries = q_BNSH.shape[2]
+    num_keys = k_BKJH.shape[2]
     for start in range(0, num_queries, BLOCK_QUERIES):
         queries = slice(start, min(start + BLOCK_QUERIES, num_queries))
         keys = slice(0, num_keys)

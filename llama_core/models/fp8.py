@@ -19,18 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
-from llama_core.models.layers import Linear, local_part
+from llama_core.models.cast_weights import in_place_of
+from llama_core.models.layers import BLOCK_MATRICES, Linear, multiply_own_part
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 SMALLEST_PEAK = 2.0**-100
 """A row whose largest number is smaller, such as one of zeros, is scaled as if it were this: no scale overflows."""
-MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
-"""The matrices of a block whose products are in fp8. Experts, the router, adapters, the embedding and the head are
-not among them."""
 _EXPONENT_BITS = 0x7F800000
 
 
@@ -68,7 +66,9 @@ class _ScaledLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight_OI = ctx.saved_tensors
-        grad_TO, grad_x, grad_weight_OI = grad.flatten(0, -2), None, None
+        grad_TO = grad.flatten(0, -2)
+        grad_x = None
+        grad_weight_OI = None
         if weight_OI is not None:
             grad_x = scaled_product(grad_TO, weight_OI.t()).view(*grad.shape[:-1], -1)
         if x is not None:
@@ -76,28 +76,23 @@ class _ScaledLinear(torch.autograd.Function):
         return grad_x, grad_weight_OI
 
 
-def multiply(x: Tensor, weight_OI: Tensor) -> Tensor:
+def multiply(x: Tensor, weight_OI: Tensor, cast_OI: Tensor | None) -> Tensor:
     """Return ``x @ weight.T`` in the dtype of ``x``: the product in fp8 of a ``Linear``.
 
     Tensor-parallel ranks each round and multiply their own part, so that no scale has to be agreed on.
     """
     if isinstance(weight_OI, DTensor):
-        return _multiply_own_part(x, weight_OI)
-    out: Tensor = _ScaledLinear.apply(x, weight_OI.to(x.dtype))  # type: ignore[no-untyped-call]
+        return multiply_own_part(multiply, x, weight_OI, cast_OI)
+    narrow_OI = weight_OI.to(x.dtype) if cast_OI is None else in_place_of(weight_OI, cast_OI)
+    out: Tensor = _ScaledLinear.apply(x, narrow_OI)  # type: ignore[no-untyped-call]
     return out
 
 
-def _multiply_own_part(x: Tensor, weight_OI: DTensor) -> Tensor:
-    assert isinstance(x, DTensor)
-    # divided by rows, a matrix gives part of the output from all of the input; by columns, the other way round
-    some, summed = Shard(x.ndim - 1), Partial()
-    by_rows = weight_OI.placements == (Shard(0),)
-    own_out = multiply(local_part(x, summed if by_rows else some), local_part(weight_OI))
-    return DTensor.from_local(own_out, x.device_mesh, [some if by_rows else summed])
-
-
 def use_fp8(blocks: nn.Module) -> None:
-    """Make the attention and feed-forward matrices of some blocks multiply in fp8."""
+    """Make the attention and feed-forward matrices of some blocks multiply in fp8.
+
+    Experts, the router, adapters, the embedding and the head multiply as without fp8.
+    """
     for path, module in blocks.named_modules():
-        if isinstance(module, Linear) and path.rpartition(".")[2] in MATRICES:
+        if isinstance(module, Linear) and path.rpartition(".")[2] in BLOCK_MATRICES:
             module.multiply = multiply

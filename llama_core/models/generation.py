@@ -34,13 +34,15 @@ class Cache:
     def __init__(self, model: Llama) -> None:
         self._num_tokens = 0
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
-        model.sequence_index, model.attention_mask = self._places, self._mask
+        model.sequence_index = self._places
+        model.attention_mask = self._mask
         for module in model.layers.modules():
             if isinstance(module, Attention):
                 module.attend = partial(self._attend, module)
 
     def _places(self, num_tokens: int, device: torch.device) -> Tensor:
-        before, self._num_tokens = self._num_tokens, self._num_tokens + num_tokens
+        before = self._num_tokens
+        self._num_tokens = self._num_tokens + num_tokens
         return torch.arange(before, self._num_tokens, device=device)
 
     def _mask(
@@ -54,7 +56,8 @@ class Cache:
     def _attend(self, block: Attention, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
         if block in self._kept:
             keys_BKJH, values_BKJH = self._kept[block]
-            k_BKSH, v_BKSH = torch.cat((keys_BKJH, k_BKSH), dim=2), torch.cat((values_BKJH, v_BKSH), dim=2)
+            k_BKSH = torch.cat((keys_BKJH, k_BKSH), dim=2)
+            v_BKSH = torch.cat((values_BKJH, v_BKSH), dim=2)
         self._kept[block] = k_BKSH, v_BKSH
         return attend(q_BNSH, k_BKSH, v_BKSH, mask)
 

@@ -16,6 +16,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 _ALIGNMENT = 16
 """Bytes that the strides of the kernel's arguments must be multiples of."""
+_BLACKWELL = 10
+"""Major compute capability of the first devices of this architecture."""
 _KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
 
 
@@ -40,7 +42,11 @@ def grouped_product(x_RI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
 def grouped_outer_product(x_RI: Tensor, y_RO: Tensor, ends_E: Tensor) -> Tensor:
     """Return ``x.T @ y`` for the rows of every group: [E, I, O]. It is zero for a group without rows."""
     if _has_kernel(x_RI, y_RO):
-        return F.grouped_mm(x_RI.t(), y_RO, offs=ends_E)
+        out_EIO = F.grouped_mm(x_RI.t(), y_RO, offs=ends_E)
+        if skips_empty_groups(x_RI.device):
+            is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+            out_EIO.masked_fill_(is_empty_E[:, None, None], 0)
+        return out_EIO
     out_EIO = x_RI.new_empty((len(ends_E), x_RI.shape[1], y_RO.shape[1]))
     for x, y, out in zip(_groups(x_RI, ends_E), _groups(y_RO, ends_E), out_EIO.unbind(), strict=True):
         torch.mm(x.t(), y, out=out)
@@ -49,8 +55,17 @@ def grouped_outer_product(x_RI: Tensor, y_RO: Tensor, ends_E: Tensor) -> Tensor:
 
 def _has_kernel(*tensors: Tensor) -> bool:
     """Return whether torch has a grouped kernel for these tensors."""
-    device, dtype = tensors[0].device.type, tensors[0].dtype
+    device = tensors[0].device.type
+    dtype = tensors[0].dtype
     return dtype in _KERNEL_DTYPES.get(device, ()) and all(map(_is_aligned, tensors))
+
+
+def skips_empty_groups(device: torch.device) -> bool:
+    """Return whether the kernel's outer product may leave the matrix of a group without rows as it was in memory.
+
+    Source: pytorch issue 172439, for Blackwell.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
 
 
 def _is_aligned(tensor: Tensor) -> bool:

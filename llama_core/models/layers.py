@@ -15,15 +15,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.config.models import LinearScaling, ModelSpec
 from llama_core.models.batch import Documents
+from llama_core.models.cast_weights import cast_linear
 from llama_core.models.cpu_attention import cpu_attention, is_faster
 
+BLOCK_MATRICES = frozenset(("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
+"""The names of a block's matrices; experts have the last three."""
 KEPT = "kept"
 """The annotation of operators whose results selective recomputation keeps, in eager and in compiled code."""
 
@@ -54,8 +57,10 @@ class Linear(nn.Linear):
 
     kept = False
     """Whether selective recomputation keeps the result."""
-    multiply: Callable[[Tensor, Tensor], Tensor]
-    """Multiplies an input by the weight."""
+    cast_weight: Tensor | None = None
+    """A copy of the weight, or of this rank's part of it, in the dtype of activations; None to cast it at every use."""
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """Multiplies an input by the weight, given its copy."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -64,15 +69,58 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` in the dtype of ``x``."""
         with annotate({KEPT: self.kept}):
-            return self.multiply(x, self.weight)
+            return self.multiply(x, self.weight, self.cast_weight)
+
+    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return ``out + x @ weight.T`` in the dtype of ``x``; where nothing else multiplies, in one kernel."""
+        if self.multiply is not _multiply:
+            product: Tensor = self(x)
+            return out + product
+        return _add_product(out, x, self.weight)
 
     def beside(self, x: Tensor) -> LowRank | None:
         """Return an adapter's addition to ``x @ weight.T``, as two factors; None without an adapter."""
         return None
 
 
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
+def _multiply(x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:
+    if cast_weight is None:
+        return F.linear(x, weight.to(x.dtype))
+    if isinstance(weight, DTensor):
+        return multiply_own_part(cast_linear, x, weight, cast_weight)
+    return cast_linear(x, weight, cast_weight)
+
+
+def multiply_own_part(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: DTensor, cast_weight: Tensor | None
+) -> Tensor:
+    """Return this rank's part of a product by a divided matrix, which ``multiply`` computes from its own parts."""
+    assert isinstance(x, DTensor)
+    # divided by rows, a matrix gives part of the output from all of the input; by columns, the other way round
+    some = Shard(x.ndim - 1)
+    summed = Partial()
+    by_rows = weight.placements == (Shard(0),)
+    own = multiply(local_part(x, summed if by_rows else some), local_part(weight), cast_weight)
+    return DTensor.from_local(own, x.device_mesh, [some if by_rows else summed])
+
+
+def _add_product(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(out, DTensor):
+        return _add_own_product(out, x, weight)
+    rows: Tensor = torch.addmm(out.flatten(0, -2), x.flatten(0, -2), weight.to(x.dtype).t())
+    return rows.view(out.shape)
+
+
+def _add_own_product(out: DTensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Do the same to this rank's part of a result; DTensor would first sum a result that is a partial sum."""
+    assert isinstance(weight, DTensor)
+    if out.placements[0].is_partial():  # x is a partial sum too, of columns that other ranks hold
+        own = _add_product(local_part(out, Replicate()), local_part(x, Replicate()), local_part(weight, Partial()))
+    else:  # a rank's rows give its columns of the result, from all of x
+        own = _add_product(local_part(out), local_part(x, Partial()), local_part(weight))
+    return DTensor.from_local(
+        own, out.device_mesh, out.placements, run_check=False, shape=out.shape, stride=out.stride()
+    )
 
 
 class TokenEmbedding(nn.Embedding):
@@ -214,9 +262,9 @@ GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signatur
 
 def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents) -> Tensor:
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNSH, k_BKSH, v_BKSH))
-    starts, longest = documents
+    starts, row_length = documents
     out_TNH: Any = varlen_attn(
-        q_TNH, k_TKH, v_TKH, starts, starts, longest, longest, window_size=(-1, 0), **GROUPED_HEADS
+        q_TNH, k_TKH, v_TKH, starts, starts, row_length, row_length, window_size=(-1, 0), **GROUPED_HEADS
     )
     out_BSNH: Tensor = out_TNH.unflatten(0, (q_BNSH.shape[0], -1))
     return out_BSNH.transpose(1, 2)

@@ -43,7 +43,8 @@ class Llama(nn.Module):
         self.spec = spec
         self.compute_dtype = compute_dtype
         held = range(spec.num_layers) if layers is None else sorted(layers)
-        first, last = 0 in held, spec.num_layers - 1 in held
+        first = 0 in held
+        last = spec.num_layers - 1 in held
         self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.tied_embeddings) else None
         # a dict, so that a part keeps the parameter names of the whole model
         self.layers = nn.ModuleDict({str(index): Block(spec, feed_forward(spec, index)) for index in held})
@@ -137,7 +138,8 @@ def _head(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | No
 
 def logits(x_BSD: Tensor, table: Linear | TokenEmbedding) -> Tensor:
     """Return ``x_BSD @ table.weight.T`` plus an adapter's addition, in the dtype of ``x_BSD``."""
-    out_BSV, adapter = F.linear(x_BSD, table.weight.to(x_BSD.dtype)), table.beside(x_BSD)
+    out_BSV = F.linear(x_BSD, table.weight.to(x_BSD.dtype))
+    adapter = table.beside(x_BSD)
     return out_BSV if adapter is None else out_BSV + F.linear(adapter.narrow, adapter.rows.to(x_BSD.dtype))
 
 

@@ -27,13 +27,14 @@ class AdaptedLinear(Linear):
         self.weight = matrix.weight.requires_grad_(False)
         self.lora_A = Linear(self.in_features, lora.lora_rank).to(dtype)
         self.lora_B = Linear(lora.lora_rank, self.out_features).to(dtype)
-        self.scale, self.dropout = lora.scale, lora.lora_dropout
+        self.scale = lora.scale
+        self.dropout = lora.lora_dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the matrix's and the adapter's results, in the dtype of ``x``."""
         out = super().forward(x)
-        added: Tensor = self.lora_B(self._narrow(x))
-        return out + added
+        added: Tensor = self.lora_B.added_to(out, self._narrow(x))
+        return added
 
     def beside(self, x: Tensor) -> LowRank:
         """Return the adapter's addition, as two factors."""
@@ -66,8 +67,8 @@ class AdaptedEmbedding(TokenEmbedding):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, D] in ``out_dtype``."""
         narrow = F.embedding(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
-        added: Tensor = self.lora_B(narrow * self.scale)
-        return super().forward(tokens_BS) + added
+        added: Tensor = self.lora_B.added_to(super().forward(tokens_BS), narrow * self.scale)
+        return added
 
 
 def with_adapters(model: Llama) -> Llama:
@@ -76,7 +77,8 @@ def with_adapters(model: Llama) -> Llama:
     Parameters that the spec trains in full stay as they are. Frozen ones are cast to the model's compute dtype, and
     adapters have the dtype that they had.
     """
-    spec, lora = model.spec, model.spec.lora
+    spec = model.spec
+    lora = model.spec.lora
     if lora is None:
         return model
     dtype = next(model.parameters()).dtype

@@ -10,7 +10,6 @@ head's fp32 gradient. Elsewhere, both are computed in blocks that fit a CPU's ca
 import math
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llama_core.machine.toolchain import missing_for_kernels
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.models.layers import LowRank
 from llama_core.units import GIB, MIB
@@ -113,7 +113,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_group: dist.ProcessGroup | None,
         differentiate: bool,
     ) -> Tensor:
-        num_tokens, vocab_size = hidden_TD.shape[0], weight_VD.shape[0]
+        num_tokens = hidden_TD.shape[0]
+        vocab_size = weight_VD.shape[0]
         softmax: _SoftmaxInKernels | _SoftmaxInBlocks
         if uses_kernels(hidden_TD):
             softmax = _SoftmaxInKernels(targets_T, ignore_index, vocab_group)
@@ -122,7 +123,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
             softmax = _SoftmaxInBlocks(targets_T, ignore_index, vocab_group, block_RV)
         needed = [differentiate and needs for needs in ctx.needs_input_grad]
-        product, added = _Product(hidden_TD, weight_VD, softmax.ignored_T1, *needed[:2]), []
+        product = _Product(hidden_TD, weight_VD, softmax.ignored_T1, *needed[:2])
+        added = []
         if narrow_TA is not None and rows_VA is not None:
             added.append(_Product(narrow_TA, rows_VA, softmax.ignored_T1, *needed[2:4]))
 
@@ -167,7 +169,9 @@ class _Product:
     def __init__(
         self, left_TD: Tensor, right_VD: Tensor, ignored_T1: Tensor | None, need_left: bool, need_right: bool
     ) -> None:
-        self.left_TD, self.right_VD, self._ignored_T1 = left_TD, right_VD.to(left_TD.dtype), ignored_T1
+        self.left_TD = left_TD
+        self.right_VD = right_VD.to(left_TD.dtype)
+        self._ignored_T1 = ignored_T1
         wide = torch.promote_types(left_TD.dtype, torch.float32)
         self._grad_left_TD = torch.empty_like(left_TD) if need_left else None
         self._grad_right_VD = torch.zeros_like(right_VD, dtype=wide) if need_right else None
@@ -205,12 +209,13 @@ def _gradient_scale(dtype: torch.dtype) -> float:
 
 def uses_kernels(hidden_TD: Tensor) -> bool:
     """Return whether the loss of these hidden states runs in kernels. The dry run of a CUDA run replaces this."""
-    return hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and _has_triton()
+    return hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and can_build_kernels()
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def can_build_kernels() -> bool:
+    """Return whether this machine has what it takes to build the kernels."""
+    return not missing_for_kernels()
 
 
 class _SoftmaxInKernels:
@@ -219,12 +224,15 @@ class _SoftmaxInKernels:
     ignored_T1 = None
 
     def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None) -> None:
-        self._targets_T, self._ignore_index, self._group = targets_T, ignore_index, group
+        self._targets_T = targets_T
+        self._ignore_index = ignore_index
+        self._group = group
         self.losses_T = torch.empty_like(targets_T, dtype=torch.float32)
 
     def differentiate_(self, logits_CV: Tensor, chunk: slice) -> None:
         """Set the losses of a chunk, and replace its logits by their scaled gradients."""
-        targets_C, losses_C = self._targets_T[chunk], self.losses_T[chunk]
+        targets_C = self._targets_T[chunk]
+        losses_C = self.losses_T[chunk]
         scale = _gradient_scale(logits_CV.dtype)
         if self._group is None:
             softmax_of_rows(logits_CV, targets_C, losses_C, self._ignore_index, scale)
@@ -285,14 +293,16 @@ class _SoftmaxInBlocks:
     """The losses of all tokens, made chunk by chunk; an ignored token's logits get meaningless gradients."""
 
     def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None, block_RV: Tensor) -> None:
-        self._group, self._block_RV = group, block_RV
+        self._group = group
+        self._block_RV = block_RV
         self.ignored_T1 = (targets_T == ignore_index)[:, None]
         self._answers_T1 = targets_T[:, None].masked_fill(self.ignored_T1, 0)
         self.losses_T = torch.empty_like(targets_T, dtype=block_RV.dtype)
 
     def differentiate_(self, logits_CV: Tensor, chunk: slice) -> None:
         """Set the losses of a chunk, and replace its logits by their scaled gradients."""
-        answers_C1, losses_C1 = self._answers_T1[chunk], self.losses_T[chunk, None]
+        answers_C1 = self._answers_T1[chunk]
+        losses_C1 = self.losses_T[chunk, None]
         if self._group is None:
             _losses_and_logit_gradients_(logits_CV, answers_C1, losses_C1, self._block_RV)
         else:
@@ -312,7 +322,8 @@ def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C
     for rows in _blocks(logits_CV, block_RV):
         answers_R1 = answers_C1[rows]
         wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
-        peaks_R1, answer_logits_R1 = wide_RV.amax(-1, keepdim=True), wide_RV.gather(-1, answers_R1)
+        peaks_R1 = wide_RV.amax(-1, keepdim=True)
+        answer_logits_R1 = wide_RV.gather(-1, answers_R1)
         torch.softmax(wide_RV, -1, out=wide_RV)  # overwrites its input row by row
         # the log-sum-exp comes from the largest probability, because the answer's may be zero
         losses_C1[rows] = peaks_R1 - wide_RV.amax(-1, keepdim=True).log_() - answer_logits_R1

@@ -22,6 +22,7 @@ from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE
+from llama_core.models.cast_weights import cast_grouped
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import KEPT, FeedForward, Linear, local_part, swiglu
 
@@ -47,8 +48,10 @@ class ExpertLinear(nn.Module):
 
     kept = False
     """Whether selective recomputation keeps the result."""
-    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Multiplies rows by the weight, given where each expert's rows end."""
+    cast_weight: Tensor | None = None
+    """A copy of this rank's part of the weight in the dtype of activations; None to cast it at every use."""
+    multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    """Multiplies rows by the weight, given its copy and where each expert's rows end."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -58,10 +61,12 @@ class ExpertLinear(nn.Module):
     def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         """Return each row times the transposed matrix of its expert, [R, O]."""
         with annotate({KEPT: self.kept}):
-            return self.multiply(x_RI, local_part(self.weight), ends_E)
+            return self.multiply(x_RI, local_part(self.weight), self.cast_weight, ends_E)
 
 
-def _multiply(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def _multiply(x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor) -> Tensor:
+    if cast_EOI is not None:
+        return cast_grouped(x_RI, weight_EOI, cast_EOI, ends_E)
     out_RO: Tensor = grouped_product(x_RI, weight_EOI.to(x_RI.dtype).mT, ends_E)
     return out_RO
 
@@ -124,7 +129,8 @@ class MixtureOfExperts(nn.Module):
 
     def _watched(self, gates_BSK: Tensor, logits_BSE: Tensor, held_BE: Tensor, scale: Tensor) -> Tensor:
         """Return the gates, whose backward adds the gradients of the auxiliary losses; record the statistics."""
-        moe, whole_BE = self.moe, self.count_rows(held_BE)
+        moe = self.moe
+        whole_BE = self.count_rows(held_BE)
         sums = token_sums(logits_BSE, whole_BE)
         tokens_B = whole_BE.sum(1) / moe.experts_per_token
         balance_loss, z_loss = ((sums_B / tokens_B).sum() for sums_B in sums[:2])

@@ -15,7 +15,7 @@ from llama_core.config.strategy import EMBEDDING, TARGETS, LoRA
 from llama_core.errors import WeightsError
 from llama_core.models.hf import check_shapes
 from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
-from llama_core.records.files import user_path
+from llama_core.records.files import read_file, user_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
@@ -171,7 +171,8 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
             f"{source} holds adapters, which only strategy=lora and hybrid train; use one, or merge them into their "
             "model (export-hf --merged, or PEFT's merge_and_unload)"
         )
-    theirs, ours = _kind(given), _kind(spec.lora)
+    theirs = _kind(given)
+    ours = _kind(spec.lora)
     different = [key for key in theirs if theirs[key] != ours[key]]
     if different:
         values = ", ".join(f"{key}={theirs[key]} instead of {ours[key]}" for key in different)
@@ -198,7 +199,7 @@ def _kind(lora: LoRA) -> dict[str, str]:
 def _read_config(folder: Path) -> _AdapterJson:
     file = folder / ADAPTER_CONFIG
     try:
-        config = _AdapterJson.model_validate_json(file.read_bytes())
+        config = _AdapterJson.model_validate_json(read_file(file))
     except OSError as error:
         raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
     except ValidationError as error:

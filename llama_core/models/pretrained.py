@@ -1,5 +1,6 @@
 """Initial weights, inspected without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,15 @@ from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import check_weights, hugging_face_names, hugging_face_shapes
 from llama_core.models.peft import adapter_shapes, adapter_weights, base_of, check_same_adapters, is_adapter_folder
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
-from llama_core.records.checkpoints import LAYOUT, STATE, complete_state, newest_checkpoint
+from llama_core.records.checkpoints import (
+    LAYOUT,
+    STATE,
+    complete_state,
+    find_problem,
+    newest_checkpoint,
+    newest_intact_checkpoint,
+    place_of,
+)
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, user_path
 
@@ -44,12 +53,52 @@ def resolve_pretrained(path: str) -> str:
     return str(newest_checkpoint(RunDirectory(absolute)) or absolute)
 
 
-def origin_of(source: Path) -> Origin:
-    """Return where the weights behind ``source`` are; adapters are stored apart from their base.
+def resolve_intact(path: str, tell: Callable[[str], None]) -> str:
+    """Return what ``resolve_pretrained`` does, but for a run's directory its newest intact checkpoint.
 
     Raises:
-        WeightsError: if ``source`` is a PEFT folder whose base is not on this disk, or a damaged checkpoint.
+        CheckpointError: if the run's checkpoints are all damaged.
     """
+    absolute = user_path(path).absolute()
+    return str(newest_intact_checkpoint(RunDirectory(absolute), tell) or absolute)
+
+
+def checkpoints_behind(source: Path) -> list[Path]:
+    """Return the checkpoints that the weights behind ``source`` are read from: of the base, and of the adapters."""
+    origin = origin_of(source)
+    return [path for path in (origin.base, origin.adapters) if path is not None and is_checkpoint(path)]
+
+
+def refuse_damaged(checkpoint: Path) -> None:
+    """Compare every byte of a checkpoint with its checksums.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    if problem := find_problem(checkpoint):
+        raise CheckpointError(f"{checkpoint} is damaged ({problem}); choose another checkpoint of its run")
+
+
+def refuse_damaged_base(source: Path) -> None:
+    """Do the same with the checkpoint below ``source``, if that holds adapters over one."""
+    for checkpoint in checkpoints_behind(source):
+        if checkpoint != source:
+            refuse_damaged(checkpoint)
+
+
+def origin_of(source: Path, above: tuple[Path, ...] = ()) -> Origin:
+    """Return where the weights behind ``source`` are; adapters are stored apart from their base.
+
+    Args:
+        source: a Hugging Face or PEFT folder, or a checkpoint.
+        above: the checkpoints of adapters that start from ``source``.
+
+    Raises:
+        WeightsError: if ``source`` is a PEFT folder whose base is not on this disk, or a damaged checkpoint, or starts
+            from itself.
+    """
+    if source in above:
+        raise WeightsError(f"the adapters in {source} say that they start from themselves; choose other weights")
     if is_adapter_folder(source):
         base = base_of(source)
         if newest_checkpoint(RunDirectory(base)):  # its newest checkpoint may change
@@ -63,7 +112,7 @@ def origin_of(source: Path) -> Origin:
     init_from = config.training.init_from
     if init_from is None:
         return Origin(None, source, config)
-    before = origin_of(Path(init_from))
+    before = origin_of(Path(init_from), (*above, source))
     return Origin(before.base, source, before.drawn_by)
 
 
@@ -204,13 +253,14 @@ def saved_run(checkpoint: Path) -> RunConfig:
     Raises:
         WeightsError: if DeepSpeed wrote it at stage 1 in bf16.
     """
-    layout = read_json(checkpoint / LAYOUT) if (checkpoint / LAYOUT).exists() else {}
+    below = place_of(checkpoint)
+    layout = read_json(checkpoint / LAYOUT, below) if (checkpoint / LAYOUT).exists() else {}
     if (layout.get("zero_stage"), layout.get("compute_dtype")) == (1, "bfloat16"):
         raise WeightsError(
             f"{checkpoint} was written by DeepSpeed at stage 1 in bf16, whose weights DeepSpeed itself cannot "
             "consolidate; train with parallel.zero_stage=2 or parallel.zero_backend=native to use them elsewhere"
         )
-    return RunConfig.load(checkpoint / _CONFIG)
+    return RunConfig.load(checkpoint / _CONFIG, below=below)
 
 
 def full_model(checkpoint: Path) -> ModelSpec:
@@ -234,7 +284,8 @@ def _model_of(folder: Path) -> ModelSpec | None:
 
 def _check_fixed(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> None:
     for trait in _FIXED if theirs else ():
-        ours, given = getattr(spec, trait), getattr(theirs, trait)
+        ours = getattr(spec, trait)
+        given = getattr(theirs, trait)
         if ours != given:
             raise WeightsError(
                 f"the weights in {source} are not those of {spec.name}: {trait}={given} instead of {ours}; "

@@ -7,18 +7,21 @@ Source: https://github.com/huggingface/safetensors, "Format"; the index is trans
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llama_core.errors import WeightsError
-from llama_core.records.files import DAMAGE
+from llama_core.records.files import DAMAGE, open_file, read_file
 
 WHOLE = "model.safetensors"
 """The weights file of an unsharded model."""
 INDEX = "model.safetensors.index.json"
 """The file that says where each weight of a sharded model is."""
+MOST_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that we read, by the format's names."""
 _STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
@@ -113,7 +116,7 @@ def _check_alone(folder: Path, files: set[str]) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        placed = dict(json.loads(index.read_bytes())["weight_map"])
+        placed = dict(json.loads(read_file(index))["weight_map"])
         if not all(isinstance(text, str) for text in (*placed, *placed.values())):
             raise TypeError("not names")
     except (OSError, *DAMAGE) as error:
@@ -131,15 +134,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         WeightsError: if the file is incomplete or not in this format.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
             prefix = opened.read(8)
             length = int.from_bytes(prefix, "little")
-            text = opened.read(length) if 8 + length <= size else b""
+            text = opened.read(length) if 8 + length <= size and length <= MOST_HEADER_BYTES else b""
     except OSError as error:
         raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
     if prefix == b"version ":
         raise WeightsError(f"{file} is a Git LFS pointer without the weights; run git lfs pull")
+    if 8 + length <= size and length > MOST_HEADER_BYTES:
+        raise WeightsError(
+            f"{file} has a header of {length:,} bytes, more than the {MOST_HEADER_BYTES:,} of the format; {_AGAIN}"
+        )
     if not text:
         raise WeightsError(f"{file} has {size:,} bytes, fewer than its header; {_AGAIN}")
     try:
@@ -181,9 +188,11 @@ def new_header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes
         dtype: the format's name for it.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without this
-    begins, end = {}, 0
+    begins = {}
+    end = 0
     for name, shape in shapes.items():
-        begins[name], end = end, end + math.prod(shape) * FLOAT_BYTES[dtype]
+        begins[name] = end
+        end = end + math.prod(shape) * FLOAT_BYTES[dtype]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begins[name], end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns every tensor to its element size

@@ -1,8 +1,9 @@
 """Apply a plan to a model, in the one order in which its parts work together."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.models.moe import prepare_routers
+from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
 from llama_core.parallel.expert import divide_experts
 from llama_core.parallel.gradients import Gradients
@@ -24,7 +26,7 @@ from llama_core.parallel.ranks import check_started
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
 from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
-from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.plan import DocumentAttention, ParallelPlan
 
 
 class ParallelModel:
@@ -41,6 +43,7 @@ class ParallelModel:
         compute_dtype: dtype of activations and matrix products.
         weight_dtype: dtype of the parameters, their gradients and moments.
         fp8: whether the matrices of the blocks multiply in fp8; ``compute_dtype`` is then bf16.
+        documents: how attention is kept inside packed documents.
 
     Raises:
         PlanError: if the plan's number of ranks is not the number started.
@@ -55,9 +58,11 @@ class ParallelModel:
         compute_dtype: torch.dtype,
         weight_dtype: torch.dtype = torch.float32,
         fp8: bool = False,
+        documents: DocumentAttention = "none",
     ) -> None:
         check_started(plan)
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
         self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
         if fp8:
@@ -71,7 +76,7 @@ class ParallelModel:
             apply_context_parallel(self.model, mesh.cp_group)
         if plan.attention == "math":
             use_all_scores(self.model)
-        recompute_and_compile(self.model, plan, device)
+        recompute_and_compile(self.model, plan, device, documents=documents)
         self._sharded: Sharded | None = None
         if mesh is not None and plan.uses_fully_shard:
             self._sharded = Sharded(self.model, mesh, plan, compute_dtype=compute_dtype)
@@ -79,6 +84,7 @@ class ParallelModel:
     def materialize(self) -> Self:
         """Allocate the parameters and return the model; its weights are still undefined."""
         self.model.to_empty(device=self.device)
+        self.cast_weights = CastWeights(self.model) if self.plan.keeps_cast_weights else None
         self.data = self._data_parallel()
         self.pipeline = Pipeline(self.model, self.data, self.plan, self.mesh)
         self.gradients = Gradients(self.model, self.plan, self.mesh)
@@ -95,6 +101,12 @@ class ParallelModel:
     def initialize_weights(self, seed: int) -> None:
         """Draw the initial weights; a seed gives the same ones under every plan."""
         initialize_weights(self.model, seed)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Bring what was made from the weights up to date. Call it whenever they have changed."""
+        if self.cast_weights is not None:
+            self.cast_weights.refresh()
 
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
         """Compute the gradients of one step and return its loss.
@@ -119,6 +131,55 @@ class ParallelModel:
         self.gradients.complete()
         return self._sum_over_ranks(losses) / num_targets
 
+    def compile_blocks(self, batch: Batch) -> None:
+        """Run every kind of block that this rank holds once, which compiles it, on a batch like those to come.
+
+        Without gradients, only the forward runs. The weights stay as they are, and no gradient is left. All ranks must
+        call it together.
+
+        Args:
+            batch: a microbatch of the sizes and the kind of attention of those to come, whole, on the device.
+        """
+        piece = self._own_columns(batch)
+        num_rows, num_tokens = piece.tokens_BS.shape
+        stream = (num_rows, num_tokens // self.model.sequence_shards, self.model.spec.hidden_size)
+        prepare_routers(self.model, torch.ones((), dtype=self._wide, device=self.device))
+        self.data.prepare(last=True)  # so that fully_shard forgets this as it forgets a step
+        for layer, has_gradient in self._kinds_of_blocks():
+            inputs = piece.tokens_BS
+            if layer > 0:
+                inputs = torch.zeros(stream, dtype=self.model.compute_dtype, device=self.device)
+                inputs.requires_grad_(has_gradient and torch.is_grad_enabled())
+            out = self.model(
+                inputs, piece.targets_BS, piece.positions_BS, piece.documents, layers=range(layer, layer + 1)
+            )
+            if out.requires_grad:
+                torch.autograd.backward(out, torch.zeros_like(out))
+        self.data.release()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _kinds_of_blocks(self) -> list[tuple[int, bool]]:
+        """Return a layer of each kind that this rank holds, and whether its input needs a gradient.
+
+        The first layer of the model comes with the embedding and the last one with the head, so others are preferred.
+        """
+        spec = self.model.spec
+        plan = self.plan
+        modes = [mode for stage in plan.recompute_modes(spec) for mode in stage]
+        kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for layers in plan.stage_layers(spec):
+            has_gradient = layers.start > 0 or spec.trains_embedding  # a stage's input comes with a gradient
+            for layer in layers:
+                if str(layer) in self.model.layers:
+                    kinds[modes[layer], spec.layers[layer], has_gradient].append(layer)
+                has_gradient = has_gradient or bool(spec.layers[layer].adapted or spec.layers[layer].trained)
+        inner = range(1, spec.num_layers - 1)
+        return [
+            (min(layers, key=lambda layer: (layer not in inner, layer)), has_gradient)
+            for (*_, has_gradient), layers in kinds.items()
+        ]
+
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
         """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens.
@@ -127,7 +188,8 @@ class ParallelModel:
             microbatches: this rank's share; every rank has the same number of microbatches.
         """
         pieces = [self._own_columns(batch) for batch in microbatches]
-        total, num_targets = self._sum_over_ranks(self.pipeline.evaluate(pieces)), self._num_targets(pieces)
+        total = self._sum_over_ranks(self.pipeline.evaluate(pieces))
+        num_targets = self._num_targets(pieces)
         return float(total), int(num_targets)
 
     @property
@@ -162,7 +224,8 @@ def _meta_model(
     spec: ModelSpec, plan: ParallelPlan, mesh: Mesh | None, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> Llama:
     """Return this rank's part of the model on the meta device."""
-    stages, pp_rank = plan.stage_layers(spec), mesh.rank("pp") if mesh else 0
+    stages = plan.stage_layers(spec)
+    pp_rank = mesh.rank("pp") if mesh else 0
     layers = {layer for stage in plan.build_schedule().stages_of(pp_rank) for layer in stages[stage]}
     with torch.device("meta"):
         return with_adapters(Llama(spec, compute_dtype=compute_dtype, layers=layers).to(weight_dtype))

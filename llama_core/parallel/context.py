@@ -58,7 +58,8 @@ def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     Raises:
         PlanError: if the sequence cannot be cut into 2 * ``cp_size`` equal chunks.
     """
-    seq_len, num_chunks = x.shape[-1], 2 * cp_size
+    seq_len = x.shape[-1]
+    num_chunks = 2 * cp_size
     if seq_len % num_chunks:
         below = seq_len - seq_len % num_chunks
         legal = " or ".join(str(length) for length in (below, below + num_chunks) if length)

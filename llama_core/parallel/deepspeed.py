@@ -20,15 +20,16 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054; Ren et al. 2021, arXiv:2101.0
 """
 
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from pickle import UnpicklingError
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from tempfile import TemporaryDirectory
 from typing import IO, Any, cast
 
 import torch
@@ -43,14 +44,15 @@ from llama_core.models.batch import Batch
 from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
+from llama_core.models.saved_tensors import only_tensors
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import check_started, is_first_rank, on_first_rank
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import LAYOUT
+from llama_core.records.checkpoints import LAYOUT, place_of
 from llama_core.records.checksums import FileSum, SummedFile
-from llama_core.records.files import read_json, write_json
+from llama_core.records.files import DAMAGE, open_file, read_json, write_json
 
 MAX_BUCKET_ELEMENTS = 50_000_000
 """Most gradients or weights that are sent at once, in a buffer of that size."""
@@ -129,7 +131,8 @@ class DeepSpeedModel:
         build_optimizer: Callable[[nn.Module], Optimizer],
     ) -> None:
         check_started(plan)
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         self._deepspeed = _import_deepspeed(device.type)
         config = deepspeed_config(plan, spec, device_type=device.type, compute_dtype=compute_dtype)
         self.model = self._build(spec, config, compute_dtype)
@@ -274,16 +277,17 @@ class DeepSpeedModel:
 
         Raises:
             PlanError: if the number of ranks, the ZeRO stage or the compute dtype differs from the writer's.
-            CheckpointError: if other users may have written it.
+            CheckpointError: if a file holds something else than DeepSpeed writes.
         """
-        layout, own = read_json(folder / LAYOUT) if (folder / LAYOUT).exists() else None, self._layout()
+        layout = read_json(folder / LAYOUT) if (folder / LAYOUT).exists() else None
+        own = self._layout()
         if layout != own:
             raise PlanError(
                 f"{folder} was written by {_in_words(layout)}; DeepSpeed can resume it only under the same plan, "
                 f"but this one is of {_in_words(own)}"
             )
-        _refuse_pickles_of_others(folder)
-        self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        with _plain_values_only():
+            self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
 
     def _layout(self) -> dict[str, Any]:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
@@ -304,28 +308,27 @@ class DeepSpeedModel:
 def saved_weights(folder: Path) -> Callable[[str], Tensor]:
     """Return a function that reads one trained weight of a checkpoint by name: whole, in fp32, without the ranks.
 
-    The files are memory-mapped and pickled: opening a checkpoint runs any code that its writer put there. So those of
-    other users are refused.
+    The files are memory-mapped.
 
     Args:
         folder: the folder that ``DeepSpeedModel.save`` wrote to.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
-        CheckpointError: if the checkpoint cannot be read, or others may have written it. The function raises it for a
-            weight that is not there.
+        CheckpointError: if the checkpoint cannot be read. The function raises it for a weight that is not there.
     """
-    _refuse_pickles_of_others(folder)
     _import_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    own = folder
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints every step
         try:
-            weights = get_fp32_state_dict_from_zero_checkpoint(
-                str(folder), CHECKPOINT_TAG, exclude_frozen_parameters=True, lazy_mode=True
-            )
-        except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
-            raise CheckpointError(f"cannot read {folder}: {error}") from None
+            with _own_files(folder) as own, _plain_values_only():
+                weights = get_fp32_state_dict_from_zero_checkpoint(
+                    str(own), CHECKPOINT_TAG, exclude_frozen_parameters=True, lazy_mode=True
+                )
+        except (CheckpointError, OSError, RuntimeError, *DAMAGE) as error:
+            raise CheckpointError(f"cannot read {folder}: {str(error).replace(str(own), str(folder))}") from None
 
     def read(name: str) -> Tensor:
         if name not in weights:
@@ -336,14 +339,59 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
     return read
 
 
-def _refuse_pickles_of_others(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):
-        found = path.stat()
-        if found.st_uid not in {os.getuid(), 0} or found.st_mode & stat.S_IWOTH:
-            raise CheckpointError(
-                f"{path} may have been written by another user, and DeepSpeed's files are pickles, which run code when "
-                "they are read; ask for the weights as exported by export-hf"
-            )
+@contextmanager
+def _own_files(folder: Path) -> Iterator[Path]:
+    """Yield a folder that looks like a checkpoint's, with names for its files, which are open: regular ones, no links.
+
+    DeepSpeed opens files by name: it would follow a link, or wait for the writer of a pipe, that has taken the place of
+    a file meanwhile.
+    """
+    files = list((folder / CHECKPOINT_TAG).iterdir())
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    setrlimit(RLIMIT_NOFILE, (min(hard, soft + len(files)), hard))
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        names = Path(name, CHECKPOINT_TAG)
+        names.mkdir()
+        for file in files:
+            opened = stack.enter_context(open_file(file, place_of(folder)))
+            (names / file.name).symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        yield names.parent
+
+
+@contextmanager
+def _plain_values_only() -> Iterator[None]:
+    """Let ``torch.load`` read DeepSpeed's files as tensors and plain values, and refuse all else that they may hold.
+
+    DeepSpeed itself would run any code that the writer of a file put there.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    def stage(value: int) -> Any:
+        return ZeroStageEnum(value)
+
+    def stage_by_name(kind: object, name: str) -> Any:
+        if kind is not stage:
+            raise UnpicklingError(f"it names {name} of something that is no stage of ZeRO")
+        return ZeroStageEnum[name]
+
+    by_name = (stage_by_name, "builtins.getattr")  # as Python 3.11.2, for one, pickles a member of an enum
+    by_value = (stage, f"{ZeroStageEnum.__module__}.{ZeroStageEnum.__qualname__}")
+    switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ |= switches
+    try:
+        with only_tensors(LossScaler, fragment_address, by_value, by_name):
+            yield
+    except UnpicklingError:
+        raise CheckpointError("a file is damaged, or holds something else than DeepSpeed writes") from None
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _import_deepspeed(device_type: str) -> Any:

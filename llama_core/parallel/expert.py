@@ -99,7 +99,8 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     Raises:
         PlanError: if the experts cannot be divided evenly over the ranks.
     """
-    num_experts, num_ranks = len(tokens_per_expert), dist.get_world_size(group)
+    num_experts = len(tokens_per_expert)
+    num_ranks = dist.get_world_size(group)
     if num_experts % num_ranks:
         legal = divisors(num_experts)
         raise PlanError(
@@ -111,7 +112,8 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     if isinstance(tokens_TD, FakeTensor):
         num_sent = num_received = [len(part) for part in torch.tensor_split(tokens_TD, num_ranks)]
     else:
-        num_sent, num_received = sent.sum(1).tolist(), received.sum(1).tolist()
+        num_sent = sent.sum(1).tolist()
+        num_received = received.sum(1).tolist()
     arrived_RD = _exchange(tokens_TD, num_received, num_sent, group)
     # tokens arrive by rank, and within a rank by expert; the stable sort keeps the order within an expert
     expert_R = torch.arange(received.shape[1], device=received.device).repeat(num_ranks)
@@ -136,7 +138,8 @@ def routing_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
     """
     if model.spec.moe is None:
         return None
-    moe, num_layers = model.spec.moe, model.spec.num_layers
+    moe = model.spec.moe
+    num_layers = model.spec.num_layers
     total = torch.zeros((num_layers, moe.num_experts + NUM_SUMS), device=next(model.parameters()).device)
     for name, block in model.layers.items():
         for mixture in mixtures(block):
@@ -159,7 +162,8 @@ def routing_statistics(total: Tensor | None, spec: ModelSpec) -> Mapping[str, fl
     if total is None or moe is None:
         return {}
     total = total[list(map(spec.has_experts, range(spec.num_layers)))]
-    tokens_per_expert, sums = total[:, :-NUM_SUMS], total[:, -NUM_SUMS:]
+    tokens_per_expert = total[:, :-NUM_SUMS]
+    sums = total[:, -NUM_SUMS:]
     balance, z, entropy = (sums.sum(0) * moe.experts_per_token / tokens_per_expert.sum()).tolist()
     loads = tokens_per_expert.amax(1) / tokens_per_expert.mean(1)
     return {"balance_loss": balance, "router_z_loss": z, "router_entropy": entropy, "expert_load": float(loads.max())}

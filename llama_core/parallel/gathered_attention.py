@@ -39,8 +39,8 @@ class HeldDocuments(NamedTuple):
     """Where the queries of each begin among the rank's tokens, and where the last ones end: int32, ascending."""
     key_starts: Tensor
     """The same for the keys that the rank's chunks see."""
-    longest: int
-    """Most keys of a document."""
+    row_length: int
+    """Tokens of a whole row, the most keys that a document can have."""
 
 
 def held_documents(documents: Documents, num_tokens: int, *, cp_rank: int, cp_size: int) -> HeldDocuments:
@@ -53,16 +53,19 @@ def held_documents(documents: Documents, num_tokens: int, *, cp_rank: int, cp_si
         cp_size: number of those ranks.
     """
     chunk = num_tokens // 2
-    row, place = documents.starts // (num_tokens * cp_size), documents.starts % (num_tokens * cp_size)
-    queries, keys = [], []
+    row = documents.starts // (num_tokens * cp_size)
+    place = documents.starts % (num_tokens * cp_size)
+    queries = []
+    keys = []
     for number, index in enumerate(_held_chunks(cp_rank, cp_size)):
-        begin, end = index * chunk, (index + 1) * chunk
+        begin = index * chunk
+        end = (index + 1) * chunk
         before = number * (cp_rank + 1) * chunk  # keys of the row's first chunk here
         queries.append(row * num_tokens + number * chunk + (place - begin).clamp(0, chunk))
         keys.append(row * (2 * cp_size + 1) * chunk + before + place.clamp(max=end))
     # In the order of rows, chunks and documents, both ascend. The end of the last row is needed once.
     query_starts, key_starts = (torch.cat((first, second[:-1])).sort().values for first, second in (queries, keys))
-    return HeldDocuments(query_starts, key_starts, documents.longest)
+    return HeldDocuments(query_starts, key_starts, documents.row_length)
 
 
 def gathered_attention(
@@ -91,14 +94,14 @@ def forward(  # noqa: PLR0917 - operators have positions
     v_BKSH: Tensor,
     query_starts: Tensor,
     key_starts: Tensor,
-    longest: int,
+    row_length: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [B, N, S, H], and the kernel's log-sum-exp; see ``gathered_attention``."""
     group = _resolve_process_group(GroupName(group_name))
     k_UKH, v_UKH = _seen(k_BKSH, v_BKSH, group)
-    most_queries = min(longest, q_BNSH.shape[2] // 2)
-    out_TNH, lse = VARLEN.forward(_joined(q_BNSH), k_UKH, v_UKH, query_starts, key_starts, most_queries, longest)
+    most_queries = min(row_length, q_BNSH.shape[2] // 2)
+    out_TNH, lse = VARLEN.forward(_joined(q_BNSH), k_UKH, v_UKH, query_starts, key_starts, most_queries, row_length)
     return _divided(out_TNH, len(q_BNSH)), lse
 
 
@@ -111,16 +114,16 @@ def backward(  # noqa: PLR0917 - operators have positions
     lse: Tensor,
     query_starts: Tensor,
     key_starts: Tensor,
-    longest: int,
+    row_length: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values."""
     group = _resolve_process_group(GroupName(group_name))
     grad_out_TNH, q_TNH, out_TNH = map(_joined, (grad_out_BNSH, q_BNSH, out_BNSH))
     k_UKH, v_UKH = _seen(k_BKSH, v_BKSH, group)
-    most_queries = min(longest, q_BNSH.shape[2] // 2)
+    most_queries = min(row_length, q_BNSH.shape[2] // 2)
     grad_q_TNH, *grads_UKH = VARLEN.backward(
-        grad_out_TNH, q_TNH, k_UKH, v_UKH, out_TNH, lse, query_starts, key_starts, most_queries, longest
+        grad_out_TNH, q_TNH, k_UKH, v_UKH, out_TNH, lse, query_starts, key_starts, most_queries, row_length
     )
     del k_UKH, v_UKH
     # one after the other, because a sum takes as much memory as both
@@ -135,7 +138,8 @@ def _held_chunks(cp_rank: int, cp_size: int) -> tuple[int, int]:
 
 def _seen_chunks(group: ProcessGroup) -> list[tuple[int, int]]:
     """Return the chunks of a row that each of this rank's chunks sees: for each, the holder and its place there."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     held_by = {
         chunk: (holder, place) for holder in range(size) for place, chunk in enumerate(_held_chunks(holder, size))
     }
@@ -202,14 +206,14 @@ def _(_: Tensor, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *__: Any) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.group_name = inputs
+    *tensors, ctx.row_length, ctx.group_name = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grad_out_BNSH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q_BNSH, k_BKSH, v_BKSH, *starts, out_BNSH, lse = ctx.saved_tensors
     grads: tuple[Tensor, ...] = GATHERED_ATTENTION_BACKWARD(
-        grad_out_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse, *starts, ctx.longest, ctx.group_name
+        grad_out_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse, *starts, ctx.row_length, ctx.group_name
     )
     return *grads, None, None, None, None
 

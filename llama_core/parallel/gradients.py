@@ -125,12 +125,14 @@ def _all_reduce_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) ->
 
 def pipeline_holders(plan: ParallelPlan, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the pipeline ranks that hold each module with its own parameters: ``layers.0``, ``norm`` and so on."""
-    schedule, stages = plan.build_schedule(), plan.stage_layers(spec)
+    schedule = plan.build_schedule()
+    stages = plan.stage_layers(spec)
     holders: dict[str, set[int]] = defaultdict(set)
     for rank in range(plan.pp):
         for layer in (layer for stage in schedule.stages_of(rank) for layer in stages[stage]):
             holders[f"layers.{layer}"].add(rank)
-    first, last = holders["layers.0"], holders[f"layers.{spec.num_layers - 1}"]
+    first = holders["layers.0"]
+    last = holders[f"layers.{spec.num_layers - 1}"]
     holders["tok_embeddings"] = first | last if spec.tied_embeddings else first
     holders["norm"] = holders["output"] = last
     return {module: tuple(sorted(ranks)) for module, ranks in holders.items()}

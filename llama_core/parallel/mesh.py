@@ -1,6 +1,6 @@
 """The ranks of a job as a mesh, one axis for each way to divide the work."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -37,9 +37,11 @@ class Mesh:
     @classmethod
     def build(cls, plan: ParallelPlan, device_type: str) -> Self:
         """Arrange the ranks of the default process group, which has as many as the plan. All ranks must call it."""
-        replicate, shard = plan.dp_replicate, plan.dp_shard * plan.cp
+        replicate = plan.dp_replicate
+        shard = plan.dp_shard * plan.cp
         if not plan.zero_stage:
-            replicate, shard = plan.dp * plan.cp, 1
+            replicate = plan.dp * plan.cp
+            shard = 1
         ranks = torch.arange(plan.world_size)
         weights = _mesh(device_type, ranks.view(plan.pp, replicate, shard, plan.tp), ("pp", "replicate", "shard", "tp"))
         experts = _of_experts(plan, device_type) if plan.ep > 1 else weights
@@ -96,12 +98,15 @@ def _along(ranks: Tensor, dim: int) -> list[list[int]]:
 
 def _transfer_groups(plan: ParallelPlan, device_type: str) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Make a group for each direction between two ranks of a pipeline; return those of this rank, as in ``Mesh``."""
-    ranks, groups = torch.arange(plan.world_size).view(plan.pp, -1), {}
-    for route in plan.layout.routes:
-        group = split_ranks(ranks[sorted(route)].T.tolist())
-        if group is None:
+    ranks = torch.arange(plan.world_size).view(plan.pp, -1)
+    place = dist.get_rank() % ranks.shape[1]
+    groups = {}
+    for routes in _rounds(plan.layout.routes):
+        group = split_ranks([members for route in routes for members in ranks[sorted(route)].T.tolist()])
+        own = next((route for route in routes if dist.get_rank() in ranks[list(route)]), None)
+        if group is None or own is None:
             continue
-        source, target = ranks[list(route), dist.get_rank() % ranks.shape[1]].tolist()
+        source, target = ranks[list(own), place].tolist()
         groups[source, target] = group
         # Two ranks connect at their first transfer, for which one waits on the host for the other. Here all ranks
         # meet in one order; in a step, a receive could be posted before the other rank can send.
@@ -111,6 +116,22 @@ def _transfer_groups(plan: ParallelPlan, device_type: str) -> dict[tuple[int, in
         else:
             dist.recv(first, source, group=group)
     return groups
+
+
+def _rounds(routes: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return ``routes`` in few rounds, each of which has a rank in at most one route: one split makes a round's groups.
+
+    A pipeline of any length needs four.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    for route in routes:
+        free = (others for others in rounds if not any(set(route) & set(other) for other in others))
+        chosen = next(free, None)
+        if chosen is None:
+            rounds.append([route])
+        else:
+            chosen.append(route)
+    return rounds
 
 
 def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:

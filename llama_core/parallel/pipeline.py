@@ -43,10 +43,13 @@ class Pipeline:
     """
 
     def __init__(self, model: Llama, data: DataParallel, plan: ParallelPlan, mesh: Mesh | None) -> None:
-        self.model, self.data, self.mesh = model, data, mesh
+        self.model = model
+        self.data = data
+        self.mesh = mesh
         self.schedule = plan.build_schedule()
         self.layers = plan.stage_layers(model.spec)
-        self.rank, self.num_ranks = mesh.rank("pp") if mesh else 0, plan.pp
+        self.rank = mesh.rank("pp") if mesh else 0
+        self.num_ranks = plan.pp
         self.actions = self.schedule.with_communication()[self.rank]
         in_two_parts = any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions)
         self.deferred = DeferredGradients(model) if in_two_parts else None
@@ -108,8 +111,10 @@ class _Execution:
     """The state while one list of actions runs; keys are (stage, microbatch)."""
 
     def __init__(self, pipeline: Pipeline, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> None:
-        self.pipeline, self.microbatches = pipeline, microbatches
-        self.scale, self.on_phase = scale, on_phase
+        self.pipeline = pipeline
+        self.microbatches = microbatches
+        self.scale = scale
+        self.on_phase = on_phase
         self.last_stage = len(pipeline.layers) - 1
         self.losses: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}
@@ -177,7 +182,7 @@ class _Execution:
             gradient = self._arrived(Kind.RECV_B, key, self.input_gradients, (stage + 1, action.microbatch))
         self._tell(action, "begins")
         deferred = self.pipeline.deferred
-        with deferred.put_off(key) if deferred else nullcontext():
+        with deferred.deferring(key) if deferred else nullcontext():
             torch.autograd.backward(root, gradient)
         if stage > 0:
             gradient_of_input = self.inputs.pop(key).grad
@@ -209,7 +214,8 @@ class _Execution:
         return tensor
 
     def _send(self, tensor: Tensor, stage: int, microbatch: int) -> None:
-        tensor, peer = tensor.contiguous(), self._peer(stage, microbatch)
+        tensor = tensor.contiguous()
+        peer = self._peer(stage, microbatch)
         work = dist.isend(tensor, peer, group=self._group(dist.get_rank(), peer))
         if work is None:
             raise RuntimeError("this rank is not part of its own pipeline")
@@ -225,7 +231,8 @@ class _Execution:
         self.leaving.clear()
 
     def _receive(self, action: Action) -> None:
-        model, tokens_BS = self.pipeline.model, self.microbatches[action.microbatch].tokens_BS
+        model = self.pipeline.model
+        tokens_BS = self.microbatches[action.microbatch].tokens_BS
         num_rows, num_tokens = tokens_BS.shape
         x_BSD = torch.empty(
             (num_rows, num_tokens // model.sequence_shards, model.spec.hidden_size),

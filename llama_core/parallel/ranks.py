@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from inspect import signature
 from itertools import count
 from typing import Any, TypeVar
@@ -26,7 +27,9 @@ PATIENCE = timedelta(days=1)
 
 
 @contextmanager
-def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) -> Iterator[None]:
+def joined_ranks(
+    device_type: str, timeout_s: int, *, deterministic: bool = False, even_alone: bool = False
+) -> Iterator[None]:
     """Join the default process group for the duration of the block, from the environment of a launcher or torchrun.
 
     A process alone (WORLD_SIZE unset or 1) needs no group. After an error the group stays as it is: destroying it
@@ -35,13 +38,21 @@ def joined_ranks(device_type: str, timeout_s: int, *, even_alone: bool = False) 
     Args:
         device_type: where the ranks compute.
         timeout_s: how long a rank waits for the others before it gives up, in this group and those made from it.
+        deterministic: use only deterministic kernels on CUDA, from now on.
         even_alone: make a group for a single process too.
     """
-    world_size, timeout = int(os.environ.get("WORLD_SIZE", "1")), timedelta(seconds=timeout_s)
-    backend, device = "gloo", None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    timeout = timedelta(seconds=timeout_s)
+    if deterministic and device_type == "cuda":
+        # cuBLAS reads the variable when it starts. NCCL's constructor reads torch's flag: it then leaves NVLS out.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    backend = "gloo"
+    device = None
     if device_type == "cuda":
         # A bound device: NCCL connects now, where an error names this call, and split_ranks divides its communicator.
-        backend, device = "cpu:gloo,cuda:nccl", this_device(device_type)
+        backend = "cpu:gloo,cuda:nccl"
+        device = this_device(device_type)
         torch.cuda.set_device(device)
     # groups made later use these by default, whatever timeout the default group has
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
@@ -84,13 +95,23 @@ def split_ranks(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         partition: lists of global ranks, in ascending order; no rank is in two of them.
     """
     on_cuda = has_bound_device()
-    if on_cuda and "backend" in signature(dist.split_group).parameters:
-        return dist.split_group(split_ranks=[list(ranks) for ranks in partition], backend="cuda:nccl")
+    if on_cuda and splits_without_gloo():
+        listed = {rank for ranks in partition for rank in ranks}
+        # torch names a group after its ranks and the number of groups that a rank has. That number is the same on all
+        # ranks only if each gets a group from every split.
+        alone = [[rank] for rank in range(dist.get_world_size()) if rank not in listed]
+        group = dist.split_group(split_ranks=[*map(list, partition), *alone], backend="cuda:nccl")
+        return group if dist.get_rank() in listed else None
     mine = None
     for ranks in partition:
         group = dist.new_group(list(ranks), backend="nccl" if on_cuda else None)
         mine = group if dist.get_rank() in ranks else mine
     return mine
+
+
+def splits_without_gloo() -> bool:
+    """Return whether torch can split a group for CUDA alone; from 2.13 on."""
+    return "backend" in signature(dist.split_group).parameters
 
 
 def check_started(plan: ParallelPlan) -> None:
@@ -117,7 +138,8 @@ def one_per_machine_first() -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    everyone, goes_first = dist.new_group(backend="gloo", timeout=PATIENCE), os.environ.get("LOCAL_RANK", "0") == "0"
+    everyone = _patient_group(dist.group.WORLD)
+    goes_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not goes_first:
         dist.barrier(everyone)
     yield
@@ -128,7 +150,14 @@ def one_per_machine_first() -> Iterator[None]:
 def wait_for_all() -> None:
     """Wait until all ranks arrive, even if some take hours."""
     if dist.is_initialized():
-        dist.barrier(dist.new_group(backend="gloo", timeout=PATIENCE))
+        dist.barrier(_patient_group(dist.group.WORLD))
+
+
+@lru_cache(maxsize=1)
+def _patient_group(everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the gloo group of ``everyone``, all ranks, in which they wait for each other for hours."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return group
 
 
 def has_lost_the_others(error: BaseException) -> bool:

@@ -1,12 +1,8 @@
 """Activation checkpointing: keep less for the backward pass and recompute it instead."""
 
 import logging
-import os
-import shutil
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,13 +15,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from llama_core.config.run import RecomputeMode
-from llama_core.errors import EnvironmentMismatchError
+from llama_core.config.settings import RecomputeMode
+from llama_core.machine.toolchain import check_can_compile
+from llama_core.models.batch import Documents
 from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
-from llama_core.parallel.gathered_attention import GATHERED_ATTENTION
+from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION
-from llama_core.planning.plan import KEPT_PRODUCTS, ParallelPlan
+from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
 
 _ATTENTION = frozenset(
     {
@@ -69,36 +66,59 @@ def apply_recompute(model: Llama, modes: RecomputeMode | Sequence[RecomputeMode]
                 module.kept = True
 
 
-def recompute_and_compile(model: Llama, plan: ParallelPlan, device: torch.device) -> None:
+def mixes_up_random_state(plan: ParallelPlan) -> bool:
+    """Return whether torch cannot compile the recomputation of its own attention under a plan.
+
+    torch 2.13 saves the random state of ``scaled_dot_product_attention`` after a tensor-parallel block's device mesh,
+    and then refuses the mesh. The kernel for documents has no random state.
+    """
+    return plan.compile and plan.tp > 1 and plan.recompute == "full"
+
+
+def recompute_and_compile(
+    model: Llama, plan: ParallelPlan, device: torch.device, *, documents: DocumentAttention = "none"
+) -> None:
     """Make the blocks of ``model`` recompute and compile as ``plan`` says, each block as one graph.
+
+    Args:
+        model: the model, or a part of it.
+        plan: the plan.
+        device: where the blocks run.
+        documents: how attention is kept inside packed documents.
 
     Raises:
         EnvironmentMismatchError: if this machine lacks what it takes to compile for its GPU.
     """
     if plan.compile and device.type == "cuda":
-        _check_compilers()
+        check_can_compile()
     blocks = model.layers.values()
-    # It is best to compile the recomputation into the same graph. But if a tensor-parallel block recomputes attention
-    # on the CPU, torch 2.13 saves its random state after the device mesh, and then refuses the mesh.
-    inside = plan.compile and plan.tp > 1 and plan.recompute == "full" and device.type == "cpu"
-    if inside:
+    # It is best to compile the recomputation into the same graph: the compiler then leaves out what nobody reads.
+    compiles_inside = mixes_up_random_state(plan) and documents != "varlen"
+    if compiles_inside:
         for block in blocks:
             block.forward = torch.compile(block.forward)
     apply_recompute(model, [mode for stage in plan.recompute_modes(model.spec) for mode in stage])
-    if plan.compile and not inside:
+    if plan.compile:
+        # DDP would have every block cut into graphs of 25 MB of parameters, so that it can send a bucket between two of
+        # them. A block is a small part of a model: the buckets overlap with the blocks before it.
+        torch._dynamo.config.optimize_ddp = False
+        model.attention_mask = _of_any_number_of_documents(model.attention_mask)
+    if plan.compile and not compiles_inside:
         for block in blocks:
             block.compile()
 
 
-def _check_compilers() -> None:
-    lacking = [] if find_spec("triton") else ["Triton (pip install triton)"]
-    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))):  # Triton builds its launchers with it
-        lacking.append("a C compiler (gcc)")
-    if lacking:
-        raise EnvironmentMismatchError(
-            f"parallel.compile needs {' and '.join(lacking)} on {socket.gethostname()}; install it, or set "
-            "parallel.compile=false"
-        )
+def _of_any_number_of_documents(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``make_mask`` with documents marked as dynamic, so that blocks are compiled for any number of them."""
+
+    def run(*args: Any) -> Any:
+        mask = make_mask(*args)
+        if isinstance(mask, Documents | HeldDocuments):
+            for starts in mask[:-1]:
+                torch._dynamo.maybe_mark_dynamic(starts, 0)
+        return mask
+
+    return run
 
 
 def _recomputed(forward: Callable[..., Tensor], mode: RecomputeMode) -> Callable[..., Tensor]:

@@ -29,7 +29,8 @@ RingMasks = tuple[BlockMask, ...]
 
 def visible_parts(rank: int, source: int, num_tokens: int) -> tuple[slice, slice]:
     """Return which queries of ``rank`` see keys of ``source`` under the causal mask, and which keys they see."""
-    whole, half = slice(0, num_tokens), num_tokens // 2
+    whole = slice(0, num_tokens)
+    half = num_tokens // 2
     if source < rank:
         return whole, slice(0, half)
     if source > rank:
@@ -55,7 +56,8 @@ def ring_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, masks: RingMa
     """
     if torch.compiler.is_compiling():
         masked = [mask for mask in masks if mask.bias_B1QJ is not None]
-        biases, blinds = [mask.bias_B1QJ for mask in masked], [mask.blind_B1Q for mask in masked]
+        biases = [mask.bias_B1QJ for mask in masked]
+        blinds = [mask.blind_B1Q for mask in masked]
         out_BNSH: Tensor = _ring_attention(q_BNSH, k_BKSH, v_BKSH, biases, blinds, group.group_name)[0]
     else:
         out_BNSH = _RingAttention.apply(q_BNSH, k_BKSH, v_BKSH, masks, group)  # type: ignore[no-untyped-call]
@@ -70,7 +72,8 @@ class _RingAttention(torch.autograd.Function):
         kv_2BKSH = torch.stack((k_BKSH, v_BKSH))
         out_BNSH, lse_BNS = attention_over_blocks(q_BNSH, _around(kv_2BKSH, group), masks)
         ctx.save_for_backward(q_BNSH, kv_2BKSH, out_BNSH, lse_BNS)
-        ctx.masks, ctx.group = masks, group
+        ctx.masks = masks
+        ctx.group = group
         return out_BNSH
 
     @staticmethod
@@ -125,7 +128,8 @@ class _Hop:
     """A block on its way to the next rank, while the previous rank's block arrives in ``spare`` memory."""
 
     def __init__(self, block: Tensor, spare: Tensor | None, group: ProcessGroup) -> None:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
         self._leaving = block
         self._arriving = torch.empty_like(block) if spare is None else spare
         self._transfers = dist.batch_isend_irecv(
@@ -144,7 +148,8 @@ class _Hop:
 
 def _around(own: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
     """Yield this rank's block, then the previous rank's, and so on; each is valid until the next one is requested."""
-    block, spare = own, None
+    block = own
+    spare = None
     for _ in range(dist.get_world_size(group) - 1):
         hop = _Hop(block, spare, group)
         yield block
@@ -213,7 +218,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad_out_BNSH: Tensor, _: Tensor) -> tuple[Any, ...]:
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     num_masks = len(saved[5:]) // 2
-    biases, blinds = saved[5 : 5 + num_masks], saved[5 + num_masks :]
+    biases = saved[5 : 5 + num_masks]
+    blinds = saved[5 + num_masks :]
     grads = _ring_attention_backward(grad_out_BNSH, *saved[:5], biases, blinds, ctx.group_name)
     return *grads, [None] * num_masks, [None] * num_masks, None
 
@@ -227,7 +233,8 @@ def _as_ring_masks(
     q_BNSH: Tensor, biases: Sequence[Tensor], blinds: Sequence[Tensor], group: ProcessGroup
 ) -> RingMasks:
     """Return the masks of ``ring_masks``, rebuilt from their tensors."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     sources = [(rank - step) % size for step in range(size)]
     parts = [visible_parts(rank, source, q_BNSH.shape[2]) for source in sources]
     if not biases:

@@ -178,8 +178,10 @@ class VocabularyParallel(ParallelStyle):
         return module
 
 
-def _multiply_for_a_part(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    return multiply(x, local_part(weight, Partial()))
+def _multiply_for_a_part(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, cast_weight: Tensor | None
+) -> Tensor:
+    return multiply(x, local_part(weight, Partial()), cast_weight)
 
 
 def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

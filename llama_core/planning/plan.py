@@ -304,6 +304,16 @@ class ParallelPlan:
         return self.zero_stage == 0 and self.tp == self.pp == self.ep == 1
 
     @property
+    def keeps_cast_weights(self) -> bool:
+        """Whether a rank keeps its matrices in the dtype of activations too, if that is not their own.
+
+        It pays where several microbatches of a step would cast whole weights anew. It costs no memory where each of
+        them would keep what it has cast for its backward; with recomputation none does.
+        """
+        is_whole = self.zero_backend == "native" and not self.uses_fully_shard
+        return is_whole and self.num_microbatches > 1 and self.recompute == "none"
+
+    @property
     def fewer_expert_shards(self) -> int:
         """The factor by which experts have fewer shards than other weights: ranks that divide experts do not shard."""
         return math.gcd(self.ep, self.dp_shard)
@@ -436,7 +446,8 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
     used = [0] * num_stages
     used[0] += spec.embedding_parameters
     used[-1] += spec.embedding_parameters
-    counts, tables = [0] * num_stages, list(used)
+    counts = [0] * num_stages
+    tables = list(used)
     for _ in range(spec.num_layers):
         # first one layer each, then to the lightest stage; of two the later, as earlier ones hold more microbatches
         stage = min(range(num_stages), key=lambda s: (counts[s] > 0, used[s], -s))
@@ -475,5 +486,6 @@ def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttenti
     """
     if not config.data.document_mask:
         return "none"
-    on_cuda, is_narrow = config.launch.device == "cuda", config.training.precision != "fp32"
+    on_cuda = config.launch.device == "cuda"
+    is_narrow = config.training.precision != "fp32"
     return "varlen" if on_cuda and is_narrow and plan.attention == "auto" else "mask"

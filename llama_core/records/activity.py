@@ -44,7 +44,7 @@ def append_activities(run: RunDirectory, *activities: Activity) -> None:
 def read_activity(run: RunDirectory) -> Activity | None:
     """Return what the first rank has recorded last, or None if it has recorded nothing."""
     with suppress(RunDirectoryError):
-        return read_typed(run.activity, Activity)
+        return read_typed(run.activity, Activity, run.path)
     return None
 
 
@@ -54,4 +54,4 @@ def read_activities(run: RunDirectory) -> list[Activity]:
     Raises:
         RunDirectoryError: if the file is damaged.
     """
-    return read_lines(run.activities, Activity)
+    return read_lines(run.activities, Activity, run.path)

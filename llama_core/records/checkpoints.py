@@ -5,15 +5,15 @@ with their sizes, which costs nothing; intact means that every byte is as it was
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llama_core.errors import CheckpointError, RunDirectoryError
 from llama_core.records.checksums import FileSum, file_sum, find_damage
-from llama_core.records.directory import RunDirectory
-from llama_core.records.files import checked_record, read_json, write_json
+from llama_core.records.directory import CHECKPOINTS, RunDirectory
+from llama_core.records.files import checked_record, is_folder_itself, read_json, write_json
 
 BYTES_PER_TRAINED_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
@@ -34,13 +34,47 @@ def checkpoint_name(step: int) -> str:
 
 def list_checkpoints(run: RunDirectory) -> list[Path]:
     """Return the directories of all checkpoints, oldest first, complete or not."""
-    found = (path for path in run.checkpoints.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
-    return sorted(found)
+    named = (path for path in run.checkpoints.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name))
+    return sorted(path for path in named if is_folder_itself(path, run.path))
 
 
 def newest_checkpoint(run: RunDirectory) -> Path | None:
     """Return the directory of the newest complete checkpoint, or None."""
     return next((path for path in reversed(list_checkpoints(run)) if is_complete(path)), None)
+
+
+def newest_intact_checkpoint(run: RunDirectory, tell: Callable[[str], None]) -> Path | None:
+    """Return the directory of the newest intact checkpoint; None if there is no checkpoint. Reads all of it.
+
+    Args:
+        run: the run.
+        tell: called with a line about each later one that is damaged, and about one without checksums.
+
+    Raises:
+        CheckpointError: if all are damaged.
+    """
+    problems: list[str] = []
+    found = list_checkpoints(run)
+    for path in reversed(found):
+        problem = find_problem(path)
+        if not problem:
+            if not recorded_sums(path):
+                tell(without_checksums(path))
+            return path
+        problems.append(f"{path.name}: {problem}")
+        if path != found[0]:
+            tell(f"checkpoint {path.name} is damaged ({problem}); trying the one before")
+    if problems:
+        raise CheckpointError(
+            f"none of the {len(problems)} checkpoints in {run.checkpoints} can be read ({'; '.join(problems)}); "
+            "restore one from a backup"
+        )
+    return None
+
+
+def without_checksums(path: Path) -> str:
+    """Return the line about a checkpoint that has none."""
+    return f"checkpoint {path.name} has no checksums, because an earlier version wrote it; only sizes were checked"
 
 
 def checkpoint_step(path: Path) -> int:
@@ -70,7 +104,7 @@ def complete_state(path: Path) -> dict[str, Any]:
         CheckpointError: naming the file that is missing or truncated.
     """
     state, sums = _read(path)
-    if damage := find_damage(path, sums, read=False):
+    if damage := find_damage(path, sums, below=place_of(path), read=False):
         raise CheckpointError(damage)
     return state
 
@@ -96,9 +130,15 @@ def find_problem(path: Path, *, read: bool = True) -> str:
     """
     try:
         complete_state(path)
-        return find_damage(path, recorded_sums(path), read=read)
+        return find_damage(path, recorded_sums(path), below=place_of(path), read=read)
     except CheckpointError as error:
         return str(error)
+
+
+def place_of(path: Path) -> Path:
+    """Return the folder below which the checkpoint in ``path`` has no links: its run, if it is in one."""
+    in_run = _NAME.fullmatch(path.name) is not None and path.parent.name == CHECKPOINTS
+    return path.parent.parent if in_run else path
 
 
 def write_manifest(path: Path, sums: Mapping[str, FileSum]) -> None:
@@ -121,8 +161,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, FileSum]]:
         if sizes is not None:  # of an earlier version
             of_files = checked_record(sizes, dict[str, int], path / STATE)
             return state, {name: FileSum(size, "") for name, size in of_files.items()}
-        files = _record(path / MANIFEST).get("files")
-        return state, checked_record(files, dict[str, FileSum], path / MANIFEST)
+        files = checked_record(_record(path / MANIFEST).get("files"), dict[str, FileSum], path / MANIFEST)
+        return state, files
     except RunDirectoryError as error:
         raise CheckpointError(str(error)) from None
 
@@ -131,6 +171,6 @@ def _record(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(f"{path.name} is missing")
     try:
-        return read_json(path)
+        return read_json(path, place_of(path.parent))
     except RunDirectoryError as error:
         raise CheckpointError(str(error)) from None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from llama_core.errors import RunDirectoryError
 
+CHECKPOINTS = "checkpoints"
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -122,7 +124,7 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """Folder of ``step-00000100`` directories and the ``latest`` pointer."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def logs(self) -> Path:

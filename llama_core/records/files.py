@@ -1,14 +1,19 @@
-"""Write records atomically, so that a reader never sees half of one, and read them back."""
+"""Write records atomically, so that a reader never sees half of one, and read them back.
+
+Somebody else may have made a run that we read. ``open_file`` is the only way to its files.
+"""
 
 import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from uuid import uuid4
@@ -17,9 +22,13 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from llama_core.errors import RunDirectoryError
 from llama_core.redaction import redacted_values
-from llama_core.units import format_bytes
+from llama_core.units import MIB, format_bytes
 
 SCHEMA_VERSION = 1
+MOST_BYTES = 64 * MIB
+"""Most bytes of a record: much more than any that this software writes."""
+MOST_BYTES_OF_LINES = 256 * MIB
+"""Most bytes of a file that has a line for each step or activity."""
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """The errors that Python raises for a record whose keys or values this software does not write."""
 T = TypeVar("T")
@@ -50,6 +59,10 @@ def no_room(folder: Path, num_bytes: int = 0) -> str:
     """Return the clause that the disk of ``folder`` is full, with the free and, if known, the needed bytes."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
+    inodes = os.statvfs(existing)
+    if inodes.f_files and not inodes.f_favail:
+        used = f"all of its {inodes.f_files:,} inodes are used"
+        return f"the disk of {folder} is full: {used}, {format_bytes(free)} are free"
     needed = f"over {format_bytes(num_bytes)} needed, " if num_bytes else ""
     quota = " (your quota may be used up)" if free > 2 * num_bytes > 0 else ""
     return f"the disk of {folder} is full: {needed}{format_bytes(free)} free{quota}"
@@ -66,12 +79,13 @@ def timestamp() -> str:
 
 
 @contextmanager
-def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``path`` when the block ends without an error.
+def atomic_write(path: Path, *, durable: bool = True, replaces: bool = True) -> Iterator[Path]:
+    """Yield a temporary path that becomes ``path`` when the block ends without an error.
 
     Args:
         path: the file to make or replace.
         durable: flush the bytes to disk first, so that a power cut leaves the old file or the new one.
+        replaces: replace a file that another process has made meanwhile; otherwise that one stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
@@ -81,10 +95,22 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
             if durable:
                 with temporary.open("rb") as written:
                     os.fsync(written.fileno())
-            temporary.replace(path)
+            if replaces or not _link(temporary, path):
+                temporary.replace(path)
     finally:
         with suppress(OSError):  # a disk that has become read-only; the error above says so
             temporary.unlink(missing_ok=True)
+
+
+def _link(file: Path, path: Path) -> bool:
+    """Return whether there is now a file in ``path``: the one that was there, or a second name of ``file``."""
+    try:
+        os.link(file, path)
+    except FileExistsError:
+        return True
+    except OSError:  # a file system without links
+        return False
+    return True
 
 
 @contextmanager
@@ -121,6 +147,112 @@ def remove_temporaries(folder: Path, before: float) -> None:
                 temporary.unlink()
 
 
+# Opening a pipe for reading would otherwise wait for somebody who writes.
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+
+
+def open_file(path: Path, below: Path | None = None) -> BufferedReader:
+    """Open a regular file for reading; a pipe or a device, which may never end, is refused.
+
+    Args:
+        path: the file.
+        below: a folder that somebody else may have made, such as a run. No link below it is followed: it could stand
+            for a private file of whoever reads. None if the user names the file, and links are the user's own.
+
+    Raises:
+        OSError: if it cannot be opened, is no regular file, or is reached through a link.
+    """
+    if below is None:
+        descriptor = os.open(path, _READ)
+    else:
+        with _folder(path.parent, below) as folder:
+            descriptor = _open_itself(path, _READ, folder)
+    found = os.fstat(descriptor)
+    problem = ""
+    if not stat.S_ISREG(found.st_mode):
+        problem = "it is no regular file"
+    elif below is not None and found.st_nlink > 1 and found.st_uid != below.stat().st_uid:
+        problem = "it is a second name (a hard link) of a file of another user"
+    if problem:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, problem, str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, below: Path | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the contents of a file; see ``open_file``.
+
+    Raises:
+        OSError: as ``open_file``, or if it has more than ``most_bytes``.
+    """
+    content = bytearray()
+    with open_file(path, below) as file:
+        # block by block: read(n) would take memory for n bytes, however few there are
+        while len(content) <= most_bytes and (block := file.read1(MIB)):
+            content += block
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
+    return bytes(content)
+
+
+def size_of(path: Path, below: Path | None = None) -> int:
+    """Return the bytes of a file; see ``open_file``.
+
+    Raises:
+        OSError: as ``open_file``.
+    """
+    with open_file(path, below) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def is_folder_itself(path: Path, below: Path) -> bool:
+    """Return whether ``path`` is a folder that is reached through no link below ``below``."""
+    try:
+        with _folder(path, below):
+            return True
+    except OSError:
+        return False
+
+
+def is_same_folder(one: Path, other: Path, below: Path) -> bool:
+    """Return whether ``one`` is the folder ``other``, which is reached through no link below ``below``."""
+    try:
+        with _folder(other, below) as descriptor:
+            return os.path.samestat(one.stat(), os.fstat(descriptor))
+    except (OSError, ValueError):  # ValueError: no name of a file
+        return False
+
+
+@contextmanager
+def _folder(path: Path, below: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder, opened name by name, so that nobody can put a link in its place meanwhile."""
+    descriptor = os.open(below, _FOLDER)
+    reached = below
+    try:
+        for name in path.relative_to(below).parts:
+            reached /= name
+            inner = _open_itself(reached, _FOLDER, descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_itself(path: Path, flags: int, folder: int) -> int:
+    """Open the last part of ``path`` in ``folder`` unless it is a link."""
+    if path.name == "..":
+        raise OSError(errno.EINVAL, "it leads out of its folder", str(path))
+    try:
+        return os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR} and path.is_symlink():
+            error = OSError(errno.ELOOP, "it is a link, and links inside a run are not followed")
+        error.filename = str(path)
+        raise error from None
+
+
 def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted key."""
     values: dict[str, Any] = {}
@@ -142,18 +274,22 @@ def write_json(path: Path, record: object, *, durable: bool = True) -> None:
         temporary.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, below: Path | None = None) -> dict[str, Any]:
     """Return the record in ``path`` without its ``schema_version``.
+
+    Args:
+        path: the record.
+        below: the run, below which no link is followed; by default the record's folder.
 
     Raises:
         RunDirectoryError: if the file is missing, damaged, or of another schema version.
     """
     try:
-        record = json.loads(path.read_text(), parse_int=_integer)
+        record = json.loads(read_file(path, below or path.parent), parse_int=_integer)
     except FileNotFoundError:
         raise RunDirectoryError(f"{path} does not exist; run the step that writes it first") from None
     except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise damaged(path, error) from None
     if not isinstance(record, dict) or record.pop("schema_version", None) != SCHEMA_VERSION:
@@ -168,34 +304,36 @@ def _integer(digits: str) -> int:
     return number
 
 
-def read_typed(path: Path, kind: type[T]) -> T:
+def read_typed(path: Path, kind: type[T], below: Path | None = None) -> T:
     """Return the record in ``path`` as ``kind``, a dataclass or any other type, with its keys and types checked.
 
-    A dataclass may have defaults for keys of newer versions; keys that it lacks are ignored.
+    A dataclass may have defaults for keys of newer versions; keys that it lacks are ignored. ``below`` is as for
+    ``read_json``.
 
     Raises:
         RunDirectoryError: as ``read_json``, or naming the first key that is missing or wrong.
     """
-    return checked_record(read_json(path), kind, path)
+    return checked_record(read_json(path, below), kind, path)
 
 
-def read_lines(path: Path, kind: type[T]) -> list[T]:
+def read_lines(path: Path, kind: type[T], below: Path) -> list[T]:
     """Return the records of a file with one record as JSON in each line; an empty list if there is no file.
 
     A line that is not JSON was cut short when its process was killed or its disk was full. It is left out.
+    ``below`` is as for ``read_json``.
 
     Raises:
         RunDirectoryError: if the file cannot be read, or naming the first key of a whole line that is missing or wrong.
     """
     records = []
     try:
-        for line in path.read_text().splitlines():
+        for line in read_file(path, below, MOST_BYTES_OF_LINES).decode().splitlines():
             with suppress(json.JSONDecodeError):
                 records.append(json.loads(line, parse_int=_integer))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise damaged(path, error) from None
     return [checked_record(record, kind, path) for record in records]
@@ -224,6 +362,11 @@ def intact(path: Path) -> Iterator[None]:
         yield
     except DAMAGE as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def unreadable(path: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a file of a run that cannot be read."""
+    return RunDirectoryError(f"cannot read {path}: {error.strerror or error}")
 
 
 def damaged(path: Path, problem: object) -> RunDirectoryError:

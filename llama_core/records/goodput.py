@@ -85,7 +85,8 @@ def read_goodput(run: RunDirectory) -> Goodput | None:
     Raises:
         RunDirectoryError: naming a file that is damaged.
     """
-    activities, steps = read_activities(run), list(_taken_steps(run))
+    activities = read_activities(run)
+    steps = list(_taken_steps(run))
     return Goodput(tuple(split_time(activities, steps))) if activities and steps else None
 
 
@@ -160,7 +161,7 @@ def _taken_steps(run: RunDirectory) -> Iterable[TakenStep]:
     columns = ["time", "step_seconds", "data_seconds"]
     for row in read_metrics(run).select(columns).drop_null().to_pylist():  # an earlier version had fewer columns
         yield TakenStep(row["time"], row["step_seconds"], row["data_seconds"], counts=True)
-    for step in {step.time: step for step in read_lines(run.repeated_steps, _Times)}.values():
+    for step in {step.time: step for step in read_lines(run.repeated_steps, _Times, run.path)}.values():
         yield TakenStep(step.time, step.step_seconds, step.data_seconds, counts=False)
 
 

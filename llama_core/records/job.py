@@ -1,10 +1,10 @@
 """The job of a run, and why it ended."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NotRequired
 
-from pydantic import StringConstraints
+from pydantic import ConfigDict, StringConstraints, with_config
+from typing_extensions import TypedDict
 
 from llama_core.records.files import Time
 
@@ -47,6 +47,29 @@ class JobRecord:
     """Time the job gets to finish its step and save a checkpoint before it is killed."""
     folder: str = ""
     """submitit's folder: the files that the job starts from, and its output before the ranks start."""
+    process_namespace: str = ""
+    """Names the processes among which a local job's is one; empty for other jobs, and those of earlier versions."""
+    lock_domain: str = ""
+    """The kernel and file system that know whether a local job still holds its lock; empty likewise."""
+
+
+@with_config(ConfigDict(extra="allow"))  # keys of newer versions
+class AttemptRecord(TypedDict):
+    """How one attempt at a run ended."""
+
+    job_id: str | None
+    """None if no job of ours ran it."""
+    submitted_at: str | None
+    restart: int
+    """Number of earlier starts by Slurm."""
+    status: str
+    reason: str
+    requeued: bool
+    """Whether Slurm queued its job again."""
+    first_step: int | None
+    last_step: int | None
+    started_at: NotRequired[Time | None]
+    ended_at: Time
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,5 @@ class Outcome:
     next_action: str
     """What to try next; empty when the run finished."""
     ended_at: Time
-    attempts: tuple[Mapping[str, Any], ...] = ()
-    """Every attempt at this run, oldest first: job id, number of earlier starts by Slurm, status, reason, first and
-    last step, whether the job was requeued, and when it was submitted, started and ended."""
+    attempts: tuple[AttemptRecord, ...] = ()
+    """Every attempt at this run, oldest first."""

@@ -4,29 +4,41 @@ A Parquet file cannot be read until it is closed, and the process may be killed 
 """
 
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import (
     DAMAGE,
+    MOST_BYTES_OF_LINES,
     append_lines,
     atomic_write,
     checked_record,
     damaged,
     named,
+    read_file,
     read_typed,
+    unreadable,
 )
 from llama_core.records.measurements import StepRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+T = TypeVar("T")
+U = TypeVar("U")
+logger = logging.getLogger(__name__)
+
+_SET_ASIDE = "damaged"
 
 
 def append_metrics(run: RunDirectory, record: StepRecord) -> None:
@@ -54,33 +66,47 @@ def _write_part(run: RunDirectory, table: "pa.Table") -> Path:
     return path
 
 
-def read_metrics(run: RunDirectory) -> "pa.Table":
+def read_metrics(run: RunDirectory, *, sets_aside: bool = False) -> "pa.Table":
     """Return the run's ``StepRecord`` rows ordered by step; an empty table if there are none.
 
+    Args:
+        run: the run.
+        sets_aside: rename a damaged file, with a warning, and return the rest. For the run's own processes, which must
+            end and restart whatever has become of the metrics.
+
     Raises:
-        RunDirectoryError: naming a file that is damaged.
+        RunDirectoryError: naming a file that is damaged, unless ``sets_aside``.
     """
     import pyarrow as pa
 
-    return pa.concat_tables(_parts_and_tail(run)).sort_by("step")
+    return pa.concat_tables(_parts_and_tail(run, sets_aside=sets_aside)).sort_by("step")
+
+
+def set_aside(run: RunDirectory) -> list[Path]:
+    """Return the files of the metrics that were damaged and are no longer read."""
+    return sorted(run.metrics.glob(f"*.{_SET_ASIDE}*"))
 
 
 def read_heartbeat(run: RunDirectory) -> StepRecord | None:
     """Return the record of the last completed step, or None if none can be read."""
     with suppress(RunDirectoryError):
-        return read_typed(run.heartbeat, StepRecord)
+        return read_typed(run.heartbeat, StepRecord, run.path)
     return None
 
 
 def drop_metrics_after(run: RunDirectory, step: int) -> None:
-    """Move the records of steps after ``step``, which a run resumed there repeats, to its repeated steps."""
+    """Move the records of steps after ``step``, which a run resumed there repeats, to its repeated steps.
+
+    Damaged files that it comes across are set aside.
+    """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     newest = read_heartbeat(run)
     if newest is not None and newest.step > step:
         run.heartbeat.unlink()
-    if rows := _appended(run):
+    rows = _or_set_aside(run.metrics_tail, lambda: _appended(run), [])
+    if rows:
         before = min(row["step"] for row in rows) - 1
         known = {step for _, table in _newest_parts(run, before) for step in table.column("step").to_pylist()}
         if new := [row for row in rows if row["step"] not in known]:
@@ -101,7 +127,9 @@ def _newest_parts(run: RunDirectory, step: int) -> Iterator[tuple[Path, "pa.Tabl
     import pyarrow.compute as pc
 
     for path in sorted(_parts(run), key=_number, reverse=True):
-        table = _read_part(path)
+        table = _or_set_aside(path, partial(_read_part, run, path), None)
+        if table is None:
+            continue
         yield path, table
         if table.num_rows and pc.max(table.column("step")).as_py() <= step:
             return
@@ -123,24 +151,48 @@ def _number(path: "Path | os.DirEntry[str]") -> int:
     return int(found[1]) if found else -1
 
 
-def _parts_and_tail(run: RunDirectory) -> tuple["pa.Table", "pa.Table"]:
+def _parts_and_tail(run: RunDirectory, *, sets_aside: bool) -> tuple["pa.Table", "pa.Table"]:
     """Return the rows of all parts, and those that are in none yet."""
     import pyarrow as pa
 
-    rows = _appended(run)  # read first: a part that is written meanwhile repeats them
-    parts = pa.concat_tables([_table([]), *map(_read_part, _parts(run))])
-    known = set(parts.column("step").to_pylist())
-    return parts, _table([row for row in rows if row["step"] not in known])
+    read: Callable[[Path, Callable[[], Any], Any], Any]
+    read = _or_set_aside if sets_aside else lambda path, how, otherwise: how()
+    # the tail first: a part that is written meanwhile repeats it
+    rows = read(run.metrics_tail, lambda: _appended(run), [])
+    parts = [read(path, partial(_read_part, run, path), _table([])) for path in _parts(run)]
+    table = pa.concat_tables([_table([]), *parts])
+    known = set(table.column("step").to_pylist())
+    return table, _table([row for row in rows if row["step"] not in known])
 
 
-def _read_part(path: Path) -> "pa.Table":
+def _or_set_aside(path: Path, read: Callable[[], T], otherwise: U) -> T | U:
+    """Return what ``read`` returns; if ``path`` is damaged, rename it with a warning and return ``otherwise``."""
+    try:
+        return read()
+    except RunDirectoryError as error:
+        names = (f"{path.name}.{_SET_ASIDE}{number or ''}" for number in count())
+        aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+        try:
+            path.rename(aside)
+        except FileNotFoundError:  # another process has just set it aside
+            pass
+        except OSError as failure:
+            logger.warning("%s; it cannot be set aside (%s)", error, failure.strerror)
+        else:
+            logger.warning("%s; it is now %s", error, aside.name)
+        return otherwise
+
+
+def _read_part(run: RunDirectory, path: Path) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if path.is_dir():
-        raise damaged(path, "a folder")
     try:
-        return pq.read_table(path, schema=_metrics_schema())
+        content = read_file(path, run.path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    try:
+        return pq.read_table(pa.BufferReader(content), schema=_metrics_schema())
     except (OSError, pa.ArrowException, *DAMAGE) as error:
         raise damaged(path, error) from None
 
@@ -148,13 +200,13 @@ def _read_part(path: Path) -> "pa.Table":
 def _appended(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the appended records, without a last line that was cut short."""
     try:
-        complete = run.metrics_tail.read_text().rpartition("\n")[0]
+        content = read_file(run.metrics_tail, run.path, MOST_BYTES_OF_LINES)
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise damaged(run.metrics_tail, error) from None
+    except OSError as error:
+        raise unreadable(run.metrics_tail, error) from None
     try:
-        rows = [json.loads(line) for line in complete.splitlines()]
+        rows = [json.loads(line) for line in content.decode().rpartition("\n")[0].splitlines()]
     except (ValueError, RecursionError) as error:
         raise damaged(run.metrics_tail, error) from None
     return [asdict(row) for row in checked_record(rows, list[StepRecord], run.metrics_tail)]

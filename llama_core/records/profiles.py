@@ -44,7 +44,7 @@ def read_profiles(run: RunDirectory) -> list[ProfileRecord]:
     Raises:
         RunDirectoryError: naming a file that is damaged.
     """
-    return [read_typed(path, ProfileRecord) for path in sorted(run.trace.glob("rank-*.json"))]
+    return [read_typed(path, ProfileRecord, run.path) for path in sorted(run.trace.glob("rank-*.json"))]
 
 
 def trace_file(run: RunDirectory, rank: int, suffix: str) -> Path:

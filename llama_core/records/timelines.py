@@ -31,4 +31,4 @@ def read_lanes(run: RunDirectory, num_ranks: int) -> list[LaneRecord]:
     paths = [run.timeline(pp_rank) for pp_rank in range(num_ranks)]
     if not all(path.exists() for path in paths):
         return []
-    return [read_typed(path, LaneRecord) for path in paths]
+    return [read_typed(path, LaneRecord, run.path) for path in paths]

@@ -9,6 +9,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any, Self
 
@@ -41,13 +42,13 @@ def _flash_backward_flops(_: Tensor, query: Tensor, key: Tensor, *__: Any, **___
 
 
 def _documents_forward_flops(query: Tensor, *others: Any, **__: Any) -> int:
-    longest: int = others[5]
-    return 4 * query.numel() * longest  # every token against the longest document, however many documents there are
+    row_length: int = others[5]
+    return 4 * query.numel() * row_length  # every token against a whole row, however many documents there are
 
 
 def _documents_backward_flops(_: Tensor, query: Tensor, *others: Any, **__: Any) -> int:
-    longest: int = others[7]
-    return 10 * query.numel() * longest
+    row_length: int = others[7]
+    return 10 * query.numel() * row_length
 
 
 def _added_product_flops(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
@@ -67,6 +68,7 @@ _MISSING_FORMULAS: dict[Any, Callable[..., int]] = {
 _FLOP_FORMULAS = ChainMap(_MISSING_FORMULAS, flop_registry)
 """FLOPs of each operator, attention counted in full."""
 
+_ADD = torch.ops.aten.add.Tensor
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _DEVICE = torch.ops.prim.device.default
 _LOOKED_INTO: dict[Any, Callable[..., Any]] = {
@@ -98,15 +100,64 @@ _WORKSPACES: dict[Any, Callable[..., tuple[int, ...]]] = {
 """Bytes of the buffers that an operator holds while it runs on CUDA; on fake tensors it makes none."""
 
 
+class _FirstAddend(TorchDispatchMode):
+    """Notes how many owners the first addend of a sum has, and its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owners = (0, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _ADD:
+            self.owners = _owners(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _owners(tensor: Tensor) -> tuple[int, int]:
+    """Return how many references there are to a tensor, and to its memory."""
+    of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
+    of_memory: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return of_tensor, of_memory
+
+
+@cache
+def _owners_if_dropped() -> tuple[int, int]:
+    """Return the owners of a gradient to which autograd adds another one, if nobody else has it."""
+    point = torch.ones(2, requires_grad=True)
+    with torch.enable_grad():
+        used_twice = point * 1
+        total = used_twice * 2 + used_twice * 3
+    noted = _FirstAddend()
+    with noted:
+        torch.autograd.grad(total, point, torch.ones(2))
+    return noted.owners
+
+
+def _is_sum_in_place(gradient: Tensor) -> bool:
+    """Return whether autograd would make a sum in the memory of its first gradient.
+
+    It does if it has the only reference to it, but not under a dispatch mode, which may have references of its own:
+    ``InputBuffer::accumulate`` in torch's ``input_buffer.cpp``. A recomputation's sums are those of a forward.
+    """
+    in_backward = torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+    return in_backward and gradient.is_contiguous() and _owners(gradient) == _owners_if_dropped()
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute's value inside the block."""
     before = getattr(owner, name)
+    is_inherited = name not in vars(owner)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @dataclass
@@ -122,7 +173,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The bytes that were alive at one moment."""
+    """The bytes that were alive at one instant."""
 
     num_bytes: int
     categories: Counter[Category]
@@ -134,15 +185,15 @@ class Snapshot:
 
 
 @dataclass
-class Span:
-    """A part of a computation, from one call of ``begin_span`` to the next."""
+class Segment:
+    """A part of a computation, from one call of ``begin_segment`` to the next."""
 
     start: Snapshot
     """The bytes alive when it began."""
     layer: int | None = None
-    """The layer with which it continues the previous span; None if it begins something new."""
+    """The layer with which it continues the previous segment; None if it begins something new."""
     peaks: dict[Phase, Snapshot] = field(default_factory=dict)
-    """The peak in every phase that the span touches."""
+    """The peak in every phase that the segment touches."""
     flops: int = 0
     transfers: Counter[Transfer] = field(default_factory=Counter)
     """Calls of every transfer between ranks."""
@@ -168,13 +219,14 @@ class ByteCounter(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}
         self._alive: Counter[Category] = Counter()
         self._num_born = 0
-        self.spans: list[Span] = []
-        self.begin_span()
+        self.segments: list[Segment] = []
+        self.begin_segment()
         self._is_paused = False
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
         """Start counting, and patch the two functions whose memory the operators alone would misstate."""
+        _owners_if_dropped()  # autograd is off inside operators
         self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing()))
         name = "_propagate_tensor_meta_non_cached"
         self._patches.enter_context(replaced(ShardingPropagator, name, self._paused(getattr(ShardingPropagator, name))))
@@ -206,7 +258,8 @@ class ByteCounter(TorchDispatchMode):
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self._is_paused = self._is_paused, True
+            before = self._is_paused
+            self._is_paused = True
             try:
                 return function(*args, **kwargs)
             finally:
@@ -221,26 +274,26 @@ class ByteCounter(TorchDispatchMode):
 
     @property
     def flops(self) -> int:
-        """FLOPs of all spans."""
-        return sum(span.flops for span in self.spans)
+        """FLOPs of all segments."""
+        return sum(segment.flops for segment in self.segments)
 
     @property
     def peaks(self) -> dict[Phase, Snapshot]:
-        """The peak in every phase, over all spans."""
+        """The peak in every phase, over all segments."""
         most: dict[Phase, Snapshot] = {}
-        for phase, peak in chain.from_iterable(span.peaks.items() for span in self.spans):
+        for phase, peak in chain.from_iterable(segment.peaks.items() for segment in self.segments):
             if phase not in most or peak.num_bytes > most[phase].num_bytes:
                 most[phase] = peak
         return most
 
-    def begin_span(self, layer: int | None = None) -> None:
-        """End the current span and begin another one; with a ``layer``, the new span continues the current one."""
-        self.spans.append(Span(self._snapshot(self.landmark), layer))
+    def begin_segment(self, layer: int | None = None) -> None:
+        """End the current segment and begin another; with a ``layer``, the new segment continues the current one."""
+        self.segments.append(Segment(self._snapshot(self.landmark), layer))
 
-    def forget_spans(self) -> None:
-        """Drop all spans and begin a new first one; live bytes stay counted."""
-        self.spans.clear()
-        self.begin_span()
+    def forget_segments(self) -> None:
+        """Drop all segments and begin a new first one; live bytes stay counted."""
+        self.segments.clear()
+        self.begin_segment()
 
     def _snapshot(self, where: str) -> Snapshot:
         return Snapshot(self.total_bytes, self._alive.copy(), where, self._num_born)
@@ -270,9 +323,9 @@ class ByteCounter(TorchDispatchMode):
         if block.category == category:
             return
         tallies = [self._alive]
-        for span in reversed(self.spans):
-            tallies += [s.categories for s in (span.start, *span.peaks.values()) if block.born < s.num_born]
-            if span.start.num_born <= block.born:
+        for segment in reversed(self.segments):
+            tallies += [s.categories for s in (segment.start, *segment.peaks.values()) if block.born < s.num_born]
+            if segment.start.num_born <= block.born:
                 break
         for tally in tallies:
             tally[block.category] -= block.num_bytes
@@ -284,16 +337,29 @@ class ByteCounter(TorchDispatchMode):
         if key in self._blocks:
             return self._blocks[key]
         num_bytes = self._rounded(storage.nbytes())
+        block = _Block(num_bytes, self.category, self._num_born, self._watched(storage))
+        self._blocks[key] = block
+        self._num_born += 1
+        self._alive[self.category] += num_bytes
+        return block
+
+    def _watched(self, storage: torch.UntypedStorage) -> "weakref.ref[torch.UntypedStorage]":
+        """Return a reference that, as long as it exists, makes the storage's bytes uncounted when it is freed."""
+        key = id(storage)
 
         def release(_: object) -> None:
             block = self._blocks.pop(key)
             self._alive[block.category] -= block.num_bytes
 
-        block = _Block(num_bytes, self.category, self._num_born, weakref.ref(storage, release))
-        self._blocks[key] = block
-        self._num_born += 1
-        self._alive[self.category] += num_bytes
-        return block
+        return weakref.ref(storage, release)
+
+    def _take_over(self, old: Tensor, new: Tensor) -> None:
+        """Count ``new`` as the tensor in the memory of ``old``."""
+        block = self._block_of(old.untyped_storage())
+        del self._blocks[id(old.untyped_storage())]
+        storage = new.untyped_storage()
+        block.storage = self._watched(storage)
+        self._blocks[id(storage)] = block
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._block_bytes) * self._block_bytes
@@ -315,22 +381,30 @@ class ByteCounter(TorchDispatchMode):
                 return _LOOKED_INTO[func](*args, **kwargs)
             finally:
                 super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if self._is_paused:
             return out
-        span = self.spans[-1]
+        segment = self.segments[-1]
         formula = _FLOP_FORMULAS.get(func.overloadpacket)
         if formula is not None:
-            span.flops += formula(*args, **kwargs, out_val=out)
+            segment.flops += formula(*args, **kwargs, out_val=out)
         buffers = [args[0].new_empty(size, dtype=torch.uint8) for size in self._workspace(func, args)]
         for tensor in (*_tensors(out), *buffers):
             self._block_of(tensor.untyped_storage())
         self._label_buffers(func, args, kwargs)
         if (transfer := transfer_of(func, args, out)) is not None:
-            span.transfers[transfer] += 1
-        peak = span.peaks.get(self.phase)
+            segment.transfers[transfer] += 1
+        peak = segment.peaks.get(self.phase)
         if peak is None or self.total_bytes > peak.num_bytes:
-            span.peaks[self.phase] = self._snapshot(f"{func} after {self.landmark}")
+            segment.peaks[self.phase] = self._snapshot(f"{func} after {self.landmark}")
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; a sum of two gradients that autograd would make in place has the memory of the first."""
+        is_in_place = func is _ADD and not self._is_paused and _is_sum_in_place(args[0])
+        out = func(*args, **kwargs)
+        if is_in_place:
+            self._take_over(args[0], out)
         return out
 
     @staticmethod

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from llama_core.config.models import ModelSpec
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.byte_counter import Snapshot, Span
+from llama_core.rehearsal.byte_counter import Segment, Snapshot
 from llama_core.rehearsal.transfers import Transfer
 from llama_core.schedules.actions import SENDS, Action, Kind
 
@@ -48,7 +48,8 @@ class Hosting:
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return the hosting of a pipeline rank."""
-        stages, last = plan.layout.stages_of(pp_rank), plan.num_stages - 1
+        stages = plan.layout.stages_of(pp_rank)
+        last = plan.num_stages - 1
         ends = {0, last}.intersection(stages)
         has_root = spec.tied_embeddings and bool(ends)
         head = stages.index(last) if last in stages and not spec.tied_embeddings else None
@@ -56,7 +57,7 @@ class Hosting:
 
 
 @dataclass(frozen=True)
-class Situation:
+class Computation:
     """Everything that decides the bytes, FLOPs and transfers of a computation."""
 
     slot: int
@@ -105,7 +106,7 @@ class Closing(NamedTuple):
     """Slot and kind of the last computation, after which a peak is named."""
 
 
-Step = Situation | Message | Release | Closing
+Step = Computation | Message | Release | Closing
 """A part of a rank's work that has the same bytes, FLOPs and transfers whenever it occurs."""
 
 
@@ -121,20 +122,23 @@ def _steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[tuple[int, S
     of_others = {
         (action.stage, action.microbatch, action.kind) for action in actions if action.kind not in _COMPUTATIONS
     }
-    before: Situation | None = None
+    before: Computation | None = None
     done: set[tuple[int, Kind]] = set()
     num_backwards: Counter[int] = Counter()
     leaving: list[Release] = []
-    buffer, head, drops_root = None, False, hosting.zero_stage == 3 and hosting.has_root
+    buffer = None
+    head = False
+    drops_root = hosting.zero_stage == 3 and hosting.has_root
     latest = next(place for place, action in enumerate(actions) if action.kind in _COMPUTATIONS)
     for place, action in enumerate(actions):
-        slot, kind = slots[action.stage], action.kind
+        slot = slots[action.stage]
+        kind = action.kind
         if kind not in _COMPUTATIONS:
             yield latest, Message(slot, kind, (before.slot, before.kind, before.is_last) if before else None)
             leaving += [Release(slot, kind)] if kind in SENDS else []
             continue
         source, target = _NEIGHBOURS[kind]
-        situation = Situation(
+        computation = Computation(
             slot=slot,
             kind=kind,
             is_received=(action.stage, action.microbatch, source) in of_others,
@@ -146,8 +150,9 @@ def _steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[tuple[int, S
             after_forward=drops_root and before is not None and before.kind is Kind.FORWARD,
             head=hosting.zero_stage == 3 and head,
         )
-        latest, before = place, situation
-        yield place, situation
+        latest = place
+        before = computation
+        yield place, computation
         yield from ((place, release) for release in leaving)
         leaving = []
         done.add((slot, kind))
@@ -186,7 +191,7 @@ def _around(actions: Sequence[Action], places: Sequence[int], place: int) -> set
 
 @dataclass(frozen=True)
 class Walk:
-    """The changes between two moments, relative to the bytes alive at the first."""
+    """The changes between two instants, relative to the bytes alive at the first."""
 
     growth: Counter[Category]
     """Bytes at the end minus bytes at the start."""
@@ -196,18 +201,19 @@ class Walk:
     transfers: Counter[Transfer]
 
     @classmethod
-    def of(cls, span: Span, end: Snapshot) -> "Walk":
-        """Return the walk of a span that ended at ``end``."""
-        start = span.start.categories
-        rises = {phase: (_less(peak.categories, start), peak.where) for phase, peak in span.peaks.items()}
-        return cls(_less(end.categories, start), rises, span.flops, span.transfers)
+    def of(cls, segment: Segment, end: Snapshot) -> "Walk":
+        """Return the walk of a segment that ended at ``end``."""
+        start = segment.start.categories
+        rises = {phase: (_less(peak.categories, start), peak.where) for phase, peak in segment.peaks.items()}
+        return cls(_less(end.categories, start), rises, segment.flops, segment.transfers)
 
     @classmethod
     def joined(cls, walks: Iterable["Walk"]) -> "Walk":
         """Return the walk of several, one after the other."""
         growth: Counter[Category] = Counter()
         rises: dict[Phase, tuple[Counter[Category], str]] = {}
-        flops, transfers = 0, Counter[Transfer]()
+        flops = 0
+        transfers = Counter[Transfer]()
         for walk in walks:
             for phase, (rise, where) in walk.rises.items():
                 if phase not in rises or growth.total() + rise.total() > rises[phase][0].total():
@@ -274,20 +280,22 @@ class ComposedStep:
         """Add ``walk``, which starts with ``level`` alive."""
         for phase, (rise, where) in walk.rises.items():
             if phase not in self.peaks or level.total() + rise.total() > self.peaks[phase].total():
-                self.peaks[phase], self.places[phase] = _plus(level, rise), where
+                self.peaks[phase] = _plus(level, rise)
+                self.places[phase] = where
         self.flops += walk.flops
         self.transfers += walk.transfers
 
 
 def compose(recording: Recording, wanted: Iterable[Step]) -> ComposedStep:
     """Return the optimizer step of a rank whose work is the steps ``wanted``."""
-    composed, level = ComposedStep(), recording.start
+    composed = ComposedStep()
+    level = recording.start
     composed.add(level, recording.prologue)
     level = _plus(level, recording.prologue.growth)
     for step in wanted:
         walk = recording.walks[step]
         composed.add(level, walk)
-        if isinstance(step, Situation):
+        if isinstance(step, Computation):
             composed.flops_of_one[step.slot, step.kind] = walk.flops
         level = _plus(level, walk.growth)
     composed.add(recording.update_start, recording.update)

@@ -81,6 +81,12 @@ def device_overhead(
         OverheadPart(
             "streams", streams, "each stream has its own memory pool: the sum of the pools' peaks minus the joint peak"
         ),
+        OverheadPart(
+            "messages",
+            held_messages_bytes(config, plan, pp_rank),
+            "the last two tensors of each direction of a pipeline: torch records NCCL's stream on what it transfers, "
+            "and the allocator gives that memory away only once it has seen the stream pass",
+        ),
         OverheadPart("fragmentation", slack, "slack fitted to published reserved memory: docs/memory.md"),
         OverheadPart(
             "repeated key/value heads",
@@ -110,6 +116,16 @@ def num_connections(plan: ParallelPlan, pp_rank: int) -> int:
     own = [plan.cp, plan.layout.num_replicas]  # never the group of all ranks, even if as large
     groups = (world > 1) + sum(1 < size < world for size in sizes) + sum(size > 1 for size in own)
     return 2 * groups + sum(pp_rank in route for route in plan.layout.routes)
+
+
+def held_messages_bytes(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> int:
+    """Return the bytes of pipeline transfers that outlive their use: two for each direction of a rank."""
+    tokens = plan.rows_per_forward * config.seq_len // plan.cp
+    if plan.sharded_sequence:
+        tokens //= plan.tp
+    itemsize = 4 if config.training.precision == "fp32" else 2
+    directions = sum(pp_rank in route for route in plan.layout.routes)
+    return 2 * directions * tokens * config.spec.hidden_size * itemsize
 
 
 def _streams_bytes(profile: MemoryProfile) -> int:

@@ -4,14 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_core.config.models import LayerTraits, ModelSpec
-from llama_core.config.run import RecomputeMode, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import RecomputeMode
 from llama_core.errors import PlanError
 from llama_core.planning.memory.peaks import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.compute import Pass
+from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.makespan import span
 from llama_core.rehearsal.compose import ComposedStep, Hosting, Recording, Step, compose, renamed_layers, steps
 from llama_core.rehearsal.device_overhead import DeviceOverhead, device_overhead
@@ -19,6 +20,9 @@ from llama_core.rehearsal.trace import trace_rank
 from llama_core.rehearsal.transfers import CountedTraffic, summed
 from llama_core.schedules.actions import Kind
 from llama_core.units import TFLOP, format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from llama_core.rehearsal.communications import CheckedOrder
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class DryRunResult:
     """Wall time of the rehearsal."""
     device: str
     """Which ranks the bytes belong to, and what they leave out."""
+    order: "CheckedOrder | None" = None
+    """The communications of all ranks in a small copy of the plan; None for one rank, or if they were not checked."""
 
     @property
     def fullest(self) -> RankResult:
@@ -121,6 +127,7 @@ class DryRunResult:
             "fullest_rank": self.rank,
             "leanest_rank": self.leanest.rank,
             "ranks": [result.as_dict() for result in self.ranks],
+            "order": self.order and self.order.as_dict(),
         }
 
 
@@ -161,7 +168,8 @@ class _Rehearsal:
     """Rehearses the ranks of a plan; ranks with equal contents share a trace."""
 
     def __init__(self, config: RunConfig, plan: ParallelPlan) -> None:
-        self.config, self.plan = config, plan
+        self.config = config
+        self.plan = plan
         self.schedule = plan.build_schedule()
         self.lists = self.schedule.with_communication()
         self.layers = plan.stage_layers(config.spec)
@@ -229,7 +237,8 @@ class _Contents(NamedTuple):
 
 
 def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
-    modes, layers = plan.recompute_modes(spec), plan.stage_layers(spec)[stage]
+    modes = plan.recompute_modes(spec)
+    layers = plan.stage_layers(spec)[stage]
     traits = spec.layers[layers.start : layers.stop]
     return _Contents(modes[stage], traits, is_first=stage == 0, is_last=stage == len(modes) - 1)
 

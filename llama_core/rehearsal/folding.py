@@ -34,7 +34,9 @@ class FoldedStage:
     """
 
     def __init__(self, layers: range, gaps: Sequence[range]) -> None:
-        self.start, self.stop, self.gaps = layers.start, layers.stop, tuple(gaps)
+        self.start = layers.start
+        self.stop = layers.stop
+        self.gaps = tuple(gaps)
         left_out = {layer for gap in gaps for layer in gap}
         self._kept = [layer for layer in layers if layer not in left_out]
         self._places = {layer: place for place, layer in enumerate(self._kept)}
@@ -90,7 +92,8 @@ def _plainly(walk: Walk) -> tuple[Any, ...]:
 
 def folded_stage(plan: ParallelPlan, spec: ModelSpec, stage: int) -> FoldedStage:
     """Return the layers of ``stage`` that a trace runs."""
-    layers, modes = plan.stage_layers(spec)[stage], plan.recompute_modes(spec)[stage]
+    layers = plan.stage_layers(spec)[stage]
+    modes = plan.recompute_modes(spec)[stage]
     kinds = dict(zip(layers, zip(modes, spec.layers[layers.start : layers.stop], strict=True), strict=True))
     stretches = [list(equal) for _, equal in groupby(layers, key=kinds.__getitem__)]
     gaps = [range(equal[0] + KEPT_AT_EACH_END, equal[-1] + 1 - KEPT_AT_EACH_END) for equal in stretches]
@@ -121,7 +124,8 @@ class LeftOut:
     """
 
     def __init__(self, model: Llama, stages: Sequence[FoldedStage]) -> None:
-        self._model, blocks = model, model.layers
+        self._model = model
+        blocks = model.layers
         self._pairs = [
             (blocks[str(gap.start - 1)], [blocks[str(layer)] for layer in gap])
             for stage in stages
@@ -129,7 +133,8 @@ class LeftOut:
         ]
         for stage in stages:
             for gap in stage.gaps:
-                before, after = blocks[str(gap.start - 1)], blocks[str(gap.stop)]
+                before = blocks[str(gap.start - 1)]
+                after = blocks[str(gap.stop)]
                 if isinstance(before, FSDPModule) and isinstance(after, FSDPModule):
                     before.set_modules_to_forward_prefetch([after])
                     after.set_modules_to_backward_prefetch([before])

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llama_core.config.run import RunConfig
-from llama_core.models import layers, loss, moe
+from llama_core.models import cast_weights, layers, loss, moe
 from llama_core.planning.plan import ParallelPlan, runs_on_cuda
 from llama_core.rehearsal.byte_counter import replaced
 
@@ -26,6 +26,7 @@ def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
     with ExitStack() as stack:
         if on_cuda:  # on fake tensors, the operators of the loss launch no kernel
             stack.enter_context(replaced(loss, "uses_kernels", lambda hidden_TD: True))
+            stack.enter_context(replaced(cast_weights, "multiplies_into_fp32", lambda x: True))
         if on_cuda or plan.compile:
             stack.enter_context(replaced(layers, "rms_norm", _rms_norm))
         if plan.compile:
@@ -38,7 +39,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
         return _apply_norm(x, weight)
     # a rank's tokens give a part of the gradient of the weight
-    mesh, divided = x.device_mesh, any(place.is_shard() for place in x.placements)
+    mesh = x.device_mesh
+    divided = any(place.is_shard() for place in x.placements)
     part = weight.to_local(grad_placements=[Partial() if divided else Replicate()])
     return DTensor.from_local(_apply_norm(x.to_local(), part), mesh, x.placements, run_check=False)
 

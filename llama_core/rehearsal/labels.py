@@ -22,7 +22,8 @@ class Labels:
     """
 
     def __init__(self, counter: ByteCounter, model: Llama) -> None:
-        self.counter, self.model = counter, model
+        self.counter = counter
+        self.model = model
         self._forward_since = 0
         self._watched: set[int] = set()
         for name, module in model.named_modules():
@@ -36,7 +37,9 @@ class Labels:
     def enter(self, phase: Phase) -> None:
         """Begin a phase of ``train_step``."""
         counter = self.counter
-        counter.phase, counter.category, counter.landmark = phase, "temporaries", f"the {phase} began"
+        counter.phase = phase
+        counter.category = "temporaries"
+        counter.landmark = f"the {phase} began"
         counter.relabel((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
 
     def _watch(self, module: nn.Module) -> None:
@@ -62,7 +65,8 @@ class Labels:
         self.counter.category = "temporaries"
 
     def _begin_loss(self) -> None:
-        self.counter.landmark, self.counter.category = "the loss began", "loss"
+        self.counter.landmark = "the loss began"
+        self.counter.category = "loss"
 
     def _accumulated(self, parameter: nn.Parameter, name: str) -> None:
         self.counter.landmark = f"the gradient of {name}"

@@ -5,7 +5,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from llama_core.errors import TrainingFailedError
+
+_SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: int) -> list[Any]:
@@ -42,7 +45,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
                 receiver, sender = context.Pipe(duplex=False)
                 place = (rank, num_ranks, str(Path(folder) / "store"), timeout_s)
                 process: BaseProcess = context.Process(target=_run, args=(sender, place, function, args), daemon=True)
-                process.start()
+                with _safe_path():
+                    process.start()
                 sender.close()
                 processes.append(process)
                 answers.append(receiver)
@@ -51,6 +55,20 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
             for process in processes:
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Make Python's servers that fork processes import nothing from the current folder, as ``python -c`` would."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 def _collect(answers: Sequence[Connection], deadline: float) -> list[Any]:
@@ -71,7 +89,8 @@ def _received(answer: Connection, rank: int) -> Any:
     try:
         value, error = answer.recv()
     except EOFError:
-        value, error = None, "it died without an error message"
+        value = None
+        error = "it died without an error message"
     if error is not None:
         raise TrainingFailedError(f"rank {rank} failed: {error}")
     return value

@@ -43,7 +43,7 @@ class Trace:
     """One traced optimizer step of one rank."""
 
     counter: ByteCounter
-    """Has one span before the first action, one or more per step of the rank's work, one without meaning before the
+    """Has one segment before the first action, one or more per step of the rank's work, one without meaning before the
     closing, one for the update, and one after the step."""
     met: list[Step]
     """The steps of the rank's work."""
@@ -57,19 +57,19 @@ class Trace:
         They can if the layers beside each gap are alike, and if a step composed with all layers ends with the bytes
         that are then alive.
         """
-        spans = self.counter.spans
+        segments = self.counter.segments
         parts: list[list[tuple[int | None, Walk]]] = []
-        for span, after in pairwise(spans):
-            if span.layer is None:
+        for segment, after in pairwise(segments):
+            if segment.layer is None:
                 parts.append([])
-            parts[-1].append((span.layer, Walk.of(span, after.start)))
+            parts[-1].append((segment.layer, Walk.of(segment, after.start)))
         ((_, prologue),), *worked, _, closing, ((_, update),) = parts
         walks: dict[Step, Walk] = {}
-        level = spans[0].start.categories.copy()
+        level = segments[0].start.categories.copy()
         level.update(prologue.growth)
         for step, part in zip(self.met, [*worked, closing], strict=True):
             if isinstance(step, Closing) and any(
-                level[name] != held for name, held in spans[-3].start.categories.items()
+                level[name] != held for name, held in segments[-3].start.categories.items()
             ):
                 return None
             walk = self.stages[step.slot].unfolded(part)
@@ -77,7 +77,9 @@ class Trace:
                 return None
             walks[step] = walk
             level.update(walk.growth)
-        return Recording(spans[0].start.categories.copy(), prologue, walks, spans[-2].start.categories.copy(), update)
+        return Recording(
+            segments[0].start.categories.copy(), prologue, walks, segments[-2].start.categories.copy(), update
+        )
 
 
 def trace_rank(
@@ -107,9 +109,10 @@ def trace_rank(
 def _traced(
     config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool, folds: bool, known: Collection[Step]
 ) -> Trace:
-    with _alone_among(plan.world_size, rank), kernels_of(config, plan):
+    with alone_among(plan.world_size, rank), kernels_of(config, plan):
         precision = config.training.precision
-        dtype, fp8 = COMPUTE_DTYPES[precision], precision == "fp8"
+        dtype = COMPUTE_DTYPES[precision]
+        fp8 = precision == "fp8"
         model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, fp8=fp8)
         with FakeTensorMode(allow_non_fake_inputs=True):
             return trace_steps(model, config, in_full=in_full, folds=folds, known=known)
@@ -128,12 +131,12 @@ def trace_steps(
         whole = tuple(tracer.pipeline.actions)
         tracer.create_moments()
         tracer.left_out.hide()
-        counter.forget_spans()
+        counter.forget_segments()
         actions = whole if in_full else telling_actions(whole, tracer.hosting, known)
         tracer.take_step(actions)
     axes = axes_by_group(model.mesh)
-    for span in counter.spans:
-        span.transfers = on_axes(span.transfers, axes)
+    for segment in counter.segments:
+        segment.transfers = on_axes(segment.transfers, axes)
     return Trace(counter, steps(actions, tracer.hosting), tracer.stages)
 
 
@@ -141,8 +144,14 @@ class _Tracer:
     """A model, its optimizer, and the hooks that report them to the counter."""
 
     def __init__(self, model: ParallelModel, config: RunConfig, counter: ByteCounter, *, folds: bool) -> None:
-        self.plan, self.config, self.counter = model.plan, config, counter
-        self.model, self.data, self.pipeline, self.gradients = model.model, model.data, model.pipeline, model.gradients
+        self.plan = model.plan
+        self.config = config
+        self.counter = counter
+        self.model = model.model
+        self.data = model.data
+        self.pipeline = model.pipeline
+        self.gradients = model.gradients
+        self.copies = model.cast_weights.copies if model.cast_weights is not None else []
         self.hosting = Hosting.of(model.plan, config.spec, self.pipeline.rank)
         self.optimizer = build_optimizer(model.model, config.training)
         self.engine = NativeEngine(model, self.optimizer)
@@ -161,9 +170,11 @@ class _Tracer:
 
     def create_moments(self) -> None:
         """Update the weights with gradients of zero, which leaves the state that every later step begins with."""
-        counter, training = self.counter, self.config.training
+        counter = self.counter
+        training = self.config.training
         _gather_once(self.data)
         counter.relabel(self.model.parameters(), "weights")  # fully_shard has padded uneven shards
+        counter.relabel(self.copies, "weights")
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -177,8 +188,9 @@ class _Tracer:
         counter.relabel((s for state in self.optimizer.state.values() for s in state.values()), "moments")
 
     def take_step(self, actions: Sequence[Action]) -> None:
-        """Take an optimizer step that runs ``actions`` only, and begin the span after it."""
-        counter, training = self.counter, self.config.training
+        """Take an optimizer step that runs ``actions`` only, and begin the segment after it."""
+        counter = self.counter
+        training = self.config.training
         self._inputs_since: int | None = counter.num_born
         self.pipeline.actions = tuple(actions)
         self.buckets.expect(actions)
@@ -194,21 +206,21 @@ class _Tracer:
                 max_grad_norm=training.max_grad_norm,
                 on_phase=self._enter,
             )
-        counter.begin_span()
+        counter.begin_segment()
 
     def _enter(self, phase: Phase) -> None:
         if self._inputs_since is not None:  # context parallelism has cut its part out of every microbatch
             self.counter.relabel_since(self._inputs_since, _UNLABELLED, "activations")
             self._inputs_since = None
-        self.counter.begin_span()
+        self.counter.begin_segment()
         self.labels.enter(phase)
         self.buckets.enter(phase)
 
     def _watch(self, layer: int) -> None:
-        """Begin a span with every forward and backward of a layer."""
+        """Begin a segment with every forward and backward of a layer."""
 
         def begin(*_: object) -> None:
-            self.counter.begin_span(layer)
+            self.counter.begin_segment(layer)
 
         def begin_with_gradient(module: object, args: object, out: Tensor) -> None:
             if out.requires_grad:
@@ -222,20 +234,20 @@ class _Tracer:
         """Return ``complete``, which begins what follows the last computation, with the gradients of all layers."""
 
         def complete_all() -> None:
-            self.counter.begin_span()
+            self.counter.begin_segment()
             self.left_out.accumulate(self.buckets.gradients)
-            self.counter.begin_span()
+            self.counter.begin_segment()
             complete()
 
         return complete_all
 
     @contextmanager
     def _spans_of_messages(self) -> Iterator[None]:
-        """Begin a span with every send and receive, and with every tensor that is dropped after it was sent."""
+        """Begin a segment with every send and receive, and with every tensor that is dropped after it was sent."""
 
         def beginning(function: Callable[..., None]) -> Callable[..., None]:
             def run(*args: Any) -> None:
-                self.counter.begin_span()
+                self.counter.begin_segment()
                 function(*args)
 
             return run
@@ -246,7 +258,7 @@ class _Tracer:
                 execution.leaving.clear()
                 while sent:
                     execution.leaving.append(sent.pop(0))
-                    self.counter.begin_span()
+                    self.counter.begin_segment()
                     forget(execution)
 
             return run
@@ -269,8 +281,13 @@ def _gather_once(data: DataParallel) -> None:
 
 
 @contextmanager
-def _alone_among(world_size: int, rank: int) -> Iterator[None]:
+def alone_among(world_size: int, rank: int, backend: str = "fake") -> Iterator[None]:
     """Act as one of several ranks while the others do not exist.
+
+    Args:
+        world_size: number of ranks.
+        rank: the one to act as.
+        backend: torch's name for process groups that need no others.
 
     Raises:
         PlanError: if there is no such rank, or this process already has a process group.
@@ -288,7 +305,7 @@ def _alone_among(world_size: int, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_without_torchs_advice())
         stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group installs its own
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_clear_sharding_prop_cache)  # it caches meshes, but a later equal mesh has its own groups
         stack.callback(dist.destroy_process_group)
         yield

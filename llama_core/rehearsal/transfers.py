@@ -12,7 +12,10 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llama_core.parallel.mesh import Mesh
 
-WORLD, HOLDERS, VOCABULARY, ROUTING = "world", "holders", "vocabulary", "routing"
+WORLD = "world"
+HOLDERS = "holders"
+VOCABULARY = "vocabulary"
+ROUTING = "routing"
 
 
 class Transfer(NamedTuple):

@@ -201,8 +201,10 @@ class Schedule:
         communication.
 
         The lists cannot deadlock if receives do not block and each direction between two ranks has a queue of its own,
-        even if a send blocks until its receive is posted: they come from one global order in which each send and its
-        receive are a single event, by posting receives earlier.
+        even if a send blocks until its receive is posted. They come from one global order in which each send and its
+        receive are a single event, by posting receives earlier: what a message waits for, in its queue or on its rank,
+        is earlier in that order. In a queue for both directions it need not be: a receive that is posted early stands
+        before sends that precede it in that order. 1F1B on two ranks with two microbatches then deadlocks.
 
         Raises:
             PlanError: as ``replay``.
@@ -229,7 +231,8 @@ class Schedule:
 
     def _meets_other_rank(self, action: Action, step: int) -> bool:
         """Return whether another rank has the stage ``step`` further for this microbatch, and takes part."""
-        stage, microbatch = action.stage, action.microbatch
+        stage = action.stage
+        microbatch = action.microbatch
         if action.kind is Kind.WEIGHT_GRADIENT or not 0 <= stage + step < self.num_stages:
             return False
         return self.rank_of(stage + step, microbatch) != self.rank_of(stage, microbatch)
@@ -251,7 +254,8 @@ class Schedule:
 
     def _hand_over(self, action: Action) -> tuple[Action, Action] | None:
         """Return the send that follows ``action`` and its receive; None if no other stage needs the result."""
-        stage, microbatch = action.stage, action.microbatch
+        stage = action.stage
+        microbatch = action.microbatch
         if action.kind is Kind.FORWARD and stage < self.num_stages - 1:
             return Action(stage, Kind.SEND_F, microbatch), Action(stage + 1, Kind.RECV_F, microbatch)
         if action.kind in _FEEDS[Kind.RECV_B] and stage > 0:
@@ -261,7 +265,9 @@ class Schedule:
 
 def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
     """Return the computations that must end before ``action`` starts in a pipeline of ``num_stages``."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    stage = action.stage
+    kind = action.kind
+    microbatch = action.microbatch
     if kind is Kind.FORWARD:
         return (Action(stage - 1, kind, microbatch),) if stage else ()
     if kind is Kind.WEIGHT_GRADIENT:
@@ -303,7 +309,8 @@ def posting_early(actions: Iterable[Action], rank_of: Callable[[int, int], int])
             due[action] = place
             waiting.append(action)
         elif action.kind not in SENDS:
-            before, last = last, place
+            before = last
+            last = place
             used = [receive for receive in waiting if _is_fed(action, receive)]
             for receive in used:
                 due[receive] = min(due[receive], before)

@@ -25,8 +25,8 @@ How = Literal["measured", "predicted"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """The result of one element."""
+class ComparisonRow:
+    """The result of one element, measured or predicted."""
 
     name: str
     settings: Mapping[str, GridValue]
@@ -62,7 +62,7 @@ class Row:
 class Comparison:
     """The rows of all elements, in the order of the grid."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     sweep: SweepDirectory | None
     """The sweep that measured; None if every row is predicted."""
 
@@ -122,14 +122,14 @@ def predict(config: SweepConfig) -> Comparison:
     return Comparison(rows, None)
 
 
-def _predicted_anywhere(element: Element, base: RunConfig) -> Row:
+def _predicted_anywhere(element: Element, base: RunConfig) -> ComparisonRow:
     try:
         return _predicted(element, plan_for_gpu(element.config(base)))
     except (ConfigError, PlanError, EnvironmentMismatchError) as error:
-        return Row(element.name, element.settings, "predicted", "impossible", str(error))
+        return ComparisonRow(element.name, element.settings, "predicted", "impossible", str(error))
 
 
-def _without_running(element: Element, base: RunConfig) -> Row | None:
+def _without_running(element: Element, base: RunConfig) -> ComparisonRow | None:
     """Return the row of an element that cannot run from here; None if it can."""
     try:
         config = element.config(base)
@@ -140,7 +140,7 @@ def _without_running(element: Element, base: RunConfig) -> Row | None:
             return _predicted(element, plan_for_gpu(config))
         return _predicted(element, here)
     except (ConfigError, PlanError) as error:
-        return Row(element.name, element.settings, "predicted", "impossible", str(error))
+        return ComparisonRow(element.name, element.settings, "predicted", "impossible", str(error))
 
 
 def _plan_here(config: RunConfig) -> PlannedRun | None:
@@ -151,11 +151,11 @@ def _plan_here(config: RunConfig) -> PlannedRun | None:
         return None
 
 
-def _predicted(element: Element, planned: PlannedRun) -> Row:
+def _predicted(element: Element, planned: PlannedRun) -> ComparisonRow:
     estimate = planned.estimate
     step = planned.step if estimate.fits else None
     reason = "" if step else "no speed model for this device"
-    return Row(
+    return ComparisonRow(
         element.name,
         element.settings,
         "predicted",
@@ -172,16 +172,16 @@ def _predicted(element: Element, planned: PlannedRun) -> Row:
     )
 
 
-def _measured(sweep: SweepDirectory) -> list[Row]:
+def _measured(sweep: SweepDirectory) -> list[ComparisonRow]:
     rows = []
     for element in read_record(sweep).elements:
         run = sweep.run(element.name)
         if element.skipped:
-            rows.append(Row(element.name, element.settings, "predicted", "does-not-fit", element.skipped))
+            rows.append(ComparisonRow(element.name, element.settings, "predicted", "does-not-fit", element.skipped))
         elif is_timed(run):
             timed = chain_steps.benchmark(run)
             rows.append(
-                Row(
+                ComparisonRow(
                     element.name,
                     element.settings,
                     "measured",
@@ -196,5 +196,5 @@ def _measured(sweep: SweepDirectory) -> list[Row]:
             )
         else:
             outcome = read_outcome(run)
-            rows.append(Row(element.name, element.settings, "measured", outcome.status, outcome.reason))
+            rows.append(ComparisonRow(element.name, element.settings, "measured", outcome.status, outcome.reason))
     return rows

@@ -11,7 +11,8 @@ from llama_core.chain.runs import is_finished
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
-from llama_core.sweep.grid import GridValue, Objective, SweepConfig
+from llama_core.sweep.grid import GridValue, SweepConfig
+from llama_core.sweep.objective import Objective
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,21 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from llama_core.config.files import read_mapping
 from llama_core.config.names import keys_meant
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.section import Section
-from llama_core.config.strict_yaml import parse_yaml
-from llama_core.errors import ConfigError, ask_for, did_you_mean
+from llama_core.config.slurm import refuse_commands_of_others
+from llama_core.errors import ConfigError, Problem, ask_for, did_you_mean
 from llama_core.records.files import by_dotted_key
+from llama_core.sweep.objective import DONE, HELD_OUT, Objective, problems_of_loss, problems_of_throughput
+
+__all__ = ["DONE", "HELD_OUT", "Element", "GridValue", "Objective", "SweepConfig"]
 
 LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
@@ -28,34 +32,8 @@ MOST_ELEMENTS = 2**12
 """Most elements of a grid, before any is excluded; each has a run directory and a row of the report."""
 
 GridValue = bool | int | float | str | None
-Objective = Literal["throughput", "loss"]
-DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
-"""What has been done to an element with a result."""
 SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
 Values = Annotated[list[GridValue], Field(min_length=1)]
-
-LEARNING = frozenset(
-    f"training.{key}"
-    for key in (
-        "steps", "epochs", "learning_rate", "lr_schedule", "warmup_steps", "min_lr_ratio", "decay_fraction",
-        "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm", "max_skipped_steps", "on_bad_step",
-        "loss_spike_threshold", "grad_norm_spike_threshold", "spike_window", "max_rollbacks", "seed",
-    )
-)  # fmt: skip
-"""Keys that change what a step learns, but not how long it takes."""
-CADENCE = frozenset(f"training.{key}" for key in ("eval_every", "checkpoint_every", "keep_checkpoints"))
-"""Keys that change neither a timed step nor what is learnt."""
-_WORK = ("parallel.", "launch.", "tracking.", "benchmark.")
-"""Sections that say how the work is done, not what is learnt."""
-_LOSSY = frozenset(("parallel.gradient_compression",))
-"""Keys of these sections that change the loss all the same."""
-_SIZES = frozenset(f"parallel.{key}" for key in ("gpus", "microbatch_size", "num_microbatches", "dp_replicate"))
-"""Keys of these sections that choose the batch if ``training.batch_size`` does not."""
-HELD_OUT = frozenset(
-    ("data.tokenizer", "data.validation", "data.validation_fraction", "data.text_field", "data.chat_template",
-     "data.loss_on", "training.eval_sequences")
-)  # fmt: skip
-"""Keys that change the tokens which the held-out loss is a mean over."""
 
 
 @dataclass(frozen=True)
@@ -106,45 +84,39 @@ class SweepConfig(Section):
         problems += self._problems_of_objective()
         num_elements = math.prod(map(len, self.grid.values())) + len(self.include)
         if num_elements > MOST_ELEMENTS:
-            problems.append(f"grid has {num_elements:,} elements, more than {MOST_ELEMENTS:,}; give fewer values")
+            problems.append(
+                Problem(f"grid has {num_elements:,} elements, more than {MOST_ELEMENTS:,}; give fewer values")
+            )
         if not problems and not self.elements():
-            problems.append("exclude leaves no element of the grid")
+            problems.append(Problem("exclude leaves no element of the grid"))
         if problems:
             raise ConfigError(*problems)
         return self
 
-    def _problems_of_objective(self) -> Iterator[str]:
-        added = {
-            key for settings in self.include for key, value in settings.items() if value not in self.grid.get(key, ())
-        }
-        compared = [key for key, values in self.grid.items() if len(values) > 1 or key in added]
+    def _problems_of_objective(self) -> Iterator[Problem]:
+        compared = self._compared()
         if self.objective == "throughput":
             if self.tokens is not None:
-                yield "tokens needs objective=loss: timed steps train nothing"
-            if idle := [key for key in compared if key in LEARNING | CADENCE]:
-                yield (
-                    f"grid: {', '.join(idle)} cannot change the throughput, which ranks the elements; train each "
-                    "element and rank the held-out losses with --objective loss (objective: loss), or leave it out"
-                )
+                yield Problem("tokens needs objective=loss: timed steps train nothing")
+            yield from problems_of_throughput(compared)
             return
-        if idle := [key for key in compared if self._cannot_change_loss(key)]:
-            yield (
-                f"grid: {', '.join(idle)} cannot change the held-out loss, which ranks the elements; compare speeds "
-                "with --objective throughput (objective: throughput), or leave it out"
+        yield from problems_of_loss(compared, self.base)
+        lengths = [self.base.training.steps, *self.grid.get("training.steps", ())]
+        has_steps = any(lengths)
+        has_tokens = self.tokens is not None
+        if has_steps == has_tokens:
+            yield Problem(
+                "objective=loss needs the length of training: set either training.steps of the base, or tokens"
             )
-        if elsewhere := [key for key in compared if key in HELD_OUT]:
-            yield f"grid: with other {', '.join(elsewhere)}, held-out losses cannot be compared; leave it out"
-        if "data.source" in compared and self.base.data.validation is None:
-            yield "grid: data.source also changes the held-out documents; set data.validation of the base"
-        if self.base.data.validation is None and not self.base.data.validation_fraction:
-            yield "objective=loss needs held-out documents: set data.validation, or a data.validation_fraction above 0"
-        steps = [self.base.training.steps, *self.grid.get("training.steps", ())]
-        if (self.tokens is None) == (not any(steps)):
-            yield "objective=loss needs the length of training: set either training.steps of the base, or tokens"
 
-    def _cannot_change_loss(self, key: str) -> bool:
-        chooses_batch = key in _SIZES and self.base.training.batch_size is None
-        return key in CADENCE or (key.startswith(_WORK) and key not in _LOSSY and not chooses_batch)
+    def _compared(self) -> list[str]:
+        """Return the keys of the run configuration that have several values."""
+        compared = []
+        for key, values in self.grid.items():
+            has_others = any(settings.get(key, values[0]) not in values for settings in self.include)
+            if len(values) > 1 or has_others:
+                compared.append(key)
+        return compared
 
     def config_of(self, element: Element) -> RunConfig:
         """Return the configuration of an element's run, with the number of steps that ``tokens`` makes.
@@ -174,7 +146,8 @@ class SweepConfig(Section):
     def without(self, names: Container[str]) -> Self:
         """Return the sweep without the elements of these names."""
         elements = self.elements()
-        of_grid, added = elements[: len(elements) - len(self.include)], elements[len(elements) - len(self.include) :]
+        of_grid = elements[: len(elements) - len(self.include)]
+        added = elements[len(elements) - len(self.include) :]
         exclude = [*self.exclude, *(dict(element.settings) for element in of_grid if element.name in names)]
         include = [settings for settings, element in zip(self.include, added, strict=True) if element.name not in names]
         return self.from_mapping(self.model_dump() | {"exclude": exclude, "include": include})
@@ -198,32 +171,40 @@ class SweepConfig(Section):
         Raises:
             ConfigError: if the file cannot be read, is not a mapping, or does not describe a sweep.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no name of a file
-            raise ConfigError(f"cannot read sweep {str(path)!r}: {error}") from None
-        mapping = parse_yaml(text, str(path))
-        if not isinstance(mapping, dict):
+        mapping = read_mapping(path, "sweep")
+        if mapping is None:
             raise ConfigError(f"sweep {str(path)!r} is not a mapping of keys to values")
         if isinstance(mapping.get("base"), str):
             mapping["base"] = RunConfig.load(path.parent / mapping["base"])
+        else:
+            refuse_commands_of_others(path, by_dotted_key(_dict(mapping.get("base"))))
+        for element in (mapping.get("grid"), *_list(mapping.get("include"))):
+            refuse_commands_of_others(path, _dict(element))
         return cls.from_mapping(mapping | settings)
 
 
-def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[str]:
+def _dict(value: object) -> dict[str, Any]:
+    return {str(key): inner for key, inner in value.items()} if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[Problem]:
     known = config_keys()
     for key, values in grid.items():
         if key not in known:
-            yield f"grid: unknown key {key!r}{ask_for(keys_meant(key, known))}"
+            yield Problem(f"grid: unknown key {key!r}{ask_for(keys_meant(key, known))}")
             continue
         for value in values:
-            yield from _value_problems(key, value)
+            yield from (Problem(f"grid.{key}: {complaint}") for complaint in _complaints(key, value))
         times = Counter(map(_text, values))
-        yield from (f"grid.{key}: {text} is given twice" for text in times if times[text] > 1)
+        yield from (Problem(f"grid.{key}: {text} is given twice") for text in times if times[text] > 1)
 
 
-def _value_problems(key: str, value: GridValue) -> Iterator[str]:
-    """Yield what is wrong with a value by itself, whatever the other keys are."""
+def _complaints(key: str, value: GridValue) -> Iterator[str]:
+    """Yield what is wrong with a value by itself, whatever the other keys are, without naming its key."""
     section: Any = RunConfig
     *sections, field = key.split(".")
     for name in sections:
@@ -232,43 +213,46 @@ def _value_problems(key: str, value: GridValue) -> Iterator[str]:
         section.model_validate({field: value})
     except ValidationError as error:
         for detail in error.errors():
-            problems = _describe(detail)
-            yield from (f"grid.{key}: {problem.removeprefix(f'{field}=')}" for problem in problems)
+            for problem in _describe(detail):
+                yield f"{problem.value}{problem.text}" if problem.setting == field else str(problem)
 
 
 def _exclude_problems(
     exclude: Iterable[Mapping[str, GridValue]], grid: Mapping[str, Sequence[GridValue]]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     for unwanted in exclude:
         for key, value in unwanted.items():
             if value not in grid.get(key, ()):
-                yield f"exclude: {key}={_text(value)} is not in the grid"
+                yield Problem(f"exclude: {key}={_text(value)} is not in the grid")
         if not unwanted:
-            yield "exclude: an empty combination would leave out every element"
+            yield Problem("exclude: an empty combination would leave out every element")
 
 
 def _include_problems(
     include: Iterable[Mapping[str, GridValue]], grid: Mapping[str, Sequence[GridValue]]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     for settings in include:
         for key, value in settings.items():
-            if key not in grid:
-                yield f"include: {key!r} is not a key of the grid; add it there with the value of the other elements"
+            if key in grid:
+                yield from (Problem(f"include: {key}: {complaint}") for complaint in _complaints(key, value))
             else:
-                yield from (problem.replace("grid.", "include: ", 1) for problem in _value_problems(key, value))
+                yield Problem(
+                    f"include: {key!r} is not a key of the grid; add it there with the value of the other elements"
+                )
 
 
-def _describe(detail: ErrorDetails) -> Sequence[str]:
-    """Return the sentences for one of Pydantic's error details."""
+def _describe(detail: ErrorDetails) -> Iterable[Problem]:
+    """Return the problems in one of Pydantic's error details."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
-        return cause.problems
-    key, message = ".".join(map(str, detail["loc"])), detail["msg"]
+        return cause.records
+    key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        return [f"unknown key {key!r}{did_you_mean(key, SweepConfig.model_fields)}"]
+        return [Problem(f"unknown key {key!r}{did_you_mean(key, SweepConfig.model_fields)}")]
     if detail["type"] == "missing":
-        return [f"{key} is missing"]
-    return [f"{key}={detail['input']!r}: {message[0].lower()}{message[1:]}"]
+        return [Problem(f"{key} is missing")]
+    message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}"
+    return [Problem(f": {message}", key, repr(detail["input"]))]
 
 
 def _element_name(settings: Mapping[str, GridValue], time: int) -> str:

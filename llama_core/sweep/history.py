@@ -17,9 +17,9 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import DAMAGE, atomic_write, by_dotted_key, read_json, user_path
+from llama_core.records.files import DAMAGE, atomic_write, by_dotted_key, read_file, read_json, user_path
 from llama_core.records.measurements import BenchmarkRecord
-from llama_core.sweep.grid import CADENCE, LEARNING
+from llama_core.sweep.objective import UNTIMED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,7 +99,7 @@ class Result:
 def work_fingerprint(config: RunConfig) -> str:
     """Return 16 hex digits that are equal for configurations whose timed steps do the same work in the same way."""
     work = by_dotted_key({**config.identity(), "parallel": config.parallel.model_dump()})
-    work = {key: value for key, value in work.items() if key not in LEARNING | CADENCE}
+    work = {key: value for key, value in work.items() if key not in UNTIMED}
     work |= {"launch.nodes": config.launch.nodes, "launch.device": config.launch.device}
     work |= {"benchmark.profile": config.benchmark.profile}
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -126,7 +126,8 @@ def check_folder(folder: Path) -> None:
 
 def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
     """Return the result of a run that has been timed."""
-    config, timed = load_config(run), steps.benchmark(run)
+    config = load_config(run)
+    timed = steps.benchmark(run)
     computing = max(1, timed.num_threads) if config.launch.device == "cpu" else 1
     return Result(
         source=source,
@@ -167,7 +168,7 @@ def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, wit
         if path.name == without:
             continue
         try:
-            rows = pq.read_table(path, filters=wanted).to_pylist()
+            rows = pq.read_table(pa.BufferReader(read_file(path)), filters=wanted).to_pylist()
             results += [_parsed(row) for row in rows]
         except (OSError, pa.ArrowException, *DAMAGE) as error:
             say("warning", f"{path} is left out of the comparison: {' '.join(str(error).split())}")

@@ -183,10 +183,12 @@ def judge(results: Sequence[Result], history: Iterable[Result], folder: str, par
         for result in results
         if len(past[result.element]) >= FEWEST
     }
-    slower, faster = alarms(p_values), alarms({name: 1 - value for name, value in p_values.items()})
+    slower = alarms(p_values)
+    faster = alarms({name: 1 - value for name, value in p_values.items()})
     elements = []
     for result in results:
-        name, earlier = result.element, past[result.element]
+        name = result.element
+        earlier = past[result.element]
         verdict: Verdict = "first" if not earlier else "too few" if name not in p_values else "same"
         if name in slower:
             verdict = "disturbed" if _more_disturbed(result, earlier) else "slower"

@@ -91,7 +91,8 @@ def _without_change(num_earlier: int) -> "np.ndarray[Any, Any]":
     import numpy as np
 
     drawn = np.random.default_rng(0).standard_normal((_SIMULATED, num_earlier + 1))
-    past, new = drawn[:, :-1], drawn[:, -1]
+    past = drawn[:, :-1]
+    new = drawn[:, -1]
     return np.sort((new - np.median(past[:, -RECENT:], axis=1)) / _spread(past))
 
 

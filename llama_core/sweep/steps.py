@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.chain import steps
+from llama_core.chain.announcements import say_environment
 from llama_core.chain.console import say, watch
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import is_finished, load_config, load_plan
@@ -31,6 +32,7 @@ from llama_core.launch.scheduler import SharedAnswers
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.job import Outcome, Part
+from llama_core.records.owners import refuse_foreign, refuse_links
 from llama_core.sweep.directory import (
     ElementRecord,
     SweepDirectory,
@@ -40,9 +42,10 @@ from llama_core.sweep.directory import (
     unfinished,
     write_record,
 )
-from llama_core.sweep.grid import DONE, Element, Objective, SweepConfig
+from llama_core.sweep.grid import Element, SweepConfig
 from llama_core.sweep.history import check_folder, history_folder
 from llama_core.sweep.lock import lock, unlock
+from llama_core.sweep.objective import DONE, Objective
 
 SWEEPS = Path("sweeps")
 
@@ -74,6 +77,9 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
         ConfigError: if no element can run, with the reason for each.
     """
     sweep = _directory(config, sweep_dir, resume=resume)
+    as_run = RunDirectory(sweep.path)
+    refuse_foreign(as_run, "continue it")
+    refuse_links(as_run)
     lock(sweep)
     try:
         _prepare(sweep, config)
@@ -165,7 +171,7 @@ def validate(sweep: SweepDirectory) -> None:
     if not trains:
         check_folder(history_folder(record.sweep_config.base, sweep.path))
     for runs in _groups(list(unfinished(sweep))):
-        steps.say_environment(steps.validate(runs[0], saves=trains))
+        say_environment(steps.validate(runs[0], saves=trains))
 
 
 def rehearse(sweep: SweepDirectory) -> None:
@@ -314,7 +320,8 @@ def _say_best(sweep: SweepDirectory) -> None:
 def _fastest(runs: Sequence[RunDirectory]) -> str:
     timed = {run.name: steps.benchmark(run) for run in runs}
     first, second = sorted(timed, key=lambda name: -timed[name].tokens_per_second)[:2]
-    rate, other = timed[first].tokens_per_second, timed[second].tokens_per_second
+    rate = timed[first].tokens_per_second
+    other = timed[second].tokens_per_second
     noise = "" if timed[first].is_told_apart(timed[second]) else ", within the noise of their steps"
     return f"{first}: {rate:,.0f} tokens/s, {rate / other - 1:.1%} more than the next, {second}{noise}"
 

@@ -2,9 +2,9 @@
 
 Every rank's engine writes its own shards; rank 0 does the rest.
 
-A checkpoint is a directory ``step-00000100``. It holds the engines' files (in torch's distributed format, which any
-number of ranks under any plan can read, or in DeepSpeed's), ``state.json`` (the trainer's counters), a copy of the
-run's ``config.yaml``, and ``manifest.json`` (the size and checksum of every file). It is written as
+A checkpoint is a directory ``step-00000100``. It holds the engines' files (in torch's distributed format with an index,
+which any number of ranks under any plan can read, or in DeepSpeed's), ``state.json`` (the trainer's counters), the
+``config.yaml`` that it was trained with, and ``manifest.json`` (the size and checksum of every file). It is written as
 ``.step-00000100.writing`` and renamed when every byte is on disk; the ``latest`` file names the newest one and is
 replaced last. Killing the process at any moment therefore leaves the earlier checkpoints intact.
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from llama_core.errors import CheckpointError
+from llama_core.errors import CheckpointError, TrainingInfraError, WeightsError
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, num_ranks, own_rank, wait_for_all
 from llama_core.records.checkpoints import (
     LATEST,
@@ -36,7 +36,9 @@ from llama_core.records.checkpoints import (
     complete_state,
     list_checkpoints,
     newest_checkpoint,
+    place_of,
     recorded_sums,
+    without_checksums,
     write_manifest,
 )
 from llama_core.records.checksums import FileSum, find_damage
@@ -66,13 +68,23 @@ class Checkpointer:
         keep: how many of the newest checkpoints stay on disk.
         num_bytes: the size of a checkpoint, for the error of a full disk.
         from_python: whether the run is continued from Python, for the error when no checkpoint can be read.
+        settings: the text of the ``config.yaml`` in every checkpoint; by default, what the run's own holds now.
     """
 
-    def __init__(self, run: RunDirectory, *, keep: int, num_bytes: int = 0, from_python: bool = False) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        keep: int,
+        num_bytes: int = 0,
+        from_python: bool = False,
+        settings: str | None = None,
+    ) -> None:
         self.run = run
         self.keep = keep
         self.num_bytes = num_bytes
         self.from_python = from_python
+        self._settings = run.config.read_text() if settings is None else settings
         self._pending: _Pending | None = None
         self._damaged: set[str] = set()
 
@@ -117,7 +129,8 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if not wait([pending.written], patience_s).done:
             return
         try:
@@ -128,8 +141,9 @@ class Checkpointer:
             raise self._failed(pending.step, error) from error
 
     def _publish(self, step: int, state: Mapping[str, Any], sums: Mapping[str, FileSum]) -> None:
-        writing, final = self._writing(step), self.run.checkpoints / checkpoint_name(step)
-        shutil.copyfile(self.run.config, writing / self.run.config.name)
+        writing = self._writing(step)
+        final = self.run.checkpoints / checkpoint_name(step)
+        (writing / self.run.config.name).write_text(self._settings)  # the run's own may have been edited meanwhile
         write_json(writing / STATE, {"step": step, **state})
         write_manifest(writing, sums)
         if final.exists():  # it is damaged: otherwise the run would not have repeated this step
@@ -182,13 +196,8 @@ class Checkpointer:
         if state is None:
             return None, problem
         if not sums and is_first_rank():
-            logger.warning(
-                "checkpoint %s has no checksums, because an earlier version wrote it; only sizes were checked",
-                path.name,
-            )
-        problem = find_damage(path, {name: one for name, one in sums.items() if _reader(name) == own_rank()})
-        wait_for_all()  # a collective would time out while a rank with a slow disk still reads
-        if problem := first_complaint(problem):
+            logger.warning("%s", without_checksums(path))
+        if problem := _damage(path, sums):
             return None, problem
         try:
             engine.load(path)
@@ -211,6 +220,25 @@ class Checkpointer:
         newest = newest_checkpoint(self.run)
         kept = f"{newest.name} is complete" if newest else "no earlier checkpoint exists"
         return CheckpointError(f"cannot save the checkpoint of step {step}: {cause}; {kept}")
+
+
+def refuse_damaged_together(path: Path) -> None:
+    """Compare a checkpoint with its checksums, each rank its share of the files; all ranks call it together.
+
+    Raises:
+        WeightsError: on every rank, if it is damaged.
+    """
+    _, sums, problem = from_first_rank(_look_at(path) if is_first_rank() else (None, {}, ""))
+    if problem := problem or _damage(path, sums):
+        raise WeightsError(f"{path} is damaged ({problem}); start from another checkpoint of its run")
+
+
+def _damage(path: Path, sums: Mapping[str, FileSum]) -> str:
+    """Return on every rank the first damage that any rank finds in its share of a checkpoint's files; "" for none."""
+    own = {name: one for name, one in sums.items() if _reader(name) == own_rank()}
+    problem = find_damage(path, own, below=place_of(path))
+    wait_for_all()  # a collective would time out while a rank with a slow disk still reads
+    return first_complaint(problem)
 
 
 def _look_at(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileSum], str]:
@@ -239,5 +267,10 @@ def lacks_room(error: BaseException | None) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the last line of an error: when torch gathers the errors of all ranks, it names the cause."""
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    """Return the last line of an error; of those that torch has gathered from all ranks, of the first rank's."""
+    if isinstance(error, dcp.CheckpointException):
+        error, _ = error.failures[min(error.failures)]
+    lines = str(error).strip().splitlines()
+    if isinstance(error, TrainingInfraError | OSError) and lines:
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

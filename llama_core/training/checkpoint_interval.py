@@ -65,7 +65,8 @@ class CheckpointInterval:
         self.num_steps = FIRST_STEPS if every == "auto" else every
         self._mtbf_hours = config.launch.node_mtbf_hours
         self._num_nodes = math.ceil(num_ranks * config.launch.nodes / config.parallel.gpus)
-        self._saved_at, self._saved_time = 0, time.perf_counter()
+        self._saved_at = 0
+        self._saved_time = time.perf_counter()
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step``."""
@@ -75,7 +76,8 @@ class CheckpointInterval:
 
     def restore(self, step: int, num_steps: int | None) -> None:
         """Go on after the checkpoint of ``step``, which recorded ``num_steps``, if anything."""
-        self._saved_at, self._saved_time = step, time.perf_counter()
+        self._saved_at = step
+        self._saved_time = time.perf_counter()
         if self.is_auto:
             self.num_steps = num_steps or FIRST_STEPS
 
@@ -85,7 +87,8 @@ class CheckpointInterval:
 
     def choose(self, step: int, save_seconds: float, step_seconds: float) -> ChosenInterval:
         """Choose the steps from the save of ``step`` to the next, from measurements that all ranks share."""
-        self._saved_at, self._saved_time = step, time.perf_counter()
+        self._saved_at = step
+        self._saved_time = time.perf_counter()
         seconds = best_interval(save_seconds, 3600 * self._mtbf_hours / self._num_nodes)
         self.num_steps = max(1, round(seconds / step_seconds))
         return ChosenInterval(self.num_steps, save_seconds, step_seconds, self._mtbf_hours, self._num_nodes)

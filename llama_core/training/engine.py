@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import PlanError
+from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
-from llama_core.parallel.ranks import PATIENCE
-from llama_core.planning.plan import ParallelPlan
+from llama_core.parallel.ranks import PATIENCE, first_complaint
+from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.checksums import FileSum
 from llama_core.training.optimizer import build_optimizer
@@ -137,7 +137,8 @@ class NativeEngine:
     """
 
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
-        self.parallel, self.optimizer = parallel, optimizer
+        self.parallel = parallel
+        self.optimizer = optimizer
         self.model = parallel.model
         self._saver = BackgroundSaver(parallel.device)
         self.initialize_weights = parallel.initialize_weights
@@ -147,6 +148,7 @@ class NativeEngine:
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
         """Call ``fill`` on the rank's model to set its parameters."""
         fill(self.model)
+        self.parallel.weights_changed()
 
     def update(
         self,
@@ -164,11 +166,13 @@ class NativeEngine:
         clipped = (max_grad_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
         # the fused kernel divides the gradients by grad_scale, and changes nothing if found_inf is 1
         optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = (loss_scale / clipped).float(), (~updated).float()
+        optimizer.grad_scale = (loss_scale / clipped).float()
+        optimizer.found_inf = (~updated).float()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        self.parallel.weights_changed()
         self.parallel.data.end_step(updated)
         return Update(grad_norm, updated)
 
@@ -189,17 +193,24 @@ class NativeEngine:
 
         Raises:
             PlanError: if DeepSpeed wrote them.
-            CheckpointException: if they cannot be read.
+            CheckpointError, CheckpointException: on every rank, if they cannot be read.
         """
         if (folder / LAYOUT).exists():
             raise PlanError(
                 f"{folder} was written by DeepSpeed, and only DeepSpeed can read its moments; "
                 "continue with parallel.zero_backend=deepspeed, or start a run from its weights (training.init_from)"
             )
+        problem = ""
+        try:
+            reader = PlainReader(folder)
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := first_complaint(problem):
+            raise CheckpointError(problem)
         state = self._state()
         dcp.load(
             state,
-            storage_reader=PlainReader(folder),
+            storage_reader=reader,
             planner=PlainPlanner(),
             process_group=self._writers,
             no_dist=self._writers is None,
@@ -211,6 +222,7 @@ class NativeEngine:
             optim_state_dict=state["optimizer"],
             options=_STATE_OPTIONS,
         )
+        self.parallel.weights_changed()
         self.parallel.data.end_step(torch.tensor(False))  # what earlier gradients left belongs to other weights
 
     @cached_property
@@ -230,9 +242,16 @@ def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) ->
         EnvironmentMismatchError: if the plan needs a package that is missing.
         PlanError: if the plan's number of ranks is not the number that was started.
     """
-    dtype, new_optimizer = COMPUTE_DTYPES[config.training.precision], partial(build_optimizer, training=config.training)
+    dtype = COMPUTE_DTYPES[config.training.precision]
+    new_optimizer = partial(build_optimizer, training=config.training)
     if plan.zero_backend == "deepspeed":
         return DeepSpeedModel(config.spec, plan, device=device, compute_dtype=dtype, build_optimizer=new_optimizer)
-    fp8 = config.training.precision == "fp8"
-    parallel = ParallelModel(config.spec, plan, device=device, compute_dtype=dtype, fp8=fp8).materialize()
+    parallel = ParallelModel(
+        config.spec,
+        plan,
+        device=device,
+        compute_dtype=dtype,
+        fp8=config.training.precision == "fp8",
+        documents=document_attention(config, plan),
+    ).materialize()
     return NativeEngine(parallel, new_optimizer(parallel.model))

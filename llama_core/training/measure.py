@@ -14,7 +14,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from llama_core.config.run import Precision
+from llama_core.config.settings import Precision
 from llama_core.planning.memory.peaks import Phase
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.timelines import LaneRecord
@@ -179,7 +179,8 @@ class ActionClock:
         """Return the times of all actions, once the device has done them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        begins, ends = self._marks["begins"], self._marks["ends"]
+        begins = self._marks["begins"]
+        ends = self._marks["ends"]
         return LaneRecord(
             actions=tuple(map(str, begins)),
             begins=tuple(_seconds(self._origin, mark) for mark in begins.values()),
@@ -231,7 +232,8 @@ def time_steps(
         step()
     meter = MemoryMeter(device)
     clocks = []
-    waited, began = core_wait_seconds(), time.perf_counter()
+    waited = core_wait_seconds()
+    began = time.perf_counter()
     with watched:
         for _ in range(num_steps):
             between()

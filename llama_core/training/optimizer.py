@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from llama_core.config.run import TrainingConfig
+from llama_core.config.settings import TrainingConfig
 from llama_core.models.layers import local_part
 
 
@@ -64,7 +64,8 @@ def learning_rate(step: int, training: TrainingConfig, total_steps: int) -> floa
 
     Source: cosine, Loshchilov and Hutter 2017, arXiv:1608.03983; WSD, Hu et al. 2024, arXiv:2404.06395.
     """
-    peak, floor = training.learning_rate, training.learning_rate * training.min_lr_ratio
+    peak = training.learning_rate
+    floor = training.learning_rate * training.min_lr_ratio
     warmup = warmup_steps(training, total_steps)
     if step <= warmup:
         return peak * step / warmup
@@ -111,9 +112,11 @@ class LossScale:
             return
         self.steps_since_change += 1
         if not finite:
-            self.value, self.steps_since_change = max(1.0, self.value / 2), 0
+            self.value = max(1.0, self.value / 2)
+            self.steps_since_change = 0
         elif self.steps_since_change >= self.growth_interval:
-            self.value, self.steps_since_change = self.value * 2, 0
+            self.value = self.value * 2
+            self.steps_since_change = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON."""
@@ -122,4 +125,5 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned, unless the scale is fixed."""
         if self.is_dynamic:
-            self.value, self.steps_since_change = state["value"], state["steps_since_change"]
+            self.value = state["value"]
+            self.steps_since_change = state["steps_since_change"]

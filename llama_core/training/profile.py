@@ -72,15 +72,15 @@ def summarize(rank: int, events: Iterable[Any]) -> ProfileRecord:
     operators that it calls.
     """
     events = list(events)
-    kernels = [event for event in events if event.device_type == DeviceType.CUDA and event.time_range.elapsed_us() > 0]
+    kernels = [event for event in events if is_kernel(event)]
     seconds: Counter[str] = Counter()
     operators = [event for event in events if event.device_type == DeviceType.CPU]
     for event in operators:
-        if kernels:
+        if not kernels:
+            seconds[kind_of(event.name, event)] += event.self_cpu_time_total / 1e6
+        elif not event.is_user_annotation:  # the "kernel" of an annotation is all the time that it spans
             for kernel in event.kernels:
                 seconds[kind_of(kernel.name, event)] += kernel.duration / 1e6
-        else:
-            seconds[kind_of(event.name, event)] += event.self_cpu_time_total / 1e6
     if not kernels:
         return ProfileRecord(rank, dict(seconds))
     transfers: list[Interval] = []
@@ -97,6 +97,12 @@ def summarize(rank: int, events: Iterable[Any]) -> ProfileRecord:
         idle_seconds=span - length(everything),
         exposed_seconds=length(everything) - length(union(computing)),
     )
+
+
+def is_kernel(event: Any) -> bool:
+    """Return whether an event of torch's profiler is work of a device: a kernel, a copy or a memset."""
+    on_device = event.device_type == DeviceType.CUDA and event.time_range.elapsed_us() > 0
+    return on_device and not event.is_user_annotation  # annotations on the device's lane also span its idle time
 
 
 def kind_of(name: str, event: Any) -> str:

@@ -1,74 +1,95 @@
 """Read checkpoints in torch's distributed format without running any code that is in them.
 
-Its metadata and its numbers beside tensors are pickles. Only the classes that torch writes there are loaded.
+What is where comes from the index, which is plain values, or from the pickle of a checkpoint without one, which is read
+as plain values. torch's own restricted unpickler reads the tensors, and the numbers and texts beside them.
 """
 
 import io
-import pickle
-from enum import Enum, EnumType
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-_HARMLESS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}  # fmt: skip
-"""What torch writes into metadata, by module; dtypes are added to them."""
+from llama_core.errors import CheckpointError
+from llama_core.models.saved_tensors import only_tensors
+from llama_core.records.checkpoints import place_of
+from llama_core.records.files import open_file
+from llama_core.training.index import INDEX, metadata_of, parse_index
+from llama_core.training.pickled_metadata import pickled_entries
+from llama_core.units import GIB, format_bytes
 
-
-def _member(kind: object, name: str) -> Enum:
-    """Return a member of an enum, which Python 3.11.2, for one, pickles as a ``getattr``."""
-    if not isinstance(kind, EnumType) or name not in kind.__members__:
-        raise pickle.UnpicklingError(
-            f"the checkpoint's metadata names {name!r} of {kind!r}, which torch does not write"
-        )
-    member: Enum = kind[name]
-    return member
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name in _HARMLESS.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the checkpoint's metadata names {module}.{name}, which torch does not write")
+MOST_INDEX_BYTES = 4 * GIB
+"""Largest index: that of some twenty million parts."""
+MOST_PICKLE_BYTES = GIB // 4
+"""Largest pickle of metadata; Python needs up to a hundred times its size."""
 
 
 class PlainReader(dcp.FileSystemReader):
-    """Reads a checkpoint's folder, and its metadata once instead of once per tensor."""
+    """Reads a checkpoint's folder, and what is where in it once instead of once per tensor.
 
-    _parsed: Metadata | None = None
+    Raises:
+        CheckpointError: if what is where cannot be read, or is not what torch writes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _OwnFiles(place_of(folder))
+        self._metadata = _read_metadata(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata.
+        """Return what is where."""
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
-        Raises:
-            UnpicklingError: if they name a class that torch does not write.
-        """
-        if self._parsed is None:
-            path = Path(self.path) / ".metadata"
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-            if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError(f"{path} holds no metadata")
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            self._parsed = metadata
-        return self._parsed
+
+def _read_metadata(folder: Path) -> Metadata:
+    index = folder / INDEX
+    pickle = folder / ".metadata"
+    below = place_of(folder)
+    try:
+        if index.exists():
+            with open_file(index, below) as lines:
+                _refuse_larger(index, lines, MOST_INDEX_BYTES)
+                return metadata_of(parse_index(lines, index), index)
+        with open_file(pickle, below) as file:
+            _refuse_larger(pickle, file, MOST_PICKLE_BYTES)
+            return metadata_of(pickled_entries(file.read(), pickle), pickle)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror or error}") from None
+
+
+def _refuse_larger(path: Path, file: IO[bytes], most: int) -> None:
+    num_bytes = os.fstat(file.fileno()).st_size
+    if num_bytes > most:
+        raise CheckpointError(f"{path} has {format_bytes(num_bytes)}; at most {format_bytes(most)} are read")
+
+
+class _OwnFiles(FileSystem):
+    """The files of a checkpoint: regular ones, and no links below ``below``."""
+
+    def __init__(self, below: Path) -> None:
+        self._below = below
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """Yield an open file to read tensors from, and name it if it does not hold what the index says."""
+        with open_file(Path(path), self._below) as stream, only_tensors():
+            try:
+                yield stream
+            except (CheckpointError, MemoryError, OSError, torch.AcceleratorError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # torch raises whatever its parsers happen to raise
+                raise CheckpointError(
+                    f"{Path(path).name} does not hold what was saved there; it is damaged, or a file of another kind"
+                ) from error
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -79,7 +100,11 @@ class PlainPlanner(DefaultLoadPlanner):
 
         Raises:
             UnpicklingError: if it is not plain.
+            CheckpointError: if a tensor belongs there.
         """
+        name = read_item.dest_index.fqn
+        if isinstance(self.state_dict[name], torch.Tensor):
+            raise CheckpointError(f"{name} is a tensor, but the checkpoint has another value for it")
         plain = torch.load(value, weights_only=True)
         again = io.BytesIO()  # torch's planner reads it without this check
         torch.save(plain, again)

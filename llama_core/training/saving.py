@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from llama_core.records.checksums import FileSum, SummedFile
+from llama_core.training.index import INDEX, index_lines
 
 FILES_PER_RANK = 4
 """Files that a rank on a GPU writes at once: one stream does not reach the bandwidth of a shared file system. The ranks
@@ -128,9 +129,13 @@ class _Writer(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, with the results of all ranks; only the first rank does."""
+        """Write the metadata and the index, with the results of all ranks; only the first rank does."""
         self.fs = disk = _Summing()
         super().finish(metadata, [[one for one in of_rank if one.index != _SUMS] for of_rank in results])
+        with disk.create_stream(Path(self.path) / INDEX, "wb") as file:
+            for line in index_lines(metadata):
+                file.write(line)
+            os.fsync(file.fileno())
         self.sums |= disk.sums
         for of_rank in results:
             for one in of_rank:

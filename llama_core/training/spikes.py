@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from llama_core.config.run import DATALOADER, OnBadStep, TrainingConfig
+from llama_core.config.settings import DATALOADER, OnBadStep, TrainingConfig
 from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError
 from llama_core.records.directory import RunDirectory
 
@@ -73,7 +73,8 @@ class Spikes:
             values.extend(state.get(name, ()))
 
     def _spike(self, name: str, value: float) -> str:
-        recent, threshold = self._recent[name], self._thresholds[name]
+        recent = self._recent[name]
+        threshold = self._thresholds[name]
         if not math.isfinite(value):
             return ""
         clause = ""

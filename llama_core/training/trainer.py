@@ -3,12 +3,11 @@
 import hashlib
 import logging
 import math
-import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_core.config.hardware import recognise_gpu
-from llama_core.config.run import DATALOADER, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
 from llama_core.errors import NonFiniteError, StoppedError
 from llama_core.machine.detect import software_versions
-from llama_core.models.batch import Batch
+from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.models.pretrained import checkpoints_behind
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.ranks import (
     from_first_rank,
@@ -37,6 +38,7 @@ from llama_core.parallel.ranks import (
     this_device,
     wait_for_all,
 )
+from llama_core.parallel.recompute import mixes_up_random_state
 from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import AXES, ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
@@ -48,7 +50,7 @@ from llama_core.records.measurements import BenchmarkRecord, StepRecord, Trainin
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
 from llama_core.records.timelines import write_lane
-from llama_core.training.checkpoint import Checkpointer
+from llama_core.training.checkpoint import Checkpointer, refuse_damaged_together
 from llama_core.training.checkpoint_interval import CheckpointInterval
 from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
@@ -61,6 +63,8 @@ from llama_core.training.weights import Pretrained
 
 logger = logging.getLogger(__name__)
 
+SELDOM = 0.05
+"""Share of microbatches that are worth another kind of attention: blocks have to be compiled for it once more."""
 RUN_AHEAD_SECONDS = 2.0
 """Steps that take longer gain nothing from a device that runs ahead, but a request to stop would wait for them."""
 
@@ -79,6 +83,7 @@ class Trainer:
             and the same number on every rank; None to skip evaluation.
         total_steps: optimizer steps of the whole run.
         entropies: entropies of the corpus's tokens, for the summary; None if unknown.
+        share_of_whole_rows: the share of the rows that are a single document.
         should_stop: called after every step, also a timed one; once it returns True on any rank, the run stops, after
             it has saved a checkpoint of a trained step.
         on_step: called with the record of every step on rank 0, in addition to the metrics sinks.
@@ -94,24 +99,31 @@ class Trainer:
         validation: Callable[[], Iterable[Batch]] | None,
         total_steps: int,
         entropies: Entropies | None = None,
+        share_of_whole_rows: float = 0.0,
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[StepRecord], None] = print_record,
     ) -> None:
-        self.run, self.config, self.plan = run, config, plan
+        self.run = run
+        self.config = config
+        self.plan = plan
         self.validation = validation
-        self.total_steps, self.entropies = total_steps, entropies
-        self.should_stop, self.on_step = should_stop, on_step
+        self.total_steps = total_steps
+        self.entropies = entropies
+        self.should_stop = should_stop
+        self.on_step = on_step
         self.device = this_device(config.launch.device)
-        if self.device.type == "cuda" and config.training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-            torch.use_deterministic_algorithms(True)
         self._drops_out = config.spec.lora is not None and config.spec.lora.lora_dropout > 0
         self._takes_documents = document_attention(config, plan) == "varlen"
+        # context-parallel ranks would have to send the keys around a ring instead
+        has_causal_kernel = plan.cp == 1 and not mixes_up_random_state(plan)
+        occurs = share_of_whole_rows**plan.rows_per_forward > SELDOM
+        self._whole_rows_apart = self._takes_documents and has_causal_kernel and occurs
+        self._has_compiled = False
         self.batches = Supply(batches, self._microbatches, self.device, reads_ahead=bool(config.data.num_workers))
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes, self.memory_process_bytes = self.meter.allocated(), self.meter.resident()
         self._tell("building the model")
-        activate_flash_attention(config)
+        activate_flash_attention(config, self.device)
         self.engine = build_engine(config, plan, self.device)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
         num_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
@@ -120,12 +132,14 @@ class Trainer:
             keep=config.training.keep_checkpoints,
             num_bytes=num_bytes,
             from_python=config.data.source == DATALOADER,
+            settings=config.to_yaml(),
         )
         self.step = 0
         self.tokens = 0
         self.runs_ahead = self.device.type == "cuda" and not self.loss_scale.is_dynamic
         """Whether to give the device the next step before the results of this one are read."""
-        self._steps_ahead, self._step_seconds = 0, 0.0
+        self._steps_ahead = 0
+        self._step_seconds = 0.0
         self._skipped_in_a_row = 0
         self._last_loss = math.nan
         self._last_eval: tuple[float, int] | None = None
@@ -159,7 +173,9 @@ class Trainer:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Go back to the counters of a checkpoint."""
-        self.step, self.tokens, self._last_loss = state["step"], state["tokens"], state["loss"]
+        self.step = state["step"]
+        self.tokens = state["tokens"]
+        self._last_loss = state["loss"]
         self.batches.load_state_dict(state["data"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self._spikes.load_state_dict(state.get("spikes", {}))
@@ -170,7 +186,10 @@ class Trainer:
         if training.init_from is None:
             self.engine.initialize_weights(training.seed)
             return
-        pretrained = Pretrained(self.config.spec, Path(training.init_from), seed=training.seed)
+        source = Path(training.init_from)
+        for checkpoint in checkpoints_behind(source):
+            refuse_damaged_together(checkpoint)
+        pretrained = Pretrained(self.config.spec, source, seed=training.seed)
         self.engine.set_weights(pretrained.fill)
         pretrained.done()
         wait_for_all()  # a training collective would time out while a rank with a slow disk still reads
@@ -188,11 +207,12 @@ class Trainer:
         started = time.perf_counter()
         self.meter.reset_peak()
         sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
-        first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
-        self._tell(first, "steps")
         under_way: deque[_StepUnderWay] = deque()
         patience_s = None
         try:
+            self._compile_blocks()
+            first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
+            self._tell(first, "steps")
             while self.step < self.total_steps:
                 under_way.append(self._begin_step())
                 stop, bad = self._finish_steps(under_way, sinks)
@@ -242,6 +262,7 @@ class Trainer:
             StoppedError: when ``should_stop`` returned True.
         """
         timing = self.config.benchmark
+        self._compile_blocks()
         self._tell("timing steps", "benchmark")
         try:
             record = time_steps(
@@ -270,12 +291,43 @@ class Trainer:
             versions=software_versions() if is_first_rank() else {},
         )
 
+    def _compile_blocks(self) -> None:
+        """Compile the blocks for everything that training will give them, on all ranks at once.
+
+        Otherwise the stages of a cold pipeline compile one after another, each when its first input arrives, while the
+        ranks behind it wait; and the first evaluation stalls all of them once more.
+        """
+        if self._has_compiled or not self.plan.compile or not isinstance(self.engine, NativeEngine):
+            return
+        self._tell("compiling the blocks")
+        parallel = self.engine.parallel
+        for example in self._examples():
+            microbatch = example.to(self.device)
+            parallel.compile_blocks(microbatch)
+            if self.validation is not None:
+                with self._evaluating(), torch.no_grad():
+                    parallel.compile_blocks(microbatch)
+        self._has_compiled = True
+
+    def _examples(self) -> Iterator[Batch]:
+        """Yield a microbatch for each kind of attention that the steps need, in host memory."""
+        config = self.config
+        tokens_BS = torch.zeros((self.plan.rows_per_forward, config.seq_len), dtype=torch.int64)
+        targets_BS = torch.full_like(tokens_BS, IGNORE_INDEX)
+        positions_BS = torch.arange(config.seq_len).expand_as(tokens_BS) if config.data.document_mask else None
+        rows = Batch(tokens_BS, targets_BS, positions_BS)
+        yield rows.with_documents() if self._takes_documents else rows
+        if self._whole_rows_apart:
+            yield rows.with_documents(whole_rows_apart=True)
+
     def _record_timeline(self) -> None:
         """Take one more step, and record when every action of the pipeline ran, on the first rank of each position."""
-        plan, rank = self.plan, own_rank()
+        plan = self.plan
+        rank = own_rank()
         if plan.pp == 1 or not isinstance(self.engine, NativeEngine):
             return
-        pipeline, microbatches = self.engine.parallel.pipeline, self.batches.next_step()
+        pipeline = self.engine.parallel.pipeline
+        microbatches = self.batches.next_step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         (stop,) = most_over_ranks(int(self.should_stop()))  # the ranks leave this together
@@ -328,7 +380,8 @@ class Trainer:
         The newest stays under way if its results are not needed yet and the device may run ahead. So do the steps after
         a bad one, unless ``on_bad_step=skip``. All ranks decide alike, because they decide by the same numbers.
         """
-        training, stop = self.config.training, False
+        training = self.config.training
+        stop = False
         evaluates = self.validation is not None and (
             self._is_last or (training.eval_every > 0 and self.step % training.eval_every == 0)
         )
@@ -402,7 +455,8 @@ class Trainer:
         Raises:
             NonFiniteError, LossSpikeError: if ``on_bad_step`` stops the run instead, or no rollback is possible.
         """
-        training, used = self.config.training, len(self._rollbacks)
+        training = self.config.training
+        used = len(self._rollbacks)
         ends = partial(bad.ends, self.run, self.config.data.source)
         if training.on_bad_step == "stop":
             raise ends("training.on_bad_step=stop", "rollback", "skip")
@@ -450,7 +504,9 @@ class Trainer:
     def _microbatches(self, batch: Batch) -> list[Batch]:
         """Split a batch into the rows of each forward, in host memory."""
         pieces = batch.split(self.plan.rows_per_forward)
-        return [piece.with_documents() for piece in pieces] if self._takes_documents else pieces
+        if not self._takes_documents:
+            return pieces
+        return [piece.with_documents(whole_rows_apart=self._whole_rows_apart) for piece in pieces]
 
     def _evaluate(self) -> tuple[float, int]:
         """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
@@ -458,11 +514,18 @@ class Trainer:
             raise ValueError("there is nothing to evaluate on")
         self._tell("evaluating", "evaluation")
         microbatches = [micro.to(self.device) for batch in self.validation() for micro in self._microbatches(batch)]
-        # only with dropout: switching the mode recompiles compiled code
-        self.engine.model.train(not self._drops_out)
-        total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
-        self.engine.model.train()
+        with self._evaluating():
+            total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
         return total / num_targets if num_targets else math.nan, num_targets
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Switch dropout off inside the block. Without dropout the mode stays: another one would compile anew."""
+        self.engine.model.train(not self._drops_out)
+        try:
+            yield
+        finally:
+            self.engine.model.train()
 
     def _checkpoint_if_due(self, sinks: MetricsSinks | None, *, stop: bool) -> None:
         limit = self.config.training.max_skipped_steps
@@ -474,7 +537,8 @@ class Trainer:
         stop = stop and self.step < self.total_steps
         if stop or self._is_last or self._interval.is_due(self.step):
             self._tell("saving a checkpoint", "checkpoints")
-            step_seconds, began = self._interval.seconds_per_step(self.step), time.perf_counter()
+            step_seconds = self._interval.seconds_per_step(self.step)
+            began = time.perf_counter()
             if sinks is not None:
                 sinks.flush()  # a resumed run does not repeat this step, so its record must not be lost
             state = {

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -36,13 +37,14 @@ from llama_core.models.pretrained import (
     is_checkpoint,
     names_beside_base,
     origin_of,
-    resolve_pretrained,
+    resolve_intact,
     stored_model,
 )
 from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
 from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.records.checkpoints import LAYOUT
+from llama_core.records.files import open_file
 from llama_core.training.checkpoint import one_line
 from llama_core.training.reading import PlainPlanner, PlainReader
 from llama_core.units import format_bytes, format_duration
@@ -82,7 +84,8 @@ class Pretrained:
         if is_first_rank():
             for difference in differences:
                 logger.warning("%s", difference)
-        self._spec, self._seed = spec, seed
+        self._spec = spec
+        self._seed = seed
         origin = origin_of(source)
         stored = stored_model(spec, origin)
         copied = stored.moe != spec.moe
@@ -114,18 +117,20 @@ def whole_model(spec: ModelSpec, source: Path | None = None, *, device: str = "c
 
     Args:
         spec: the model, with its adapters.
-        source: a Hugging Face or PEFT folder, a run's directory (its newest weights), or one of its checkpoints.
+        source: a Hugging Face or PEFT folder, a run's directory (its newest intact weights), or one of its checkpoints.
         device: where the weights go.
         dtype: dtype of the weights and of the arithmetic: bf16, fp16 or fp32.
 
     Raises:
         WeightsError: if there are no weights, or those of another model.
+        CheckpointError: if the checkpoints of the run are damaged.
     """
     compute_dtype = _DTYPES[_FORMAT_NAMES[dtype]]
     with torch.device("meta"):
         model = with_adapters(Llama(spec, compute_dtype=compute_dtype).to(compute_dtype))
     if source is not None:
-        Pretrained(spec, Path(resolve_pretrained(str(source)))).fill(model.to_empty(device=device))
+        found = Path(resolve_intact(str(source), partial(logger.warning, "%s")))
+        Pretrained(spec, found).fill(model.to_empty(device=device))
     return model
 
 
@@ -160,7 +165,8 @@ class _Drawn:
     """Draws again the weights that a run on the CPU drew from its seed."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._spec, self._seed = spec, seed
+        self._spec = spec
+        self._seed = seed
 
     def read(self, name: str, into: Tensor) -> None:
         whole = torch.empty(into.shape)
@@ -172,13 +178,15 @@ class _PerExpert:
     """Reads the matrices that Hugging Face stores, by its names: those of each expert are parts of one tensor here."""
 
     def __init__(self, source: _Source, spec: ModelSpec) -> None:
-        self._source, self._shapes = source, parameter_shapes(spec)
+        self._source = source
+        self._shapes = parameter_shapes(spec)
         self._places = {
             theirs: (name, expert)
             for name in self._shapes
             for expert, theirs in enumerate(hugging_face_names(name, spec))
         }
-        self._held, self._name = torch.empty(0), ""
+        self._held = torch.empty(0)
+        self._name = ""
 
     def read(self, name: str, into: Tensor) -> None:
         ours, expert = self._places[name]
@@ -186,7 +194,8 @@ class _PerExpert:
             self._source.read(ours, into)
             return
         if ours != self._name:  # the matrices of all experts follow each other
-            self._held, self._name = torch.empty(self._shapes[ours]), ours
+            self._held = torch.empty(self._shapes[ours])
+            self._name = ours
             self._source.read(ours, self._held)
         into.copy_(self._held[expert])
 
@@ -195,8 +204,10 @@ class _Merged:
     """Adds each adapter to its matrix: W + scale * B A, in fp32. What was trained in full comes from beside them."""
 
     def __init__(self, spec: ModelSpec, lora: LoRA, origin: Origin, adapters: Path) -> None:
-        self._base, self._adapters = _base(spec, origin), _adapters(spec, adapters)
-        self._shapes, self._scale = adapter_shapes(spec), lora.scale
+        self._base = _base(spec, origin)
+        self._adapters = _adapters(spec, adapters)
+        self._shapes = adapter_shapes(spec)
+        self._scale = lora.scale
         self._trained = spec.trained_in_full
 
     def read(self, name: str, into: Tensor) -> None:
@@ -286,7 +297,7 @@ def _copy(whole: Tensor, into: Tensor) -> None:
 
 def _map(file: Path) -> Tensor:
     """Return the bytes of a file as uint8; they are read from disk when they are used."""
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         # Shared and read-only: a private mapping counts as memory that the process might write to.
         mapping = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # about the mapping being read-only
@@ -297,7 +308,8 @@ class _Checkpoint:
     """Reads weights from a checkpoint written by any number of ranks under any plan; needs no other rank."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._reader = folder, PlainReader(folder)
+        self._folder = folder
+        self._reader = PlainReader(folder)
 
     def read(self, name: str, into: Tensor) -> None:
         try:
@@ -320,7 +332,8 @@ class _Progress:
     """Logs the progress of reading on rank 0, every few seconds."""
 
     def __init__(self, source: Path) -> None:
-        self._source, self._num_bytes = source, 0
+        self._source = source
+        self._num_bytes = 0
         self._began = self._told = time.monotonic()
 
     def add(self, name: str, parameter: Tensor) -> None:
@@ -368,7 +381,8 @@ def write_hugging_face(
     source: _Source = _saved(checkpoint)
     if spec.lora is not None:
         source = _Merged(spec, spec.lora, origin_of(checkpoint), checkpoint)
-    source, shapes = _PerExpert(source, spec), hugging_face_shapes(spec)
+    source = _PerExpert(source, spec)
+    shapes = hugging_face_shapes(spec)
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
     shards = list(_shards(shapes, shard_bytes // itemsize))
     weight_map: dict[str, str] = {}
@@ -425,7 +439,8 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[s
         size = torch.Size(shape).numel()
         if shard and held + size > most:
             yield shard
-            shard, held = {}, 0
+            shard = {}
+            held = 0
         shard[name] = shape
         held += size
     yield shard

@@ -37,7 +37,7 @@ def attempts_table(contents: RunContents) -> tuple[list[tuple[object, ...]], str
     if not attempts:
         return None
     spent = list(time_spent(attempts, contents.steps))
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             number,
             attempt.get("job_id"),
@@ -65,15 +65,20 @@ def time_spent(attempts: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> It
     """
     before: float | None = None
     for place, attempt in enumerate(attempts):
-        first, last = attempt.get("first_step"), attempt.get("last_step")
+        first = attempt.get("first_step")
+        last = attempt.get("last_step")
         later = [other["first_step"] for other in attempts[place + 1 :] if other.get("first_step")]
-        counts, repeated = steps.iloc[0:0], 0
+        counts = steps.iloc[0:0]
+        repeated = 0
         if first is not None and last is not None:
             kept = min([last, *(step - 1 for step in later)])
-            counts, repeated = steps[steps["step"].between(first, kept)], last - max(kept, first - 1)
-        start, end = _seconds(attempt.get("started_at")), _seconds(attempt.get("ended_at"))
+            counts = steps[steps["step"].between(first, kept)]
+            repeated = last - max(kept, first - 1)
+        start = _seconds(attempt.get("started_at"))
+        end = _seconds(attempt.get("ended_at"))
         asked = _seconds(attempt.get("submitted_at")) if before is None else before
-        begun, done = end, end
+        begun = end
+        done = end
         if not counts.empty:
             begun = float(counts["time"].iloc[0] - counts["step_seconds"].iloc[0])
             done = float(counts["time"].iloc[-1])
@@ -106,7 +111,8 @@ def _lost(spent: Sequence[Spent]) -> str:
 
 
 def _steps(attempt: Mapping[str, Any], repeated: int) -> str | None:
-    first, last = attempt.get("first_step"), attempt.get("last_step")
+    first = attempt.get("first_step")
+    last = attempt.get("last_step")
     if first is None or last is None:
         return None
     return f"{first} to {last}" + (f" ({repeated} repeated later)" if repeated else "")

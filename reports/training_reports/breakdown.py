@@ -1,10 +1,13 @@
 """Where the time of a step goes: predicted by the planner, measured in the steps, and profiled."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import plotly.graph_objects as go
 
 from llama_core.records.profiles import ProfileRecord
-from training_reports import figures
+from training_reports.by_step import PART_COLORS, measured_parts
 from training_reports.contents import RunContents
+from training_reports.figures import add_bar, stack_bars, styled_figure
 from training_reports.layout import Panel
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -24,12 +27,28 @@ def step_breakdown(contents: RunContents) -> Iterator[Panel]:
     )
     yield Panel(
         "Time of a step: predicted and measured",
-        figures.step_parts(known),
+        step_parts(known),
         f"{told}.",
         list(_notes(contents)),
         wide=True,
         height_px=160 + 60 * len(known),
     )
+
+
+def step_parts(rows: Mapping[str, Mapping[str, float]]) -> go.Figure:
+    """Return the time of a step as bars, one above the other.
+
+    Args:
+        rows: the seconds of the parts in ``PART_COLORS``, by the label of their bar; unknown parts are missing.
+    """
+    labels = {name: f"{name}<br><b>{sum(parts.values()):.3g} s</b>" for name, parts in rows.items()}
+    figure = styled_figure("")
+    for part, color in PART_COLORS.items():
+        lengths = {labels[name]: parts[part] for name, parts in rows.items() if parts.get(part, 0) > 0}
+        if lengths:
+            add_bar(figure, lengths, part, color, "s")
+    stack_bars(figure, list(labels.values()), "time of a step (s)")
+    return figure
 
 
 def predicted(contents: RunContents) -> dict[str, float]:
@@ -50,7 +69,7 @@ def measured(contents: RunContents) -> dict[str, float]:
     steps = contents.steps
     if steps.empty:
         return {}
-    parts = figures.measured_parts(steps.iloc[1:] if len(steps) > 1 else steps)
+    parts = measured_parts(steps.iloc[1:] if len(steps) > 1 else steps)
     return {name: float(seconds.mean()) for name, seconds in parts.items()}
 
 
@@ -66,18 +85,27 @@ def profiled(contents: RunContents) -> dict[str, dict[str, float]]:
 
 
 def _parts(profile: ProfileRecord, num_steps: int) -> dict[str, float]:
-    optimizer, communication = (profile.seconds.get(kind, 0.0) for kind in ("optimizer", "communication"))
-    whole, idle = sum(profile.seconds.values()), 0.0
-    if profile.span_seconds is not None:  # of a GPU
-        whole, idle = profile.span_seconds, profile.idle_seconds or 0.0
+    if profile.span_seconds is None:  # on a CPU, operators of all threads, one after the other
+        whole = sum(profile.seconds.values())
+        communication = profile.seconds.get("communication", 0.0)
+        idle = 0.0
+    else:  # on a GPU, where communication may hide behind computing
+        whole = profile.span_seconds
         communication = profile.exposed_seconds or 0.0
-    parts = {"communication": communication, "optimizer": optimizer, "idle": idle}
-    computing = max(0.0, whole - sum(parts.values()))
-    return {name: seconds / num_steps for name, seconds in ({"computing": computing} | parts).items()}
+        idle = profile.idle_seconds or 0.0
+    optimizer = profile.seconds.get("optimizer", 0.0)
+    parts = {
+        "computing": max(0.0, whole - communication - optimizer - idle),
+        "communication": communication,
+        "optimizer": optimizer,
+        "idle": idle,
+    }
+    return {name: seconds / num_steps for name, seconds in parts.items()}
 
 
 def _notes(contents: RunContents) -> Iterator[str]:
-    num_steps, plan = len(contents.steps), contents.parallel_plan
+    num_steps = len(contents.steps)
+    plan = contents.parallel_plan
     several = plan is not None and plan.world_size > 1
     if num_steps:
         counted = f"mean of {num_steps - 1} steps, without the first" if num_steps > 1 else "the only step"

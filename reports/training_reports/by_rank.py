@@ -43,10 +43,12 @@ def memory_by_rank(contents: RunContents) -> Iterator[Panel]:
 
 def peaks_by_group(contents: RunContents) -> dict[str, Peaks]:
     """Return the peaks of every rank or, of many ranks, of every pipeline stage, by its ranks in words."""
-    plan, training = contents.parallel_plan, contents.training
+    plan = contents.parallel_plan
+    training = contents.training
     if plan is None:
         return {}
-    whole, of_stage = plan.world_size, plan.world_size // plan.pp
+    whole = plan.world_size
+    of_stage = plan.world_size // plan.pp
     per_group = 1 if whole <= MOST_RANKS else of_stage
     measured = training.memory_by_rank_bytes if training else ()
     predicted = {"estimated": contents.stage_peaks("estimate"), "rehearsed": contents.stage_peaks("dry_run")}
@@ -89,7 +91,8 @@ def _in_words(peaks: Peaks) -> str:
     told = []
     for how, values in peaks.items():
         if values:
-            least, most = format_bytes(min(values)), format_bytes(max(values))
+            least = format_bytes(min(values))
+            most = format_bytes(max(values))
             told.append(f"{how} {most}" if least == most else f"{how} {least} to {most}")
     return ", ".join(told) or "unknown"
 

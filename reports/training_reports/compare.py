@@ -7,8 +7,10 @@ import pandas as pd
 
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
-from training_reports.compare_rows import ComparedRun, Measure, RunComparison
+from training_reports.compared_run import ComparedRun
 from training_reports.layout import Card, Panel, write_page
+from training_reports.measures import Measure
+from training_reports.run_comparison import RunComparison
 from training_reports.sweep_loss import SMOOTHED_POINTS
 
 HEADLINES = {
@@ -19,6 +21,8 @@ HEADLINES = {
     "device hours": ("Least device time", "hours"),
 }
 """Title and unit of the cards, by measure."""
+_UNITS = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+"""Seconds of each unit of time; an axis has the largest unit of which the longest run takes two."""
 
 
 def write_comparison(path: Path, comparison: RunComparison) -> Path:
@@ -52,7 +56,7 @@ def _cards(comparison: RunComparison) -> Iterator[Card]:
         del measures["device hours"]
     for name, (title, unit) in HEADLINES.items():
         measure = measures.get(name)
-        if measure is not None and any(value is not None for value in measure.values):
+        if measure is not None:
             yield _card(title, unit, measure, comparison.runs)
 
 
@@ -69,31 +73,31 @@ def _card(title: str, unit: str, measure: Measure, runs: Sequence[ComparedRun]) 
 
 
 def _loss_panels(runs: Sequence[ComparedRun]) -> Iterator[Panel]:
-    trained = [run for run in runs if not run.contents.steps.empty]
+    trained = [run for run in runs if run.is_trained]
     if not trained:
         yield Panel("Loss", None, "", ["No run has taken a training step: they only timed steps."], wide=True)
         return
     longest = max(run.seconds.iloc[-1] for run in trained)
-    unit, size = ("hours", 3600.0) if longest >= 7200 else ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
-    span = max(1, max(len(run.contents.steps) for run in trained) // SMOOTHED_POINTS)
-    notes = [f"Each point is the mean of the last {span} steps."] if span > 1 else []
-    by_tokens = {run.name: _smoothed(run, run.tokens, span) for run in trained}
-    by_time = {run.name: _smoothed(run, run.seconds / size, span) for run in trained}
+    unit = next(unit for unit, seconds in _UNITS.items() if longest >= 2 * seconds or unit == "seconds")
+    window = max(1, max(len(run.contents.steps) for run in trained) // SMOOTHED_POINTS)
+    notes = [f"Each point is the mean of the last {window} steps."] if window > 1 else []
+    by_tokens = {run.name: _smoothed(run, run.tokens, window) for run in trained}
+    by_time = {run.name: _smoothed(run, run.seconds / _UNITS[unit], window) for run in trained}
     yield _curves("Training loss by tokens", by_tokens, "tokens", "~s", notes)
     idle = "Time in steps, without checkpoints, evaluations and restarts."
     yield _curves("Training loss by time", by_time, unit, "~r", [*notes, idle])
-    held_out = {
-        run.name: pd.Series(losses.to_numpy(), index=run.tokens[losses.index])
-        for run in trained
-        if not (losses := run.contents.steps["eval_loss"].dropna()).empty
-    }
-    if max(map(len, held_out.values()), default=0) > 1:
+    held_out = {}
+    for run in trained:
+        losses = run.contents.steps["eval_loss"].dropna()
+        if not losses.empty:
+            held_out[run.name] = pd.Series(losses.to_numpy(), index=run.tokens[losses.index])
+    if any(len(losses) > 1 for losses in held_out.values()):
         yield _curves("Held-out loss by tokens", held_out, "tokens", "~s", [], marked=True)
 
 
-def _smoothed(run: ComparedRun, along: "pd.Series[float]", span: int) -> "pd.Series[float]":
+def _smoothed(run: ComparedRun, along: "pd.Series[float]", window: int) -> "pd.Series[float]":
     loss = run.contents.steps["loss"].astype(float).dropna()
-    return pd.Series(loss.rolling(span, min_periods=1).mean().to_numpy(), index=along[loss.index])
+    return pd.Series(loss.rolling(window, min_periods=1).mean().to_numpy(), index=along[loss.index])
 
 
 def _curves(
@@ -119,23 +123,26 @@ def _curves(
 
 
 def _bars(comparison: RunComparison) -> Iterator[Panel]:
-    measures = {one.name: one for one in comparison.measures}
-    names = [run.name for run in comparison.runs]
-    rates = {name: rate for name, rate in zip(names, measures["tokens/s"].values, strict=True) if rate is not None}
-    peaks = {
-        run.name: _predicted(run) | {"measured": int(peak)}
-        for run, peak in zip(comparison.runs, measures["peak memory"].values, strict=True)
-        if peak is not None
-    }
+    runs = comparison.runs
+    rates = {run.name: rate for run in runs if (rate := run.tokens_per_second) is not None}
     if rates:
-        told = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items())
-        figure, height = sweep_figures.throughput_bars(rates), sweep_figures.height_px(rates)
-        yield Panel("Throughput", figure, told, ["All devices together."], height_px=height)
-    if peaks:
-        told = ", ".join(f"{name} {format_bytes(one['measured'] or 0)}" for name, one in peaks.items())
-        figure, height = sweep_figures.memory_by_element(peaks), sweep_figures.height_px(peaks, extra_lines=2)
-        note = "Peak of the fullest rank. Measurements include the memory held before the model was built."
-        yield Panel("Peak memory", figure, told, [note], height_px=height)
+        yield Panel(
+            "Throughput",
+            sweep_figures.throughput_bars(rates),
+            ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items()),
+            ["All devices together."],
+            height_px=sweep_figures.height_px(rates),
+        )
+    measured = {run.name: int(peak) for run in runs if (peak := run.memory_peak_bytes) is not None}
+    if measured:
+        peaks = {run.name: _predicted(run) | {"measured": measured[run.name]} for run in runs if run.name in measured}
+        yield Panel(
+            "Peak memory",
+            sweep_figures.memory_by_element(peaks),
+            ", ".join(f"{name} {format_bytes(peak)}" for name, peak in measured.items()),
+            ["Peak of the fullest rank. Measurements include the memory held before the model was built."],
+            height_px=sweep_figures.height_px(peaks, extra_lines=2),
+        )
 
 
 def _predicted(run: ComparedRun) -> dict[str, int | None]:

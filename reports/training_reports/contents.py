@@ -12,18 +12,24 @@ import pandas as pd
 import pyarrow as pa
 
 from llama_core.config.section import LARGEST
-from llama_core.config.strict_yaml import parse_yaml
-from llama_core.errors import ConfigError, PlanError, RunDirectoryError
+from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
+from llama_core.errors import ConfigError, RunDirectoryError, TrainingInfraError
 from llama_core.planning.memory.host import FREED, HostMemory
 from llama_core.planning.memory.peaks import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import DAMAGE, checked_record, read_json, read_typed
+from llama_core.records.files import DAMAGE, checked_record, read_file, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
 from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.records.timelines import LaneRecord, read_lanes
+
+MEASURES = {
+    "cpu": "the memory in use, as the C library counts it",
+    "cuda": "the memory allocated by PyTorch on the GPU",
+}
+"""How the memory of a step is measured, by device."""
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -92,7 +98,9 @@ class RunContents:
             dry_run=load("dry_run", "dry run", run.dry_run, _read_profile),
             data=load("data", "statistics of the data", run.data, _read_data),
             job=load("job", "job", run.job, lambda path: read_typed(path, JobRecord)),
-            heartbeat=load("heartbeat", "heartbeat", run.heartbeat, lambda path: read_typed(path, StepRecord)),
+            heartbeat=load(
+                "heartbeat", "heartbeat", run.heartbeat, lambda path: read_typed(path, StepRecord, run.path)
+            ),
             training=load("training", "training summary", run.training, lambda path: read_typed(path, TrainingSummary)),
             benchmark=benchmark,
             outcome=load("outcome", "outcome", run.outcome, lambda path: read_typed(path, Outcome)),
@@ -112,7 +120,7 @@ class RunContents:
         """The plan; None if it is unknown or not valid."""
         try:
             return None if self.plan is None else ParallelPlan.from_dict(self.plan)
-        except (PlanError, TypeError):
+        except (TrainingInfraError, LookupError, TypeError, ValueError):  # the plan of another version
             return None
 
     def stage_peaks(self, field: str) -> list[int]:
@@ -121,7 +129,8 @@ class RunContents:
         Args:
             field: ``estimate`` or ``dry_run``.
         """
-        estimate, record = self.estimate or {}, getattr(self, field) or {}
+        estimate = self.estimate or {}
+        record = getattr(self, field) or {}
         peaks = [rank["peak_bytes"] for rank in record.get("ranks", ())]
         estimated = [MemoryProfile.from_dict(rank) for rank in estimate.get("ranks", ())]
         host = estimate.get("host")
@@ -164,6 +173,12 @@ class RunContents:
         yield "estimated", "estimate", self.estimate
         yield "rehearsed", "dry_run", self.dry_run
 
+    @property
+    def measure_of_memory(self) -> str:
+        """How the memory of a step was measured, in words."""
+        either = f"{MEASURES['cuda']}, or on the CPU {MEASURES['cpu']}"
+        return MEASURES.get(str(self.setting("launch", "device")), either)
+
     def setting(self, section: str, key: str) -> Any:
         """Return a value of the configuration, or None if it is unknown."""
         settings = (self.config or {}).get(section)
@@ -192,7 +207,7 @@ def _times_none(config: Record | None) -> bool:
 
 
 def _read_yaml(path: Path) -> Record:
-    return dict(parse_yaml(path.read_text(encoding="utf-8"), path.name))
+    return dict(parse_yaml(read_file(path, path.parent, MOST_BYTES_OF_YAML).decode(), path.name))
 
 
 @dataclass

@@ -54,10 +54,12 @@ def end_of_culprits_log(run: RunDirectory, outcome: Outcome | None) -> tuple[Lin
         return None
     named = _RANK.search(outcome.reason)
     rank = int(named[1]) if named else 0
-    log, link = end_of_log(run, rank).rstrip(), _link(run, log_path(run, rank))
+    log = end_of_log(run, rank).rstrip()
+    link = _link(run, log_path(run, rank))
     if not log:
         try:
-            log, link = submission_log(read_typed(run.job, JobRecord)).rstrip(), None
+            log = submission_log(run, read_typed(run.job, JobRecord)).rstrip()
+            link = None
         except RunDirectoryError:  # no job yet, or one of another version
             return None
     return (link, redacted("\n".join(log.splitlines()[-LOG_LINES:]))) if log else None

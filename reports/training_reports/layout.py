@@ -67,9 +67,11 @@ def write_page(path: Path, template: str, **values: object) -> Path:
             temporary.write_text(page, encoding="utf-8")
     except OSError as error:
         if is_disk_full(error):
-            cause, remedy = no_room(path.parent, len(page.encode())), "free some space there"
+            cause = no_room(path.parent, len(page.encode()))
+            remedy = "free some space there"
         else:
-            cause, remedy = error.strerror or str(error), "make the directory writable"
+            cause = error.strerror or str(error)
+            remedy = "make the directory writable"
         raise RunDirectoryError(f"cannot write {str(path)!r}: {cause}; {remedy}") from None
     return path
 

@@ -1,19 +1,17 @@
 """The page of a predicted sweep: its elements side by side, from arithmetic alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llama_core.sweep.comparison import Comparison, Row
+from llama_core.sweep.comparison import Comparison, ComparisonRow
 from llama_core.sweep.grid import SweepConfig
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
-from training_reports.layout import Card, Panel, write_page
-from training_reports.sweep_pareto import pareto_panel
-from training_reports.sweep_rows import short_names
-from training_reports.sweep_scaling import COLUMN as SCALING
-from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
-from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow, bytes_cell, number
+from training_reports.layout import Card, Panel
+from training_reports.sweep_page import ElementsPage, Problems, memory_panel, write_elements
+from training_reports.sweep_rows import Ranking, Row, short_names
+from training_reports.sweep_table import Cell, bytes_cell, number
 
 FITS = "fits"
 """The state of an element that has a plan and fits."""
@@ -25,125 +23,124 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
     Raises:
         RunDirectoryError: if the page cannot be written.
     """
-    names, shared = short_names(
-        [row.name for row in comparison.rows if row.status == "finished"],
-        [row.name for row in comparison.rows if row.status != "finished"],
-    )
-    rows = sorted(
-        (replace(row, name=names[row.name]) for row in comparison.rows), key=lambda row: -(row.tokens_per_second or 0.0)
-    )
-    planned = [row for row in rows if row.status == "finished"]
-    lines = scaling_lines(
-        [
-            Sized(row.name, row.settings, row.parallel_plan, row.tokens_per_second)
-            for row in planned
-            if row.parallel_plan and row.tokens_per_second
-        ]
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_page(
-        path,
-        "prediction.html",
-        name=config.name,
-        source=path.parent,
-        status=f"{len(planned)} of {len(rows)} fit",
-        style="good" if planned else "bad",
+    elements, shared = _named(comparison)
+    fitting = [one for one in elements if one.status == "finished"]
+    others = [one for one in elements if one.status != "finished"]
+    ranking = _rank(fitting)
+    skipped = [_row(one) for one in others]
+    page = ElementsPage(
+        kind="predicted sweep",
+        how="predicted",
+        status=f"{len(fitting)} of {len(elements)} fit",
+        style="good" if fitting else "bad",
         facts={
             "Model": config.base.model,
-            "Planned for": ", ".join(sorted({row.device for row in planned})) or None,
+            **ranking.facts,
             **({"In all elements": ", ".join(shared)} if shared else {}),
             "Price": f"${config.base.launch.dollars_per_gpu_hour:,.2f} per GPU hour",
         },
-        cards=_best(planned),
-        panels=[
-            _throughput(planned),
-            *_pareto(rows),
-            *scaling_panel(lines, "predicted"),
-            _memory([row for row in rows if row.memory_bytes]),
-        ],
-        table=_table(rows, lines),
-        left_out=[(row.name, f"{row.status}: {row.reason}") for row in rows if row.status != "finished"],
-        config=config,
-    )
-
-
-def _table(rows: Sequence[Row], lines: Sequence[Line]) -> Table:
-    scaling = {SCALING: scaling_cells(lines)} if lines else {}
-    columns: dict[str, dict[str, Cell]] = {
-        "Tokens/s": {row.name: number(row.tokens_per_second, "{:,.0f}") for row in rows},
-        **scaling,
-        "Step": {row.name: number(row.step_seconds, "{:.3g} s") for row in rows},
-        "MFU": {row.name: number(row.mfu, "{:.1%}") for row in rows},
-        "Memory": {row.name: bytes_cell(row.memory_bytes) for row in rows},
-        "Price of 1B tokens": {row.name: number(row.dollars_per_billion_tokens, "${:,.0f}") for row in rows},
-        "Plan": {row.name: Cell(row.plan or None) for row in rows},
-    }
-    return Table(
-        "Every element, fastest first",
-        list(columns),
-        "descending",
-        [
-            TableRow(
-                row.name,
-                FITS if row.status == "finished" else row.status,
-                "good" if row.status == "finished" else "bad",
-                [of_column.get(row.name, UNKNOWN) for of_column in columns.values()],
+        ranking=ranking,
+        skipped=skipped,
+        details=_details(elements),
+        left_out={
+            "does not fit": [one.name for one in others if one.status == "does-not-fit"],
+            "no valid plan": [one.name for one in others if one.status == "impossible"],
+            "no predicted time": [row.name for row in ranking.unranked],
+        },
+        memory=memory_panel(
+            [*ranking.rows, *skipped],
+            ["Peak of the fullest rank."],
+            nothing="No element has been estimated.",
+            lines_per_element=1,
+        ),
+        problems=[
+            Problems(
+                "Does not fit, or has no valid plan",
+                ("Element", "Reason"),
+                [(one.name, f"{one.status}: {one.reason}") for one in others],
             )
-            for row in rows
         ],
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_elements(path, page, config, name=config.name, source=path.parent)
+
+
+def _named(comparison: Comparison) -> tuple[list[ComparisonRow], list[str]]:
+    """Return the elements with short names, the fastest first, and the settings that all share."""
+    names, shared = short_names(
+        [one.name for one in comparison.rows if one.status == "finished"],
+        [one.name for one in comparison.rows if one.status != "finished"],
+    )
+    elements = [replace(one, name=names[one.name]) for one in comparison.rows]
+    return sorted(elements, key=lambda one: -(one.tokens_per_second or 0.0)), shared
+
+
+def _row(one: ComparisonRow) -> Row:
+    fits = one.status == "finished"
+    return Row(
+        one.name,
+        one.settings,
+        FITS if fits else one.status,
+        "good" if fits else "bad",
+        skipped="" if fits else one.reason,
+        plan=one.parallel_plan,
+        tokens_per_second=one.tokens_per_second,
+        memory_bytes=one.memory_bytes,
+        peaks={"estimated": one.memory_bytes},
     )
 
 
-def _pareto(rows: Sequence[Row]) -> Iterator[Panel]:
-    planned = [row for row in rows if row.status == "finished"]
-    points = {
-        row.name: (float(row.memory_bytes), row.tokens_per_second)
-        for row in planned
-        if row.memory_bytes and row.tokens_per_second
-    }
-    left_out = {
-        "does not fit": [row.name for row in rows if row.status == "does-not-fit"],
-        "no valid plan": [row.name for row in rows if row.status == "impossible"],
-        "no predicted time": [row.name for row in planned if row.name not in points],
-    }
-    return pareto_panel(points, {row.name: row.settings for row in planned}, left_out, "predicted")
+def _rank(fitting: Sequence[ComparisonRow]) -> Ranking:
+    rates = {one.name: one.tokens_per_second for one in fitting if one.tokens_per_second}
+    return Ranking(
+        title="Every element, fastest first",
+        columns=("Tokens/s",),
+        order="descending",
+        rows=[_row(one) for one in fitting],
+        results={name: [number(rate, "{:,.0f}")] for name, rate in rates.items()},
+        cards=_best(fitting),
+        panels=[_throughput(rates)],
+        facts={"Planned for": ", ".join(sorted({one.device for one in fitting})) or None},
+    )
 
 
-def _best(planned: Sequence[Row]) -> list[Card]:
-    if not planned:
+def _details(elements: Sequence[ComparisonRow]) -> dict[str, Mapping[str, Cell]]:
+    return {
+        "Step": {one.name: number(one.step_seconds, "{:.3g} s") for one in elements},
+        "MFU": {one.name: number(one.mfu, "{:.1%}") for one in elements},
+        "Memory": {one.name: bytes_cell(one.memory_bytes) for one in elements},
+        "Price of 1B tokens": {one.name: number(one.dollars_per_billion_tokens, "${:,.0f}") for one in elements},
+        "Plan": {one.name: Cell(one.plan or None) for one in elements},
+    }
+
+
+def _best(fitting: Sequence[ComparisonRow]) -> list[Card]:
+    if not fitting:
         return [Card("Fastest", None, "", ["No element fits."])]
-    fastest, leanest = planned[0], min(planned, key=lambda row: row.memory_bytes or 0)
+    fastest = fitting[0]
+    leanest = min(fitting, key=lambda one: one.memory_bytes or 0)
+    rate = number(fastest.tokens_per_second, "{:,.0f}").text
     peak, unit = format_bytes(leanest.memory_bytes or 0).split(" ")
     return [
-        Card("Fastest", _rate(fastest), "tokens/s predicted", [fastest.name, fastest.plan]),
+        Card("Fastest", rate, "tokens/s predicted", [fastest.name, fastest.plan]),
         Card("Least memory", peak, f"{unit} estimated", [leanest.name, leanest.plan]),
     ]
 
 
-def _rate(row: Row) -> str | None:
-    return number(row.tokens_per_second, "{:,.0f}").text
-
-
-def _throughput(planned: Sequence[Row]) -> Panel:
-    rates = {row.name: row.tokens_per_second for row in planned if row.tokens_per_second}
+def _throughput(rates: Mapping[str, float]) -> Panel:
+    title = "Throughput by element"
     if not rates:
-        return Panel("Throughput by element", None, "", ["No element has a predicted time."], wide=True)
+        return Panel(title, None, "", ["No element has a predicted time."], wide=True)
     drawn = sweep_figures.first_drawn(rates)
-    told = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in drawn.items())
     notes = [
         *sweep_figures.not_drawn(rates),
         "Predicted by arithmetic: docs/cost.md compares such predictions with published measurements.",
     ]
-    figure, height = sweep_figures.throughput_bars(drawn), sweep_figures.height_px(drawn)
-    return Panel("Throughput by element", figure, told, notes, wide=True, height_px=height)
-
-
-def _memory(rows: Sequence[Row]) -> Panel:
-    peaks: dict[str, dict[str, int | None]] = {row.name: {"estimated": row.memory_bytes} for row in rows}
-    if not peaks:
-        return Panel("Peak memory by element", None, "", ["No element has been estimated."], wide=True)
-    drawn = sweep_figures.first_drawn(peaks)
-    told = ", ".join(f"{name} {format_bytes(by['estimated'] or 0)}" for name, by in drawn.items())
-    figure, height = sweep_figures.memory_by_element(drawn), sweep_figures.height_px(drawn)
-    notes = [*sweep_figures.not_drawn(peaks), "Peak of the fullest rank."]
-    return Panel("Peak memory by element", figure, told, notes, wide=True, height_px=height)
+    return Panel(
+        title,
+        sweep_figures.throughput_bars(drawn),
+        ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in drawn.items()),
+        notes,
+        wide=True,
+        height_px=sweep_figures.height_px(drawn),
+    )

@@ -19,7 +19,9 @@ from llama_core.schedules.registry import build_schedule, schedule_names, schedu
 from training_reports.figures import BLUE, GREY, ORANGE, TEAL, styled_figure
 from training_reports.layout import TEMPLATES
 
-NUM_RANKS, NUM_MICROBATCHES, NUM_CHUNKS = 4, 8, 2
+NUM_RANKS = 4
+NUM_MICROBATCHES = 8
+NUM_CHUNKS = 2
 """Sizes of the pictures and the table; only ``interleaved`` takes a number of chunks."""
 
 KINDS = {
@@ -28,7 +30,11 @@ KINDS = {
     Kind.INPUT_GRADIENT: ("input gradient", ORANGE),
     Kind.WEIGHT_GRADIENT: ("weight gradient", TEAL),
 }
-WIDTH, LEFT, TOP, LANE, BAR = 1000, 56, 30, 32, 26
+WIDTH = 1000
+LEFT = 56
+TOP = 30
+LANE = 32
+BAR = 26
 MOST_ACTIONS = 2000
 """Most actions of a timeline that a page draws."""
 MOST_EDGED = 64
@@ -130,7 +136,8 @@ def timelines_figure(planned: Timeline, measured: Timeline, most_actions: int = 
 def _bar(schedule: Schedule, rank: int, timed: TimedAction, scale: float) -> dict[str, object]:
     action = timed.action
     fill, text_class = _colors(schedule, rank, action.stage, action.kind)
-    x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
+    x = LEFT + timed.start * scale
+    width = (timed.end - timed.start) * scale
     number = str(action.microbatch // schedule.parts_per_microbatch)
     return {
         "title": f"{action}, {timed.start:g} to {timed.end:g}",

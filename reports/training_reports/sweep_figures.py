@@ -31,12 +31,15 @@ CURVE_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK)
 MOST_DRAWN = 12
 """Most elements with a bar or a line of their own in one figure."""
 
-LINE_PX, GAP_PX, AXES_PX = 17, 12, 90
+LINE_PX = 17
+GAP_PX = 12
+AXES_PX = 90
 """Height of a label's line, of the gap between two elements, and of axis and legend."""
 LEGEND_LINE_PX = 18
 """Height of a name in the legend of a narrow page."""
 
-LETTER_PX, LABEL_PX = 6.2, 15
+LETTER_PX = 6.2
+LABEL_PX = 15
 """Width of a letter of a point's label, and the label's height."""
 MOST_LINEAR = 8
 """Largest ratio of two numbers of ranks on linear axes."""
@@ -59,7 +62,9 @@ def not_drawn(by_name: Mapping[str, Any], where: str = "the table has all") -> I
 
 def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
     """Return the median tokens/s of each element, with a line over the middle half of its timed steps."""
-    labels, ahead, behind = [], [], []
+    labels = []
+    ahead = []
+    behind = []
     for name, record in timed.items():
         slow, fast = record.throughput_quartiles
         labels.append(_label(name, f"{record.tokens_per_second:,.0f}"))
@@ -193,7 +198,8 @@ def throughput_against_memory(
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """Return the range of an axis over positive values, with room for labels."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     margin = 0.15 * ((high - low) or high)
     return max(0.0, low - margin), high + margin
 
@@ -217,7 +223,8 @@ def _placed(
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in dots.values()]
     positions = {}
     for name in order:
-        x, y, width = *dots[name], LETTER_PX * len(labels[name])
+        x, y = dots[name]
+        width = LETTER_PX * len(labels[name])
         boxes = {
             "top left": (x - width, y + 4, x - 4, y + LABEL_PX),
             "top right": (x + 4, y + 4, x + width, y + LABEL_PX),

@@ -52,7 +52,8 @@ def _cells(one: ComparedElement) -> list[str | None]:
 
 
 def _memory(one: ComparedElement) -> str:
-    now, before = format_bytes(one.memory_peak_bytes), one.earlier_memory_bytes
+    now = format_bytes(one.memory_peak_bytes)
+    before = one.earlier_memory_bytes
     return now if before is None else f"{now} ({one.memory_peak_bytes / before - 1:+.1%})"
 
 

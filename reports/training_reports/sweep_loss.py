@@ -25,12 +25,13 @@ def rank(rows: Sequence[Row]) -> Ranking:
     losses = {
         row.name: (summary.eval_loss, summary)
         for row in rows
-        if row.status == "finished" and (summary := row.contents.training) and summary.eval_loss is not None
+        if row.status == "finished" and (summary := row.training) and summary.eval_loss is not None
     }
     order = sorted(losses, key=lambda name: losses[name][0])
     ranked = ordered(rows, order)
-    steps = {row.name: row.contents.steps for row in ranked if not row.contents.steps.empty}
-    lowest, by = losses[order[0]][0] if order else 0.0, _x_axis(steps)
+    steps = {row.name: row.steps for row in ranked if not row.steps.empty}
+    lowest = losses[order[0]][0] if order else 0.0
+    by = _x_axis(steps)
     return Ranking(
         title="Every element, lowest held-out loss first",
         order="ascending",
@@ -86,7 +87,8 @@ def _training(steps: Mapping[str, pd.DataFrame], by: str) -> Panel:
     if not steps:
         return Panel(title, None, "", ["No element has taken a step yet."], wide=True)
     longest = max(map(len, steps.values()))
-    span, stride = max(1, longest // SMOOTHED_POINTS), max(1, longest // MOST_POINTS)
+    span = max(1, longest // SMOOTHED_POINTS)
+    stride = max(1, longest // MOST_POINTS)
     losses = {
         # from the end, so that the last step is a point
         name: _by(table, "loss", by).rolling(span, min_periods=1).mean()[::-stride][::-1]
@@ -104,7 +106,8 @@ def _held_out(steps: Mapping[str, pd.DataFrame], by: str) -> Iterator[Panel]:
     evaluated = {name: _by(table[table["eval_loss"].notna()], "eval_loss", by) for name, table in steps.items()}
     evaluated = {name: losses for name, losses in evaluated.items() if not losses.empty}
     if max(map(len, evaluated.values()), default=0) > 1:
-        drawn, notes = sweep_figures.first_drawn(evaluated), list(sweep_figures.not_drawn(evaluated))
+        drawn = sweep_figures.first_drawn(evaluated)
+        notes = list(sweep_figures.not_drawn(evaluated))
         yield _curves(HELD_OUT, drawn, X_TITLES[by], notes)
 
 

@@ -20,7 +20,8 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     Args:
         points: bytes of peak memory and tokens/s of each element, by name.
     """
-    front, best = [], 0.0
+    front = []
+    best = 0.0
     for name, (_, rate) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
         if rate > best:
             front.append(name)

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from urllib.parse import quote
 
-from llama_core.errors import TrainingInfraError
+import pandas as pd
+
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.job import Outcome
+from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.sweep.directory import ElementRecord
 from llama_core.sweep.grid import GridValue
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
@@ -14,64 +18,98 @@ from training_reports.sweep_table import Cell, Order
 
 @dataclass(frozen=True)
 class Row:
-    """One element, with its records."""
+    """One element of a sweep, measured or predicted."""
 
     name: str
     """Its settings without those that all elements share."""
-    contents: RunContents
-    settings: Mapping[str, GridValue] = field(default_factory=dict)
+    settings: Mapping[str, GridValue]
     """Its value for each key of the grid."""
+    status: str
+    """How its job ended, or its state so far; of a prediction, whether it fits."""
+    style: str
+    """The CSS class of the status."""
     skipped: str = ""
     """Why it cannot run; empty if it can."""
-
-    @property
-    def status(self) -> str:
-        """How its job ended, or its state so far."""
-        outcome, job = self.contents.outcome, self.contents.job
-        if self.skipped:
-            return "skipped"
-        return outcome.status if outcome else "submitted" if job else "waiting"
-
-    @property
-    def style(self) -> str:
-        """The CSS class of the status."""
-        return STATUS_STYLE.get(self.status, "bad") if self.contents.outcome and not self.skipped else "idle"
-
-    @cached_property
-    def plan(self) -> ParallelPlan | None:
-        """Its plan, if it is known."""
-        if self.contents.plan is None:
-            return None
-        try:
-            return ParallelPlan.from_dict(self.contents.plan)
-        except (TrainingInfraError, LookupError, TypeError, ValueError):  # the plan of another version
-            return None
-
-    @property
-    def peaks(self) -> dict[str, int | None]:
-        """Bytes of peak memory: estimated, rehearsed, and measured if it finished."""
-        peaks: dict[str, int | None] = {
-            how: profile["peak_bytes"] if profile else None for how, _, profile in self.contents.predictions
-        }
-        measured = self.contents.benchmark or self.contents.training
-        return peaks | {"measured": measured.memory_added_bytes if measured and self.status == "finished" else None}
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        """The predicted time of a step, if the planner searched for its plan, as it does for GPUs."""
-        step = (self.contents.choice or {}).get("step")
-        seconds = step.get("step_seconds") if isinstance(step, dict) else None
-        return seconds if isinstance(seconds, int | float) else None
+    href: str | None = None
+    """The address of its run directory, relative to the page."""
+    plan: ParallelPlan | None = None
+    """Its plan, if it is known."""
+    tokens_per_second: float | None = None
+    """Of all devices together, in the timed steps or predicted."""
+    memory_bytes: int | None = None
+    """Peak of the fullest rank, in the timed steps or estimated."""
+    peaks: Mapping[str, int | None] = field(default_factory=dict)
+    """Bytes of peak memory: estimated, rehearsed, and measured if it finished."""
+    predicted_seconds: float | None = None
+    """The predicted time of a step, if the planner searched for the plan of a run, as it does for GPUs."""
+    device: str = ""
+    """``launch.device`` of its run."""
+    usable_bytes: int | None = None
+    """Memory of a device that its run may use."""
+    outcome: Outcome | None = None
+    benchmark: BenchmarkRecord | None = None
+    training: TrainingSummary | None = None
+    steps: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False)
+    """One row for each step of its run."""
 
     @property
     def measured_seconds(self) -> float | None:
         """The median time of a timed step, or else of a training step, if it finished."""
         if self.status != "finished":
             return None
-        if self.contents.benchmark is not None:
-            return self.contents.benchmark.median_seconds
-        steps = self.contents.steps
-        return None if steps.empty else float(steps["step_seconds"].median())
+        if self.benchmark is not None:
+            return self.benchmark.median_seconds
+        return None if self.steps.empty else float(self.steps["step_seconds"].median())
+
+
+def measured_row(name: str, element: ElementRecord, contents: RunContents) -> Row:
+    """Return the row of an element that runs, or is skipped because it cannot.
+
+    Args:
+        name: its name on the page.
+        element: what the sweep recorded of it.
+        contents: what its run has recorded so far.
+    """
+    status = _status(element, contents)
+    benchmark = contents.benchmark
+    peaks: dict[str, int | None] = {
+        how: profile["peak_bytes"] if profile else None for how, _, profile in contents.predictions
+    }
+    measured = benchmark or contents.training
+    peaks["measured"] = measured.memory_added_bytes if measured and status == "finished" else None
+    return Row(
+        name,
+        element.settings,
+        status,
+        "idle" if element.skipped or contents.outcome is None else STATUS_STYLE.get(status, "bad"),
+        skipped=element.skipped,
+        href=None if element.skipped else f"runs/{quote(contents.path.name, safe='=,+')}/",
+        plan=contents.parallel_plan,
+        tokens_per_second=benchmark.tokens_per_second if benchmark else None,
+        memory_bytes=benchmark.memory_added_bytes if benchmark else None,
+        peaks=peaks,
+        predicted_seconds=_predicted_seconds(contents),
+        device=str(contents.setting("launch", "device") or ""),
+        usable_bytes=(contents.estimate or {}).get("usable_bytes"),
+        outcome=contents.outcome,
+        benchmark=benchmark,
+        training=contents.training,
+        steps=contents.steps,
+    )
+
+
+def _status(element: ElementRecord, contents: RunContents) -> str:
+    if element.skipped:
+        return "skipped"
+    if contents.outcome is not None:
+        return contents.outcome.status
+    return "waiting" if contents.job is None else "submitted"
+
+
+def _predicted_seconds(contents: RunContents) -> float | None:
+    step = (contents.choice or {}).get("step")
+    seconds = step.get("step_seconds") if isinstance(step, dict) else None
+    return seconds if isinstance(seconds, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -92,6 +130,16 @@ class Ranking:
     panels: Sequence[Panel]
     facts: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def ranked(self) -> list[Row]:
+        """The elements with a result, the best first."""
+        return [row for row in self.rows if row.name in self.results]
+
+    @property
+    def unranked(self) -> list[Row]:
+        """The elements without a result, of those that can run."""
+        return [row for row in self.rows if row.name not in self.results]
+
 
 def short_names(names: Sequence[str], left_out: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
     """Return a name for each element without the settings that all share, by its whole name, and those settings.
@@ -100,9 +148,11 @@ def short_names(names: Sequence[str], left_out: Sequence[str] = ()) -> tuple[dic
         names: the whole names of the elements that are compared.
         left_out: the whole names of the others. They keep a shared setting if they have another value for it.
     """
-    parts = [name.split(",") for name in names]
-    shared = [part for part in parts[0] if all(part in own for own in parts)] if len(parts) > 1 else []
-    shown = {name: ",".join(part for part in name.split(",") if part not in shared) for name in (*names, *left_out)}
+    settings = {name: name.split(",") for name in (*names, *left_out)}
+    shared: list[str] = []
+    if len(names) > 1:  # a single element would lose its whole name
+        shared = [one for one in settings[names[0]] if all(one in settings[name] for name in names)]
+    shown = {name: ",".join(one for one in own if one not in shared) for name, own in settings.items()}
     if len(set(shown.values())) < len(shown) or "" in shown.values():
         return {name: name for name in shown}, []
     return shown, shared

@@ -23,18 +23,19 @@ def summarise(
     judgement: Judgement | None,
 ) -> list[tuple[str, str]]:
     """Return the paragraphs of the summary: a heading and some sentences each."""
-    ranked = [row for row in ranking.rows if row.name in ranking.results]
-    others = [row for row in ranking.rows if row.name not in ranking.results]
-    paragraphs = [
-        ("Best", " ".join(_best(objective, ranked))),
-        ("Did not run", " ".join(_left_out(ranking, skipped, others))),
-        ("Since last time", " ".join(_since(judgement)) if judgement else ""),
-        (
-            "Try next",
-            " ".join([*_next(sweep, objective, ranked, others, judgement), *_edges(ranked, [*ranking.rows, *skipped])]),
-        ),
-    ]
-    return [(name, text) for name, text in paragraphs if text]
+    ranked = ranking.ranked
+    others = ranking.unranked
+    paragraphs = {
+        "Best": _best(objective, ranked),
+        "Did not run": _left_out(ranking, skipped, others),
+        "Since last time": _since(judgement) if judgement else (),
+        "Try next": [
+            *_next(sweep, objective, ranked, others, judgement),
+            *_edges(ranked, [*ranking.rows, *skipped]),
+        ],
+    }
+    texts = {name: " ".join(sentences) for name, sentences in paragraphs.items()}
+    return [(name, text) for name, text in texts.items() if text]
 
 
 def _best(objective: Objective, ranked: Sequence[Row]) -> Iterator[str]:
@@ -59,7 +60,7 @@ def _best(objective: Objective, ranked: Sequence[Row]) -> Iterator[str]:
 
 
 def _lowest_loss(ranked: Sequence[Row]) -> Iterator[str]:
-    losses = {row.name: row.contents.training.eval_loss for row in ranked if row.contents.training}
+    losses = {row.name: row.training.eval_loss for row in ranked if row.training}
     known = {name: loss for name, loss in losses.items() if loss is not None}
     best, *others = known
     yield f"{best} has the lowest held-out loss, {known[best]:.4f}."
@@ -68,11 +69,11 @@ def _lowest_loss(ranked: Sequence[Row]) -> Iterator[str]:
 
 
 def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
-    return {row.name: row.contents.benchmark for row in ranked if row.contents.benchmark is not None}
+    return {row.name: row.benchmark for row in ranked if row.benchmark is not None}
 
 
 def _left_out(ranking: Ranking, skipped: Sequence[Row], others: Sequence[Row]) -> Iterator[str]:
-    failed = [(row.name, f"{outcome.status}, {outcome.reason}") for row in others if (outcome := row.contents.outcome)]
+    failed = [(row.name, f"{outcome.status}, {outcome.reason}") for row in others if (outcome := row.outcome)]
     for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
         if reasons:
             named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MOST_NAMED])
@@ -95,7 +96,8 @@ def _since(judgement: Judgement) -> Iterator[str]:
         yield f"{some[0].upper()}{some[1:]} are as fast as before, within the noise."
     if few := judgement.of("too few"):
         most = max(len(one.earlier) for one in few)
-        yield f"For {_counted(few, judgement)} there is no verdict yet: only {most} earlier result{'s' * (most > 1)}."
+        results = "result" if most == 1 else "results"
+        yield f"For {_counted(few, judgement)} there is no verdict yet: only {most} earlier {results}."
     changed = ", ".join(change.key for change in judgement.changes)
     yield (
         f"Changed since {shown_time(judgement.since)}: {changed}."
@@ -156,11 +158,9 @@ def _edges(ranked: Sequence[Row], every: Sequence[Row]) -> Iterator[str]:
 
 
 def _room(best: Row) -> Iterator[str]:
-    timed, estimate = best.contents.benchmark, best.contents.estimate or {}
-    usable = estimate.get("usable_bytes")
-    if timed is None or not usable or best.contents.setting("launch", "device") != "cuda":
+    if best.memory_bytes is None or not best.usable_bytes or best.device != "cuda":
         return
-    share = timed.memory_added_bytes / usable
+    share = best.memory_bytes / best.usable_bytes
     if share < PLENTY:
         yield f"It uses {share:.0%} of the GPU's memory: a larger microbatch or less recomputation may be faster."
 

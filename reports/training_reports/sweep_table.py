@@ -8,8 +8,8 @@ from llama_core.units import format_bytes
 
 Order = Literal["ascending", "descending"]
 PREDICTED = "Step predicted"
-PEAKS = ("Memory estimated", "Memory rehearsed", "Memory measured")
-"""The columns of the peaks of memory."""
+PEAKS = {"estimated": "Memory estimated", "rehearsed": "Memory rehearsed", "measured": "Memory measured"}
+"""The columns of the peaks of memory, by how they are known."""
 
 
 class Cell(NamedTuple):

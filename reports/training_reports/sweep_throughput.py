@@ -15,7 +15,7 @@ MOST_NAMED = 3
 
 def rank(rows: Sequence[Row]) -> Ranking:
     """Return the elements by the tokens/s of their timed steps, the fastest first."""
-    benchmarks = {row.name: row.contents.benchmark for row in rows if row.status == "finished"}
+    benchmarks = {row.name: row.benchmark for row in rows if row.status == "finished"}
     fastest_first = sorted(
         ((name, record) for name, record in benchmarks.items() if record is not None),
         key=lambda item: -item[1].tokens_per_second,
@@ -45,7 +45,8 @@ def _cells(timed: BenchmarkRecord) -> list[Cell]:
 def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
     if not timed:
         return [Card("Fastest", None, "", ["No element has been timed yet."])]
-    fastest, leanest = next(iter(timed)), min(timed, key=lambda name: timed[name].memory_added_bytes)
+    fastest = next(iter(timed))
+    leanest = min(timed, key=lambda name: timed[name].memory_added_bytes)
     slow, fast = timed[fastest].throughput_quartiles
     rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
     peak, unit = format_bytes(timed[leanest].memory_added_bytes).split(" ")

@@ -7,8 +7,8 @@ from statistics import median
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingInfraError
-from llama_core.planning.plan import document_attention
 from llama_core.planning.time.parts import StepParts
+from llama_core.planning.work import Work
 from llama_core.schedules.actions import Action, Kind, Schedule, TimedAction
 from llama_core.schedules.clock import Timeline
 from training_reports.contents import RunContents
@@ -81,14 +81,8 @@ def predicted_timeline(contents: RunContents, schedule: Schedule) -> Timeline | 
         config = RunConfig.from_mapping(contents.config or {})
         if plan is None or config.launch.device != "cuda":
             return None
-        parts = StepParts(
-            config.spec,
-            plan,
-            gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE),
-            seq_len=config.seq_len,
-            precision=config.training.precision,
-            documents=document_attention(config, plan),
-        )
+        gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+        parts = StepParts(Work.of(config, plan), gpu)
         passes = parts.passes()
     except TrainingInfraError:  # the configuration of another version
         return None

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -11,12 +12,13 @@ from step_record import record
 
 from llama_core.chain.diagnosis import diagnose
 from llama_core.config.run import RunConfig
-from llama_core.launch.outcome import read_outcome
+from llama_core.launch.outcome import read_outcome, record_outcome
+from llama_core.launch.verdict import read_log
 from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
-from llama_core.records.metrics import write_metrics_part
+from llama_core.records.metrics import read_metrics, write_metrics_part
 from training_infra import cli
 
 ATTEMPT = {
@@ -218,6 +220,51 @@ def test_metrics_that_cannot_be_read_are_a_problem(run):
     part.write_bytes(b"damaged")
     ((subject, text),) = problems(diagnose(run))
     assert (subject, text.startswith(f"{part} is damaged (")) == ("metrics", True)
+
+
+@pytest.mark.parametrize(
+    "name", ["plan", "choice", "estimate", "environment", "dry_run", "data", "training", "benchmark"]
+)
+def test_a_record_that_cannot_be_read_is_a_problem_that_names_it(run, name):
+    end(run, "cancelled")
+    path = getattr(run, name)
+    path.write_text("garbage")
+    ((subject, told),) = problems(diagnose(run))
+    assert (subject, told.startswith(f"{path} ")) == ("record", True)
+
+
+def test_a_plan_without_its_keys_is_a_problem(run):
+    end(run, "cancelled")
+    write_json(run.plan, {"tp": "many"})
+    ((subject, told),) = problems(diagnose(run))
+    assert (subject, told.startswith(f"{run.plan} is damaged (tp: ")) == ("record", True)
+
+
+@pytest.mark.root
+def test_a_disk_without_inodes_is_a_problem_however_much_room_it_has(run, disk_of):
+    end(run, "cancelled")
+    path = disk_of("64m,nr_inodes=100") / "run"
+    shutil.copytree(run.path, path)
+    ((subject, told),) = problems(diagnose(RunDirectory(path)))
+    assert subject == "disk"
+    assert re.search(r"MiB free, but only \d+ of 100 inodes", told), told
+
+
+def test_advice_for_a_run_that_was_copied_names_its_own_log(run, tmp_path):
+    record_outcome(run, "crashed", reason="rank 1 was killed by signal 11", next_action=read_log(1))
+    shutil.copytree(run.path, tmp_path / "elsewhere")
+    copy = RunDirectory(tmp_path / "elsewhere")
+    for one in (run, copy):
+        assert texts(diagnose(one), "advice") == [f"read {one.logs}/rank-00001.log, fix the cause, then --resume"]
+
+
+def test_steps_of_metrics_that_were_set_aside_are_missing_and_the_file_is_named(run):
+    end(run, "cancelled")
+    part = next(run.metrics.glob("part-*"))
+    part.write_bytes(b"damaged")
+    read_metrics(run, sets_aside=True)
+    ((subject, text),) = problems(diagnose(run))
+    assert (subject, f"step 1 is missing ({part.name}.damaged was damaged)" in text) == ("metrics", True)
 
 
 def test_too_little_disk_for_a_checkpoint_is_a_problem(run, monkeypatch):

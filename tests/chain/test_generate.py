@@ -1,6 +1,8 @@
 """Text from a run or a folder: of its weights, with the tokenizer and the template that they were trained with."""
 
 import json
+import pickle
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+import yaml
 from parity import draw_adapters, native_engine
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
@@ -19,6 +22,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import LLAMA3, LLAMA3_MARKERS
 from llama_core.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     DoesNotFitError,
@@ -28,6 +32,7 @@ from llama_core.errors import (
 )
 from llama_core.machine.detect import Machine
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.training.checkpoint import Checkpointer
@@ -114,6 +119,83 @@ def test_a_run_with_adapters_gives_the_text_of_its_exports(run, adapted):
     assert expected != text(run.path, step=1)
     assert text(export_run(adapted, merged, merged=True), tokenizer="bytes") == expected
     assert text(export_run(adapted, alone)) == expected, "with the tokenizer of the run below"
+
+
+@pytest.fixture
+def damaged(run, tmp_path):
+    """The run, with a flipped byte in its newest checkpoint."""
+    shutil.copytree(run.path, tmp_path / "damaged")
+    flip(tmp_path / "damaged" / "checkpoints" / "step-00000002" / "__0_0.distcp")
+    return RunDirectory(tmp_path / "damaged")
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = r"step-00000002 is damaged \(__0_0\.distcp has the checksum [0-9a-f]{8}, but [0-9a-f]{8} was written\)"
+
+
+def test_the_checkpoint_before_a_damaged_one_is_taken_with_a_line(run, damaged, tmp_path):
+    for take in (
+        lambda tell: text(damaged.path, tell=tell),
+        lambda tell: export_run(damaged, tmp_path / "out", tell=tell),
+    ):
+        told = []
+        take(told.append)
+        assert re.fullmatch(f"checkpoint {DAMAGE}; trying the one before", told[0])
+        assert f"{damaged.path}/checkpoints/step-00000001 in fp32" in told[1]
+    assert text(tmp_path / "out", tokenizer="bytes") == text(run.path, step=1)
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(damaged, tmp_path):
+    named = [
+        lambda: text(damaged.path, step=2),
+        lambda: text(damaged.checkpoints / "step-00000002"),
+        lambda: export_run(damaged, tmp_path / "out", step=2),
+    ]
+    for take in named:
+        with pytest.raises(CheckpointError, match=f"{DAMAGE}; choose another checkpoint of its run"):
+            take()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_damaged_checkpoints_is_refused_with_what_is_wrong_with_each(damaged):
+    (damaged.checkpoints / "step-00000001" / "index.jsonl").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"none of the 2 .* \(step-00000002: .*; step-00000001: index.jsonl is missing\)"
+    ):
+        text(damaged.path)
+
+
+def test_adapters_over_a_damaged_base_are_refused(damaged, adapted, tmp_path):
+    shutil.copytree(adapted.path, tmp_path / "adapted")
+    for file in (tmp_path / "adapted").rglob("config.yaml"):
+        mapping = yaml.safe_load(file.read_text())
+        mapping["training"]["init_from"] = str(damaged.checkpoints / "step-00000002")
+        file.write_text(yaml.safe_dump(mapping))
+    write_manifest(tmp_path / "adapted" / "checkpoints" / "step-00000001", {})
+    for take in (
+        lambda: text(tmp_path / "adapted"),
+        lambda: export_run(RunDirectory(tmp_path / "adapted"), tmp_path / "out", merged=True),
+    ):
+        with pytest.raises(CheckpointError, match=DAMAGE):
+            take()
+
+
+@pytest.mark.parametrize("content", [b"no tensors", b"PK\x03\x04" + bytes(500), pickle.dumps({"a": 1})])
+def test_a_file_of_another_kind_among_the_tensors_is_one_clear_line(damaged, content):
+    checkpoint = damaged.checkpoints / "step-00000002"
+    (checkpoint / "__0_0.distcp").write_bytes(content)
+    write_manifest(checkpoint, {})
+    with pytest.raises(CheckpointError) as refused:
+        text(damaged.path)
+    assert str(refused.value) == (
+        f"cannot read tok_embeddings.weight from {checkpoint}: __0_0.distcp does not hold what was saved there; it is "
+        "damaged, or a file of another kind"
+    )
 
 
 def test_sixteen_bits_are_read_and_computed_with(adapted):
@@ -223,7 +305,7 @@ def test_the_weights_are_told_of(run):
         ({"prompt": "a" * 63}, DataError, "the prompt has 64 tokens, which fill the context of llama3_405b (64)"),
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens=0: generate at least 1"),
         ({"temperature": -1.0}, ConfigError, "temperature=-1: use 0"),
-        ({"step": 7}, RunDirectoryError, "has no complete checkpoint of step 7; there are 1, 2"),
+        ({"step": 7}, RunDirectoryError, "has no checkpoint of step 7; there are 1, 2"),
         ({"tokenizer": "/gone"}, DataError, "no tokenizer '/gone'"),
         ({"chat": True}, DataError, "has no chat template: neither an instruct model, nor trained on conversations"),
         ({"device": "cuda"}, EnvironmentMismatchError, "--device cuda: this machine has no CUDA device"),
@@ -247,7 +329,7 @@ def test_a_request_that_cannot_be_served_is_refused(run, monkeypatch, settings, 
             lambda path: save_run(path, {}, None, steps=()),
             {},
             RunDirectoryError,
-            "has no complete checkpoint; train the run until it saves one",
+            "has no checkpoint; train the run until it saves one",
         ),
         (
             lambda path: save_run(path, {"data": {"source": "dataloader"}}, always(1)),

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llama_core.chain import prepare, runs, steps
+from llama_core.chain import announcements, prepare, runs, steps
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
@@ -19,6 +20,7 @@ from llama_core.chain.preview import preview
 from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import (
+    ConfigError,
     DataError,
     EnvironmentMismatchError,
     PlanError,
@@ -27,12 +29,14 @@ from llama_core.errors import (
     WeightsError,
 )
 from llama_core.launch.outcome import read_outcome
+from llama_core.launch.rank.checks import check_settings
 from llama_core.machine.validate import EnvironmentReport
-from llama_core.records.checkpoints import STATE, checkpoint_name
+from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.units import GIB
+from training_infra import cli
 from training_infra.local import local_steps
 
 
@@ -145,7 +149,7 @@ def test_a_job_with_nodes_of_its_own_is_said_to_ask_for_all_of_their_memory():
 
     def asked(**settings):
         launch = slurm | {"slurm": settings}
-        return steps.asked_memory(prepare_run(config().with_overrides(f"launch={launch}")))
+        return announcements.asked_memory(prepare_run(config().with_overrides(f"launch={launch}")))
 
     assert "--mem=0" in asked(options={"exclusive": True})
     assert not asked(options={"exclusive": True}, memory_gb_per_node=8)
@@ -161,6 +165,132 @@ def test_resume_may_change_the_checkpoint_interval_but_not_the_training(tmp_path
         f"{run.path} holds a run of another configuration (training.learning_rate is 0.0003 there, 1e-05 here); "
         "choose another --run-dir"
     )
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A finished run with a checkpoint."""
+    run = prepare_run(config(steps=10), tmp_path / "run")
+    save_checkpoint(run, 10)
+    finish(run)
+    return run
+
+
+def edit(run, old, new):
+    text = run.config.read_text()
+    assert old in text
+    run.config.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("learning_rate: 0.0003", "learning_rate: 0.001", "training.learning_rate is 0.0003 there, 0.001 here"),
+        ("hidden_size: null", "hidden_size: 256", "architecture.hidden_size is unset there, 256 here"),
+        ("ffn_size: null", "ffn_size: 256", "architecture.ffn_size is unset there, 256 here"),
+        ("steps: 10\n  epochs: 1.0", "steps: null\n  epochs: 2.0", "training.epochs is 1.0 there, 2.0 here"),
+    ],
+)
+def test_settings_that_were_edited_since_the_checkpoint_are_refused_and_the_outcome_stays(trained, old, new, said):
+    edit(trained, old, new)
+    outcome = trained.outcome.read_bytes()
+    with pytest.raises(RunDirectoryError) as refused:
+        prepare_run(load_config(trained), trained.path, resume=True)
+    copy = trained.checkpoints / "step-00000010" / "config.yaml"
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(f"{trained.config} has changed since {trained.path} was trained (")
+    assert str(refused.value).endswith(
+        f"); get the run's settings back with: cp {copy} {trained.config}, or choose another --run-dir to train with "
+        "other settings"
+    )
+    assert trained.outcome.read_bytes() == outcome
+    shutil.copyfile(copy, trained.config)
+    assert prepare_run(load_config(trained), trained.path, resume=True) == trained
+
+
+def test_edited_settings_do_not_make_another_request_the_same_run(trained, monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    run = RunDirectory(trained.path.rename(tmp_path / "runs" / "tiny_llama3_50m-1"))
+    edit(run, "learning_rate: 0.0003", "learning_rate: 0.001")
+    assert runs.existing_run(plan_run(config(steps=10)).config, None, resume=True) == run
+    other = plan_run(config(steps=10, learning_rate=0.001)).config
+    assert runs.existing_run(other, None, resume=True) is None
+    assert "training.learning_rate is 0.0003 there, 0.001 here" in runs.why_none_goes_on(other)
+
+
+def test_flags_that_repeat_what_was_trained_bring_edited_settings_back(trained):
+    text = trained.config.read_text()
+    edit(trained, "learning_rate: 0.0003", "learning_rate: 0.001")
+    prepare_run(config(steps=10), trained.path, resume=True)
+    assert trained.config.read_text() == text
+
+
+def test_more_steps_may_be_written_into_the_settings_but_no_fewer_than_were_taken(trained):
+    edit(trained, "  steps: 10", "  steps: 20")
+    prepare_run(load_config(trained), trained.path, resume=True)
+    assert not is_finished(trained)
+    edit(trained, "  steps: 20", "  steps: 5")
+    with pytest.raises(RunDirectoryError, match=r"training.steps=5: .* has already taken 10 steps; ask for more"):
+        prepare_run(load_config(trained), trained.path, resume=True)
+
+
+def test_settings_that_were_edited_before_the_first_checkpoint_are_taken(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    edit(run, "learning_rate: 0.0003", "learning_rate: 0.001")
+    prepare_run(load_config(run), run.path, resume=True)
+    assert load_config(run).training.learning_rate == 0.001
+
+
+def test_ranks_refuse_settings_that_were_edited_since_the_job_was_submitted(trained):
+    check_settings(trained, load_config(trained))
+    edit(trained, "learning_rate: 0.0003", "learning_rate: 0.001")
+    with pytest.raises(RunDirectoryError, match=r"training.learning_rate is 0.0003 there, 0.001 here"):
+        check_settings(trained, load_config(trained))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is empty"),
+        ("[1]", "is not a mapping of keys to values"),
+        ("modle: x", "unknown key 'modle'; did you mean 'model'?"),
+        ("training: {learning_rate: fast}", "training.learning_rate='fast': input should be a valid number"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_damaged_configuration_of_a_run_names_the_file_and_the_way_back(trained, content, said):
+    trained.config.write_text(content)
+    copy = trained.checkpoints / "step-00000010" / "config.yaml"
+    with pytest.raises(ConfigError) as refused:
+        load_config(trained)
+    (line,) = refused.value.problems
+    assert str(trained.config) in line and said in line
+    assert "write a key" not in line
+    assert line.endswith(f"; get the run's settings back with: cp {copy} {trained.config}")
+
+
+def test_an_emptied_configuration_ends_a_resume_in_one_line_with_the_way_back(trained, capsys):
+    trained.config.write_text("")
+    outcome = trained.outcome.read_bytes()
+    assert cli.main(["train", "--resume", "--run-dir", str(trained.path)]) == 2
+    copy = trained.checkpoints / "step-00000010" / "config.yaml"
+    assert capsys.readouterr().err == (
+        f"error: {trained.config} is empty; get the run's settings back with: cp {copy} {trained.config}\n"
+    )
+    assert trained.outcome.read_bytes() == outcome
+
+
+def test_a_damaged_copy_of_the_settings_is_no_way_back(trained):
+    save_checkpoint(trained, 20)
+    write_json(trained.checkpoints / "step-00000020" / STATE, {"step": 20})
+    write_manifest(trained.checkpoints / "step-00000020", {})
+    copy = trained.checkpoints / "step-00000020" / "config.yaml"
+    copy.write_text(copy.read_text().replace("seed: 0", "seed: 1"))
+    prepare_run(load_config(trained), trained.path, resume=True)
+    trained.config.write_text("")
+    with pytest.raises(ConfigError, match=r"cp .*/step-00000010/config.yaml"):
+        load_config(trained)
 
 
 @pytest.fixture
@@ -218,6 +348,22 @@ def test_a_run_records_the_checkpoint_it_starts_from(tmp_path):
     run = prepare_run(config(init_from="other"), tmp_path / "run")
     save_checkpoint(other, 4)
     assert load_config(run).training.init_from == str(other.checkpoints / "step-00000003")
+
+
+def test_a_run_starts_from_the_checkpoint_before_a_damaged_one_with_a_line(tmp_path, capsys):
+    other = prepare_run(config(), tmp_path / "other")
+    for step in (3, 4):
+        save_checkpoint(other, step)
+        write_json(other.checkpoints / checkpoint_name(step) / STATE, {"step": step})
+        write_manifest(other.checkpoints / checkpoint_name(step), {})
+    settings = other.checkpoints / checkpoint_name(4) / "config.yaml"
+    settings.write_text(settings.read_text().replace("seed: 0", "seed: 1"))
+    capsys.readouterr()
+    run = prepare_run(config(init_from="other"), tmp_path / "run")
+    assert load_config(run).training.init_from == str(other.checkpoints / "step-00000003")
+    damage = r"config.yaml has the checksum \w+, but \w+ was written"
+    line = rf"warning +checkpoint step-00000004 is damaged \({damage}\); trying the one before\n"
+    assert re.search(line, capsys.readouterr().out)
 
 
 def test_a_rotary_embedding_that_the_weights_were_not_made_for_is_a_warning(tmp_path):
@@ -346,7 +492,9 @@ def test_a_step_on_a_directory_without_a_run_says_so(tmp_path):
 
 def test_every_warning_about_the_machine_is_printed(capsys, monkeypatch):
     monkeypatch.setattr(say, "console", Console(soft_wrap=True))
-    steps.say_environment(EnvironmentReport((), ("the disk is full", "the clock is late"), {"python": "Python 3"}, {}))
+    announcements.say_environment(
+        EnvironmentReport((), ("the disk is full", "the clock is late"), {"python": "Python 3"}, {})
+    )
     assert capsys.readouterr().out.splitlines() == [
         "validate  Python 3; 2 warnings",
         "warning   the disk is full",
@@ -373,9 +521,9 @@ def test_a_finished_run_is_not_started_again():
 def test_a_run_says_where_it_goes_on(tmp_path):
     run = prepare_run(config(), tmp_path / "run")
     write_json(run.job, JobRecord("local", "999999999", socket.gethostname(), "2026-01-01T00:00:00+00:00"))
-    assert steps.describe(run) == f"{run.path}: starts over, since there is no checkpoint yet"
+    assert announcements.describe(run) == f"{run.path}: starts over, since there is no checkpoint yet"
     save_checkpoint(run, 7)
-    assert steps.describe(run) == f"{run.path}: continues after step 7"
+    assert announcements.describe(run) == f"{run.path}: continues after step 7"
 
 
 def test_a_run_that_only_timed_steps_is_not_finished():
@@ -421,7 +569,7 @@ def test_unusable_conversations_write_nothing(tmp_path, launcher, conversation, 
 def test_the_data_is_described_before_anything_runs(tmp_path):
     run = prepare_run(RunConfig.from_mapping(chats(tmp_path, CHAT, [*CHAT, *CHAT])))
     with say.console.capture() as told:
-        steps.say_data(run)
+        announcements.say_data(run)
     data, note = " ".join(told.get().split()).split(" note ")
     numbers = read_json(run.data)
     assert data == (
@@ -437,7 +585,7 @@ def test_data_tokenised_in_the_job_is_described_by_its_first_records(tmp_path):
     run = prepare_run(RunConfig.from_mapping(mapping | {"launch": {"device": "cpu", "launcher": "slurm"}}))
     write_json(run.environment, {"facts": {"data": "the first records"}})
     with say.console.capture() as told:
-        steps.say_data(run)
+        announcements.say_data(run)
     assert told.get().split() == ["data", "the", "first", "records"]
 
 
@@ -479,11 +627,11 @@ def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_pa
 
 def test_a_run_ends_with_the_commands_that_show_its_metrics_elsewhere(capsys):
     run = RunDirectory(prepare_run(config()).path)
-    steps.say_metrics(run)
+    announcements.say_metrics(run)
     assert capsys.readouterr().out == ""
     for folder in (run.tensorboard, run.wandb / "offline-run-20261122_101112-x"):
         folder.mkdir(parents=True)
-    steps.say_metrics(run)
+    announcements.say_metrics(run)
     assert capsys.readouterr().out == (
         f"metrics   tensorboard --logdir {run.path}/logs/tensorboard\n"
         f"metrics   wandb sync {run.path}/logs/wandb/offline-run-*\n"

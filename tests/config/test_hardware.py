@@ -17,6 +17,8 @@ from llama_core.errors import ConfigError
         ("NVIDIA A100-SXM-80GB", "a100"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("AMD Instinct MI300X OAM", "mi300x"),
     ],

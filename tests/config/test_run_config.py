@@ -323,3 +323,91 @@ def test_the_deployments_are_the_configurations():
     of_runs = [one for one in deployments if "config" in one["parameters"]]
     deployed = {one["name"]: RunConfig.from_mapping(one["parameters"]["config"]) for one in of_runs}
     assert deployed == {path.stem: RunConfig.load(path) for path in CONFIGS if path.stem != "demo"}
+
+
+def test_a_file_is_named_in_its_own_problems_and_not_in_those_of_overrides(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("modle: llama3_8b\ntraining: {steps: many}\n")
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.load(file, ["training.seed=first"])
+    assert sorted(problem.startswith(f"{file}: ") for problem in refused.value.problems) == [False, True, True]
+    assert "training.seed='first': input should be a valid integer" in refused.value.problems
+
+
+FILE = {
+    "training": {"seq_len": 4096, "steps": 5, "warmup_steps": 9, "precision": "fp8"},
+    "parallel": {"gpus": 8, "tp": 3, "pp": 99},
+    "launch": {"nodes": 3, "min_nodes": 4, "device": "cpu"},
+    "architecture": {"num_kv_heads": 3},
+    "moe": {"num_experts": 1},
+}
+BEGINNINGS = {
+    "training.seq_len=4096 is above": "architecture.max_context=4096",
+    "parallel.pp=99 is above": "architecture.num_layers=99",
+    "architecture.num_kv_heads=3 does not": "architecture.num_heads=3",
+    "parallel.gpus=8 is not a multiple": "parallel.gpus=297",
+    "parallel.gpus=8 cannot be spread": "launch.nodes=4",
+    "launch.min_nodes=4 is above": "launch.min_nodes=3",
+    "training.precision=fp8 needs": "training.precision=bf16",
+    "training.warmup_steps=9 is above": "training.steps=10",
+}
+
+
+def refused(tmp_path, *overrides):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(FILE))
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(file, overrides)
+    return [problem.replace(f"{file}: ", "FILE: ") for problem in caught.value.problems]
+
+
+def test_a_contradiction_of_a_file_names_the_file(tmp_path):
+    told = refused(tmp_path, "tracking.tensorboard=false")
+    assert [problem for problem in told if not problem.startswith("FILE: ")] == []
+    assert [problem for problem in BEGINNINGS if f"FILE: {problem}" not in "\n".join(told)] == []
+
+
+def test_a_contradiction_with_an_override_does_not_name_the_file(tmp_path):
+    told = refused(tmp_path, "parallel.gpus=16")
+    assert [problem for problem in told if "parallel.gpus=16" in problem] == [
+        "parallel.gpus=16 is not a multiple of 297 (tp 3 x pp 99); use 297",
+        "parallel.gpus=16 cannot be spread evenly over launch.nodes=3",
+    ]
+
+
+def test_an_override_that_changes_nothing_has_no_part_in_a_contradiction(tmp_path):
+    assert refused(tmp_path, "parallel.gpus=8", "strategy=standard") == refused(tmp_path)
+
+
+@pytest.mark.parametrize(("contradiction", "override"), BEGINNINGS.items())
+def test_each_contradiction_names_the_settings_that_resolve_it(contradiction, override):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(FILE)
+    (record,) = [record for record in caught.value.records if str(record).startswith(contradiction)]
+    with pytest.raises(ConfigError) as changed:
+        RunConfig.from_mapping(FILE, [override])
+    assert [problem for problem in changed.value.problems if problem.startswith(contradiction)] == []
+    assert override.startswith(record.keys)
+
+
+def test_a_problem_has_its_setting_and_its_value_apart():
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping({"training": {"steps": "many"}, "parallel": {"gpus": 8}, "launch": {"nodes": 3}})
+    assert [(record.setting, record.value, record.keys) for record in caught.value.records] == [
+        ("training.steps", "'many'", ("training.steps",)),
+        ("parallel.gpus", "8", ("parallel.gpus", "launch.nodes")),
+    ]
+
+
+def test_a_setting_that_the_weights_bring_is_that_of_whoever_names_them(tmp_path):
+    weights = {"model": 3, "architecture": {}, "strategy": "standard", "data": {"tokenizer": "bytes"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(weights))
+    file = tmp_path / "mine.yaml"
+    file.write_text("training: {steps: 5}\n")
+    with pytest.raises(ConfigError) as asked:
+        RunConfig.load(file, [f"training.init_from={tmp_path}"])
+    file.write_text(f"training: {{init_from: {tmp_path}}}\n")
+    with pytest.raises(ConfigError) as written:
+        RunConfig.load(file, ["training.steps=5"])
+    assert asked.value.problems == ("model=3: input should be a valid string",)
+    assert written.value.problems == (f"{file}: model=3: input should be a valid string",)

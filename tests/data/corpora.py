@@ -1,11 +1,14 @@
 """Small corpora for tests: files, and token caches in memory."""
 
+import gzip
 import json
 from datetime import date
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from llama_core.data.chat import ChatFormat, ConversationCounts, encode
@@ -36,6 +39,17 @@ def write_jsonl(path, documents):
     """Write strings as texts and lists of messages as conversations."""
     records = ({"text": item} if isinstance(item, str) else {"messages": item} for item in documents)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_texts(path, texts):
+    """Write strings in the form that the file's name says."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=100)
+        return path
+    write_jsonl(path, texts)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
     return path
 
 

@@ -294,7 +294,7 @@ def test_a_conversation_with_nothing_to_learn_is_left_out(messages, reason):
 
 
 def chosen(tokenizer, model="tiny_llama3_50m", **settings):
-    files = [SourceFile(Path("chats.jsonl"), 1, 1_800_000_000 * 10**9)]
+    files = [SourceFile(Path("chats.jsonl"), 1, 1_800_000_000 * 10**9, 0)]
     return chat_format(DataConfig(**settings), tokenizer, model_spec(model), files)
 
 
@@ -312,7 +312,7 @@ def test_a_family_defaults_to_its_published_format(model, name):
 
 
 def test_a_model_of_unknown_family_gets_the_format_whose_markers_its_tokenizer_has(llama2, llama3):
-    files = [SourceFile(Path("chats.jsonl"), 1, 1)]
+    files = [SourceFile(Path("chats.jsonl"), 1, 1, 1)]
     spec = replace(model_spec("llama3_8b"), family="llama")
     names = [
         chat_format(DataConfig(), tokenizer, spec, files).template.name

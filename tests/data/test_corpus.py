@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import os
 import tempfile
@@ -8,12 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import write_jsonl
+from corpora import write_jsonl, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_core.data.corpus import BadLines, Document, find_files, read_documents
 from llama_core.errors import DataError
+from llama_core.units import MIB
 
 NOBODY = 65534
 
@@ -207,6 +209,71 @@ def test_a_parquet_file_without_the_column_is_refused_with_its_columns(tmp_path)
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"has no column 'text' or 'messages'; set data\.text_field to one of body, id"):
         read(tmp_path)
+
+
+FORMS = ("a.jsonl", "a.jsonl.gz", "a.parquet")
+
+
+def documents_of(files, content=None):
+    return read_documents(files, "text", BadLines(), render=Document, max_bad_lines=1, content=content)
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def append(file):
+    with file.open("ab") as opened:
+        opened.write(b"\n")
+
+
+def replace(file):
+    copy = file.with_name("copy")
+    copy.write_bytes(file.read_bytes())
+    copy.replace(file)
+
+
+@pytest.mark.parametrize("change", [cut, append, replace, Path.touch])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, name, change):
+    file = write_texts(tmp_path / name, [f"{number:0100}" for number in range(1000)])
+    os.utime(file, (1, 1))
+    documents = documents_of(find_files(str(file)))
+    next(documents)
+    change(file)
+    with pytest.raises(DataError, match=rf"^{file} changed while it was read .*; make sure that nothing writes to it"):
+        list(documents)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_file_that_changes_between_the_look_and_the_reading_is_refused(tmp_path, name):
+    file = write_texts(tmp_path / name, ["x"])
+    files = find_files(str(file))
+    append(file)
+    with pytest.raises(DataError, match="changed while it was read"):
+        next(documents_of(files))
+
+
+def test_a_file_that_ends_early_is_refused_even_if_its_size_and_time_come_back(tmp_path):
+    file = write_texts(tmp_path / "a.jsonl", ["x" * (1024 - len('{"text": ""}\n'))] * 2048)
+    whole, before = file.read_bytes(), file.stat()
+
+    class Meddler:
+        def update(self, block):
+            file.write_bytes(whole[:MIB] if block else whole)
+            os.utime(file, ns=(before.st_mtime_ns, before.st_mtime_ns))
+
+    with pytest.raises(DataError, match=r"changed while it was read \(2,097,152 bytes before, 1,048,576 read\)"):
+        list(documents_of(find_files(str(file)), Meddler()))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_contents_are_digested_while_they_are_read(tmp_path, name):
+    file = write_texts(tmp_path / name, ["x", "y"])
+    content = hashlib.sha256()
+    list(documents_of(find_files(str(file)), content))
+    assert content.hexdigest() == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.mark.root

@@ -157,6 +157,21 @@ def test_validation_takes_distinct_rows_in_the_order_of_the_dataset(documents, b
     assert all(len(batch.tokens_BS) == batch_size for batch in batches[:-1])
 
 
+@given(documents=texts, batch_size=st.integers(1, 5), max_rows=st.integers(1, 30), world_size=st.integers(1, 3))
+def test_filled_batches_of_validation_have_one_size_and_the_same_targets(documents, batch_size, max_rows, world_size):
+    """Compiled blocks would be compiled anew for a smaller one."""
+    dataset = dataset_of(documents)
+    for rank in range(world_size):
+        share = (batch_size, max_rows, rank, world_size)
+        batches = list(validation_batches(dataset, *share, fills_batches=True))
+        plain = list(validation_batches(dataset, *share))
+        assert {len(batch.tokens_BS) for batch in batches} == {batch_size}
+        assert len(batches) == len(plain)
+        targets, expected = (torch.cat([batch.targets_BS for batch in those]) for those in (batches, plain))
+        assert torch.equal(targets[: len(expected)], expected)
+        assert (targets[len(expected) :] == IGNORE_INDEX).all()
+
+
 @given(text_hashes=hashes, more=hashes, fraction=fractions)
 def test_a_document_stays_on_its_side_when_others_are_added(text_hashes, more, fraction):
     assume((text_hashes < np.uint64(fraction * 2.0**64)).any())
@@ -381,7 +396,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_cache(tmp_path, name):
             DataError, match=rf"cannot write the token cache in '{disk}': the disk of \S+ is full: 1.00 MiB free; make"
         ):
             load(source, tmp_path)
-        assert list(disk.iterdir()) == []
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from corpora import byte_cache, conversations, texts
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llama_core.data.chat import ChatFormat
@@ -216,3 +216,22 @@ def test_conversations_packed_differently_have_another_digest():
 def test_texts_alone_are_refused_as_conversations():
     with pytest.raises(ValueError, match="these documents are texts"):
         pack_chats(["a", "b"], 8)
+
+
+def whole_rows(dataset):
+    """Return the rows that are a single document, by their positions."""
+    unbroken = np.arange(dataset.seq_len)
+    return [row for row in range(len(dataset)) if np.array_equal(dataset.row(row)[2], unbroken)]
+
+
+@given(documents=texts, seq_len=seq_lens, seed=seeds)
+def test_the_share_of_rows_that_are_one_document_is_that_of_unbroken_positions(documents, seq_len, seed):
+    dataset = pack(documents, seq_len, seed)
+    assert dataset.share_of_whole_rows == len(whole_rows(dataset)) / len(dataset)
+
+
+@given(documents=mixed, seq_len=seq_lens)
+def test_the_same_holds_for_rows_of_whole_conversations(documents, seq_len):
+    dataset = pack_chats(documents, seq_len)
+    assume(len(dataset))
+    assert dataset.share_of_whole_rows == len(whole_rows(dataset)) / len(dataset)

@@ -54,3 +54,21 @@ def test_installed_packages_tests_and_undecodable_modules_are_left_out(tmp_path)
 def test_a_python_without_its_source_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no module source in .* give your own data\.source"):
         sample_file(tmp_path, tmp_path / "nothing")
+
+
+def test_a_sample_that_another_node_makes_meanwhile_stays_as_it_is(tmp_path, monkeypatch):
+    """Its ranks may read it already; they would take a file that is replaced for one that somebody writes."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "module.py").write_text("pass")
+    made_elsewhere = sample_file(tmp_path / "elsewhere", library)
+    ours = tmp_path / "cache" / made_elsewhere.name
+
+    def dumps(record):
+        ours.hardlink_to(made_elsewhere)
+        return "{}"
+
+    monkeypatch.setattr("llama_core.data.sample.json.dumps", dumps)
+    assert sample_file(ours.parent, library) == ours
+    assert ours.samefile(made_elsewhere)
+    assert [path.name for path in ours.parent.iterdir()] == [ours.name]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import chat_of, write_jsonl
+from corpora import chat_of, write_jsonl, write_texts
 
 from llama_core.data import token_cache
 from llama_core.data.corpus import find_files
@@ -93,6 +93,53 @@ def test_a_changed_source_is_tokenised_again(source, tmp_path):
     assert texts_of(build(source, tmp_path / "cache")) == ["other", "text"]
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.parquet"])
+def test_a_source_that_was_cut_while_it_was_tokenised_leaves_no_cache(tmp_path, name):
+    source = write_texts(tmp_path / name, [os.urandom(1000).hex() for _ in range(3000)])
+    with pytest.raises(DataError, match="changed while it was read"):
+        build(source, tmp_path / "cache", on_progress=lambda done, total: os.truncate(source, done))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_other_contents_of_the_same_size_and_time_are_tokenised_again(tmp_path):
+    source = write_jsonl(tmp_path / "data.jsonl", ["one"])
+    before = source.stat()
+    build(source, tmp_path / "cache")
+    write_jsonl(source, ["two"])
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (source.stat().st_size, source.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert texts_of(build(source, tmp_path / "cache")) == ["two"]
+
+
+def test_a_source_that_comes_back_finds_its_cache_again(source, tmp_path):
+    first = build(source, tmp_path / "cache")
+    content = source.read_bytes()
+    write_jsonl(source, [text.upper() for text in DOCUMENTS])
+    build(source, tmp_path / "cache")
+    source.write_bytes(content)
+    calls = []
+    assert build(source, tmp_path / "cache", on_progress=lambda *call: calls.append(call)).path == first.path
+    assert calls == []
+
+
+def test_a_source_is_compared_with_its_cache_only_once(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "SETTLED_AFTER_SECONDS", -60)
+    first = build(source, tmp_path / "cache")
+    source.chmod(0o600)  # contents are the same, but only reading them tells
+    assert build(source, tmp_path / "cache").path == first.path
+    monkeypatch.delattr(token_cache, "digest_of")
+    assert build(source, tmp_path / "cache").path == first.path
+
+
+def test_a_source_that_has_just_changed_is_compared_with_its_cache_each_time(source, tmp_path, monkeypatch):
+    build(source, tmp_path / "cache")
+    monkeypatch.setattr(token_cache, "digest_of", lambda files: "other contents under the same times")
+    calls = []
+    with pytest.raises(DataError, match="changed while it was read"):
+        build(source, tmp_path / "cache", on_progress=lambda *call: calls.append(call))
+    assert calls != []
+
+
 def test_a_text_has_the_same_hash_wherever_it_is(source, tmp_path):
     there = build(source, tmp_path / "cache")
     reversed_source = write_jsonl(tmp_path / "reversed.jsonl", DOCUMENTS[::-1])
@@ -150,26 +197,27 @@ def test_concurrent_builders_all_end_with_one_cache(tmp_path):
 
 
 def test_a_builder_removes_no_cache_that_appears_once_it_has_looked(source, tmp_path, monkeypatch):
-    directory, look = tmp_path / "cache", token_cache._open
+    directory, look = tmp_path / "cache", token_cache._find
 
-    def look_and_be_overtaken(entry, *rest):
-        found = look(entry, *rest)
+    def look_and_be_overtaken(*entries):
+        found = look(*entries)
         if not published:
-            monkeypatch.setattr(token_cache, "_open", look)
+            monkeypatch.setattr(token_cache, "_find", look)
             build(source, directory)
             published.update(path.stat().st_ino for path in directory.iterdir())
         return found
 
     published = set()
-    monkeypatch.setattr(token_cache, "_open", look_and_be_overtaken)
+    monkeypatch.setattr(token_cache, "_find", look_and_be_overtaken)
     assert texts_of(build(source, directory)) == DOCUMENTS
     assert {path.stat().st_ino for path in directory.iterdir()} == published
 
 
-def test_an_interrupted_build_leaves_nothing(source, tmp_path):
-    def interrupt(done, total):
-        raise KeyboardInterrupt
+def interrupt(done, total):
+    raise KeyboardInterrupt
 
+
+def test_an_interrupted_build_leaves_nothing(source, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(source, tmp_path / "cache", on_progress=interrupt)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -185,11 +233,38 @@ def test_the_remains_of_a_killed_build_are_not_used_as_a_cache(source, tmp_path)
     killed = subprocess.run([sys.executable, "-c", command], env=environment, check=False)
     assert killed.returncode == -9
     assert [path.suffix for path in directory.iterdir()] == [".tmp"]
-    assert texts_of(build(source, directory)) == DOCUMENTS
+    cache = build(source, directory)
+    assert texts_of(cache) == DOCUMENTS
+    assert list(directory.iterdir()) == [cache.path], "the remains are removed"
+
+
+def test_a_build_that_is_under_way_is_left_alone_however_old_its_files_are(source, tmp_path):
+    directory = tmp_path / "cache"
+
+    def build_other(done, total):
+        (building,) = directory.glob(".tokens-*.tmp")
+        for path in (building, *building.iterdir()):
+            os.utime(path, (1, 1))
+        build(write_jsonl(tmp_path / "other.jsonl", ["other"]), directory)
+
+    assert texts_of(build(source, directory, on_progress=build_other)) == DOCUMENTS
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_the_remains_of_a_build_under_another_kernel_may_belong_to_a_living_one(source, tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "lock_domain", lambda found: "kernel of another machine")
+        patch.setattr(token_cache.shutil, "rmtree", lambda *arguments, **options: None)  # as if it were killed
+        with pytest.raises(KeyboardInterrupt):
+            build(source, directory, on_progress=interrupt)
+    (left,) = directory.iterdir()
+    build(source, directory)
+    assert left.exists()
 
 
 def test_only_abandoned_builds_are_removed(source, tmp_path):
-    names = (".tokens-old.x.tmp", ".tokens-alive.x.tmp")
+    names = (".tokens-old.x.tmp", ".tokens-young.x.tmp")
     abandoned, alive = (tmp_path / "cache" / name for name in names)
     for folder in (abandoned, alive):
         folder.mkdir(parents=True)

@@ -11,7 +11,8 @@ from disks import is_stopped, pid_of
 from faulty_run import INJECTION, Fault, FaultyRun
 from postgresql import PostgreSQL
 
-from llama_core.launch.jobs.submission import attach, submission_folders
+from llama_core.launch.jobs.submission import attach
+from llama_core.launch.places import submission_folders
 from llama_core.records.files import read_json
 
 pytestmark = pytest.mark.root

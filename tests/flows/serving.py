@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,8 @@ class Serving:
             )
         until(lambda: "\nnext " in self.log.read_text() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text()
+        self.auth_string = tomllib.loads((self.checkout / "prefect.toml").read_text())["api"]["auth_string"]
+        self.owner = httpx.Client(base_url=self.url, auth=tuple(self.auth_string.split(":")))
 
     def stop(self):
         self.process.send_signal(signal.SIGINT)
@@ -79,7 +82,7 @@ class Serving:
     def state(self, flow_run_id):
         """Return the state of a flow run, once the server answers."""
         until(lambda: answers(self.url))
-        return httpx.get(f"{self.url}/flow_runs/{flow_run_id}").json()["state"]
+        return self.owner.get(f"/flow_runs/{flow_run_id}").json()["state"]
 
     def end(self, flow_run_id):
         """Wait for a flow run to end; return the name of its state."""
@@ -89,7 +92,7 @@ class Serving:
     def followed(self, flow_run_id, times=1):
         """Wait until the flow run follows its job for the ``times``-th time; return its run."""
         progress = {"artifacts": {"key": {"any_": ["training-progress"]}, "flow_run_id": {"any_": [flow_run_id]}}}
-        until(lambda: len(httpx.post(f"{self.url}/artifacts/filter", json=progress).json()) == times)
+        until(lambda: len(self.owner.post("/artifacts/filter", json=progress).json()) == times)
         run = self.submitted(flow_run_id)
         until(run.heartbeat.exists)
         return run

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from serving import SECRET, Serving, slowed, until
 
-from llama_core.chain import steps
+from llama_core.launch.jobs import submission
 from llama_core.launch.outcome import read_outcome
 
 pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("serve")]
@@ -39,6 +39,9 @@ def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving)
     assert run.report.exists()
     written = [path for folder in (serving.home, run.path) for path in folder.rglob("*") if path.is_file()]
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+    password = serving.auth_string.encode()
+    assert [path for path in written if password in path.read_bytes()] == []
+    assert (serving.checkout / "prefect.toml").stat().st_mode & 0o077 == 0
 
 
 def test_a_flow_run_can_be_cancelled_without_a_worker(serving):
@@ -53,7 +56,7 @@ def test_a_flow_run_can_be_cancelled_without_a_worker(serving):
 def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow_run_ends_its_job(serving):
     first = serving.run(endless(seed=2))
     run = slowed(serving.followed(first))
-    steps.attach(run).cancel()
+    submission.attach(run).cancel()
     assert serving.end(first) == "Cancelled"
     assert read_outcome(run).reason in serving.state(first)["message"]
     assert run.report.exists()
@@ -61,8 +64,20 @@ def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow
     assert serving.followed(second) == run
     assert serving.prefect("flow-run", "cancel", second).returncode == 0
     assert serving.end(second) == "Cancelled"
-    assert steps.attach(run) is None
+    assert submission.attach(run) is None
     assert [attempt["status"] for attempt in read_outcome(run).attempts] == ["cancelled", "cancelled"]
+
+
+def test_somebody_without_the_password_gets_no_shell(serving, tmp_path):
+    """Every user of the machine reaches the port, and a flow run can bring its own command."""
+    with httpx.Client(base_url=serving.url) as stranger:
+        named = {"deployments": {"name": {"any_": ["tiny_llama3_50m"]}}}
+        found = stranger.post("/deployments/filter", json=named)
+        command = {"job_variables": {"command": f"touch {tmp_path / 'shell'}"}}
+        for deployment in found.json() if found.is_success else []:
+            assert stranger.post(f"/deployments/{deployment['id']}/create_flow_run", json=command).is_success
+            until((tmp_path / "shell").exists)
+    assert (found.status_code, (tmp_path / "shell").exists()) == (401, False)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +98,7 @@ def test_a_wrong_parameter_is_refused_before_anything_is_scheduled(serving, para
 def test_the_nightly_sweep_is_planned_for_two_oclock(serving):
     """By the server's scheduler, which needs up to a minute after its start."""
     nightly, runs = {"deployments": {"name": {"any_": ["tiny_llama3_50m_throughput"]}}}, []
-    until(lambda: runs.extend(httpx.post(f"{serving.url}/flow_runs/filter", json=nightly).json()) or runs)
+    until(lambda: runs.extend(serving.owner.post("/flow_runs/filter", json=nightly).json()) or runs)
     assert {run["state"]["type"] for run in runs} == {"SCHEDULED"}
     assert {run["expected_start_time"][11:16] for run in runs} == {"02:00"}
 

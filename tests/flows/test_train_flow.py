@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.chain.steps import stopped
+from llama_core.chain.stopping import stopped
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics

@@ -15,10 +15,11 @@ from malformed import WORDS, cases, changed, damaged, damaged_json, junk, keep_t
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
-from llama_core.data import chat_template
-from llama_core.data.chat_template import BUILT_IN, ChatTemplate, TemplateRefusalError
+from llama_core.data import rendering
+from llama_core.data.chat_template import BUILT_IN, ChatTemplate
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
+from llama_core.data.rendering import TemplateRefusalError
 from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import DataError
 
@@ -155,7 +156,7 @@ def test_any_chat_template_renders_or_is_refused(tmp_path):
     ],
 )
 def test_a_template_that_would_not_end_is_refused(source, monkeypatch):
-    monkeypatch.setattr(chat_template, "MOST_STEPS", 10_000)
+    monkeypatch.setattr(rendering, "MOST_STEPS", 10_000)
     with pytest.raises(TemplateRefusalError):
         ChatTemplate(TemplateSource(source, "endless"), {}, date(2026, 1, 31)).render(CHAT["messages"])
 

@@ -9,6 +9,7 @@ from malformed import cases, damaged, damaged_json, keep_the_law, naming, write
 from synthetic_run import step_record, write_run
 
 from llama_core.chain import steps
+from llama_core.chain.announcements import say_data
 from llama_core.chain.runs import existing_run, find_checkpoint, is_finished, load_config, load_plan, resume_point
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import attempt_path, current_attempt, is_cancellation_requested, read_rank_exits
@@ -26,8 +27,8 @@ from llama_core.records.rollbacks import Rollback, read_rollbacks, write_rollbac
 from llama_core.records.timelines import LaneRecord, read_lanes, write_lane
 from llama_core.sweep.directory import SweepDirectory, unfinished
 from llama_core.sweep.judgement import Judgement
-from training_reports.compare_rows import compare_runs
 from training_reports.page import write_report
+from training_reports.run_comparison import compare_runs
 
 JOB = JobRecord("local", "999999999", "login1", "2026-11-21T09:50:00+00:00")
 
@@ -71,7 +72,7 @@ def readers(run):
         partial(read_metrics, run), partial(read_outcome, run), partial(is_finished, run), partial(resume_point, run),
         partial(newest_step, run), partial(find_checkpoint, run, None), partial(read_profiles, run),
         partial(steps.records, run), partial(steps.reasons, run), partial(steps.estimate, run),
-        partial(steps.benchmark, run), partial(steps.training_summary, run), partial(steps.say_data, run),
+        partial(steps.benchmark, run), partial(steps.training_summary, run), partial(say_data, run),
         partial(current_attempt, run, JOB), partial(is_cancellation_requested, run, JOB),
         partial(read_rank_exits, run, JOB, 0), partial(concluded, run, JOB), partial(conclude, run, JOB),
         partial(attach, run), partial(existing_run, config, run.path, resume=True),
@@ -105,9 +106,8 @@ def test_damaged_files_are_named_by_every_reader(whole, tmp_path):
     run = type(whole)(tmp_path / "mine")
     for number, rng in cases("run directory", share=0.6):
         path = one_damaged(rng, whole, run)
-        names = None if path == run.config else [path.name, run.path.name]  # of a configuration, the key is named
         with naming(number):
-            keep_the_law(readers(run), run.path, names=names)
+            keep_the_law(readers(run), run.path, names=[path.name, run.path.name])
 
 
 def test_damaged_files_leave_a_page(whole, tmp_path):

@@ -1,6 +1,7 @@
 """The checks that ranks make on their nodes."""
 
 import json
+import os
 import resource
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from distributed import run_ranks
 from llama_core.config.run import DataConfig, RunConfig
 from llama_core.data.datasets import load_datasets
 from llama_core.errors import DataError, EnvironmentMismatchError
+from llama_core.launch.attempts import own_host
 from llama_core.launch.rank.checks import (
     RankFacts,
     allow_open_files,
@@ -25,9 +27,11 @@ from llama_core.launch.rank.checks import (
     find_room_for_temporary_files,
 )
 from llama_core.parallel.ranks import own_rank
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 
+PLAN = ParallelPlan()
 FACTS = RankFacts(0, "node1", "H100", 80, "3.11.7", "2.13.0", "2.27.5", "abc", "def")
 
 
@@ -120,28 +124,57 @@ def test_a_driver_too_old_for_torch_is_named_with_the_build_that_it_runs(monkeyp
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     config = RunConfig.from_mapping({"launch": {"device": "cuda", "launcher": "slurm"}})
     with pytest.raises(EnvironmentMismatchError, match=r"is built for CUDA 13\.0, but the node's driver runs " + says):
-        check_own_device(config)
+        check_own_device(config, PLAN)
 
 
-def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
-    config = RunConfig.from_mapping({"launch": {"device": "cuda"}, "training": {"precision": "fp8"}})
+@pytest.fixture
+def gpu(monkeypatch):
+    """The GPU of this machine."""
     gpu = SimpleNamespace(name="NVIDIA A40", major=8, minor=6, total_memory=10**11)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    return gpu
+
+
+def test_fp8_needs_a_gpu_that_multiplies_it(gpu):
+    config = RunConfig.from_mapping({"launch": {"device": "cuda"}, "training": {"precision": "fp8"}})
     with pytest.raises(EnvironmentMismatchError, match=r"fp8 needs .* 8\.9 or newer, and this is NVIDIA A40; use"):
-        check_own_device(config)
+        check_own_device(config, PLAN)
     gpu.minor = 9
-    check_own_device(config)
+    check_own_device(config, PLAN)
+
+
+def test_several_nodes_need_a_torch_that_splits_all_groups_at_once(gpu, monkeypatch):
+    config = RunConfig.from_mapping({"launch": {"device": "cuda", "nodes": 2}, "parallel": {"gpus": 2}})
+    check_own_device(config, PLAN)
+    monkeypatch.setattr("torch.distributed.split_group", lambda parent_pg=None, split_ranks=None: None)
+    with pytest.raises(EnvironmentMismatchError, match=r"one by one, .*; install torch 2\.13 or newer$"):
+        check_own_device(config, PLAN)
+    check_own_device(config.with_overrides("launch.nodes=1"), PLAN)
+
+
+def test_a_node_without_pythons_headers_is_told_before_the_ranks_meet(gpu, monkeypatch, tmp_path, caplog):
+    """Triton compiles against them; without compiled blocks only the loss needs Triton, and it has another way."""
+    config = RunConfig.from_mapping({"launch": {"device": "cuda"}})
+    check_own_device(config, replace(PLAN, compile=True))
+    check_own_device(config, PLAN)
+    assert caplog.text == ""
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    with pytest.raises(EnvironmentMismatchError, match=rf"compile needs Python\.h in {tmp_path} .*compile=false$"):
+        check_own_device(config, replace(PLAN, compile=True))
+    check_own_device(config, PLAN)
+    assert "the loss runs in blocks" in caplog.text
+    assert f"lacks Python.h in {tmp_path}" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a node without CUDA")
 def test_a_node_without_the_planned_device_says_so(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     config = RunConfig.from_mapping({"launch": {"device": "cuda", "launcher": "slurm"}})
-    check_own_device(config.with_overrides("launch.device=cpu"))
+    check_own_device(config.with_overrides("launch.device=cpu"), PLAN)
     with pytest.raises(EnvironmentMismatchError, match=r"^rank 3 on .*: torch .* sees no CUDA device"):
-        check_own_device(config)
+        check_own_device(config, PLAN)
 
 
 @pytest.fixture
@@ -171,6 +204,28 @@ def test_a_rank_without_room_for_temporary_files_keeps_them_in_the_run_directory
     assert where.startswith(str(run.logs / "tmp"))
     assert f"{folder} on" in caplog.text
     assert where in caplog.text
+
+
+def test_temporary_files_in_the_run_directory_are_closed_to_others(tmp_path, temporary_folder):
+    """Among them are the caches of torch's compiler, which are pickles."""
+    run, _ = prepared(tmp_path)
+    temporary_folder(tmp_path / "missing")
+    folder = run.temporary(own_host())
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    find_room_for_temporary_files(run)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.root
+def test_a_folder_for_temporary_files_that_another_user_has_made_is_refused(tmp_path, temporary_folder):
+    run, _ = prepared(tmp_path)
+    temporary_folder(tmp_path / "missing")
+    folder = run.temporary(own_host())
+    folder.mkdir(parents=True)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(EnvironmentMismatchError, match=f"{folder} belongs to another user"):
+        find_room_for_temporary_files(run)
 
 
 def test_a_rank_with_room_for_temporary_files_keeps_them_where_they_were(tmp_path, temporary_folder, caplog):

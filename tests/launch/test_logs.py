@@ -1,7 +1,12 @@
+from io import BytesIO
 from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from llama_core.launch.attempts import LOG_HEADER, log_path
-from llama_core.launch.logs import LOGS_AT_ONCE, LogFollower
+from llama_core.launch.logs import LOGS_AT_ONCE, LogFollower, start_of_last_lines
 
 
 def add(run, rank, text):
@@ -30,6 +35,25 @@ def test_a_follower_can_start_with_the_last_lines_of_the_newest_attempt(run):
         "three",
     ]
     assert len(list(LogFollower(run, last_lines=None).new_lines())) == 6
+
+
+@pytest.mark.parametrize(("num_lines", "first"), [(100_000, 20_001), (7, 119_994), (10**9, 1)])
+def test_as_many_lines_are_shown_as_were_asked_for(run, num_lines, first):
+    add(run, 0, "".join(f"line {number} of the run, long enough for megabytes\n" for number in range(1, 120_001)))
+    lines = [line for _, line in LogFollower(run, last_lines=num_lines).new_lines()]
+    assert len(lines) == min(num_lines, 120_000)
+    assert lines[0].startswith(f"line {first} of")
+    assert lines[-1].startswith("line 120000 of")
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64])
+@given(texts=st.lists(st.text("ab\r\n", max_size=9), max_size=9), num_lines=st.integers(1, 9))
+def test_the_size_of_a_block_changes_no_line(block, texts, num_lines):
+    content = "".join([*texts, "x" * 9, f"\n{LOG_HEADER}2 ===\n", *texts]).encode()
+    newest = content[content.rindex(LOG_HEADER.encode()) :].splitlines(keepends=True)
+    expected = newest[-num_lines:]
+    offset = start_of_last_lines(BytesIO(content), num_lines, block=block)
+    assert content[offset:] == b"".join(expected)
 
 
 def test_one_rank_can_be_followed(run):

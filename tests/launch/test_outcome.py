@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 from dataclasses import replace
 from datetime import datetime
@@ -19,7 +20,9 @@ from llama_core.launch.attempts import (
     log_path,
     request_cancellation,
 )
-from llama_core.launch.outcome import conclude, record_outcome
+from llama_core.launch.outcome import conclude, read_outcome, record_outcome
+from llama_core.launch.rank import requeue
+from llama_core.launch.scheduler import JobStatus
 from llama_core.launch.verdict import LOST_PEERS_EXIT
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
@@ -34,6 +37,15 @@ def leave(run, *, rank=0, exit_code=None, by=None, log="", **facts):
     job = JobRecord(**read_json(run.job))
     write_json(exit_path(run, job, 0, rank), RankExit(rank, exit_code, by, **defaults | facts))
     log_path(run, rank).write_text(f"{LOG_HEADER}1 ===\nCUDA out of memory\n{LOG_HEADER}4242 ===\n{log}")
+
+
+def queue_again(run, job):
+    """Queue a job again near its time limit, as its first rank does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "which", lambda name: name)
+        patch.setattr(requeue, "job_status", lambda *job: JobStatus("RUNNING"))
+        patch.setattr(requeue, "requeue", lambda job_id: job_id == job.job_id)
+        return requeue.start_again(run, job, 0, announced=True, max_attempts=3)
 
 
 @pytest.fixture
@@ -110,6 +122,7 @@ def test_a_failure_of_a_device_or_of_nccl_is_told_from_its_words(run, job, case)
     outcome = conclude(run, job)
     assert (outcome.status, outcome.reason) == (case["status"], case["reason"])
     assert outcome.next_action
+    assert outcome.next_action.startswith(case.get("next_action", ""))
 
 
 def test_the_next_command_after_a_broken_device_leaves_its_node_out(run, job):
@@ -224,6 +237,20 @@ def test_the_steps_of_an_attempt_are_its_own_whatever_its_clock_did(run, job):
     write_json(run.heartbeat, step_record(4, at=4))
     (attempt,) = conclude(run, job).attempts
     assert (attempt["first_step"], attempt["last_step"]) == (1, 4)
+
+
+@pytest.mark.parametrize("record", [conclude, queue_again])
+def test_an_outcome_is_recorded_and_a_job_restarts_beside_damaged_metrics(run, job, record, caplog):
+    for step in (1, 2, 3):
+        write_metrics_part(run, [step_record(step, at=2000.0 + step)])
+    write_json(run.heartbeat, step_record(3, at=2003.0))
+    write_json(attempt_path(run), Attempt(job.job_id, job.submitted_at, 0, "", job.submitted_at))
+    leave(run, exit_code=1)
+    (run.metrics / "part-00000.parquet").write_bytes(b"damaged")
+    assert record(run, job)
+    (attempt,) = read_outcome(run).attempts
+    assert (attempt["first_step"], attempt["last_step"]) == (1, 3)
+    assert "part-00000.parquet is damaged" in caplog.text
 
 
 def test_an_attempt_says_when_it_was_submitted_started_and_ended(run, job):

@@ -6,7 +6,8 @@ from llama_core.launch.scheduler import JobStatus, SharedAnswers, array_statuses
 
 ARRAY = """\
 JobId=3 ArrayJobId=3 ArrayTaskId=4,7-9,10-14:2%2 ArrayTaskThrottle=2 JobName=sweep JobState=PENDING Reason=Priority
-JobId=5 ArrayJobId=3 ArrayTaskId=1 ArrayTaskThrottle=2 JobName=sweep JobState=RUNNING Reason=None PreemptTime=None
+JobId=5 ArrayJobId=3 ArrayTaskId=1 ArrayTaskThrottle=2 JobName=sweep JobState=RUNNING Reason=None PreemptTime=None \
+Command=/a run/logs/submitit/submission_file_1.sh WorkDir=/a Command=x WorkDir=y
 JobId=6 ArrayJobId=3 ArrayTaskId=2 JobName=sweep JobState=RUNNING Reason=None PreemptTime=2026-11-21T10:00:00
 JobId=4 ArrayJobId=3 ArrayTaskId=0 ArrayTaskThrottle=2 JobName=sweep JobState=COMPLETED Reason=None
 """
@@ -29,7 +30,8 @@ def questions(tmp_path, monkeypatch):
 
 
 def test_every_element_of_an_array_has_the_status_of_its_line(questions):
-    pending, running = JobStatus("PENDING", "Priority"), JobStatus("RUNNING")
+    pending = JobStatus("PENDING", "Priority")
+    running = JobStatus("RUNNING", script="/a run/logs/submitit/submission_file_1.sh")
     assert array_statuses("3", "sweep") == {
         **{f"3_{index}": pending for index in (4, 7, 8, 9, 10, 12, 14)},
         "3_1": running,

@@ -148,7 +148,8 @@ def pending(tmp_path, monkeypatch):
 FOLLOW = """
 import signal, sys
 from pathlib import Path
-from llama_core.chain.steps import follow, stopping_on_interrupt
+from llama_core.chain.steps import follow
+from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.errors import StoppedError
 from llama_core.launch.jobs.submission import submit
 from llama_core.chain.runs import load_config

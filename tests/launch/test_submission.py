@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import psutil
 import pytest
 from launch_harness import FAKE_WORKER, eventually, is_alive
 
-from llama_core.chain.steps import stopping_on_interrupt
+from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError, RunDirectoryError, StoppedError
 from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
@@ -189,6 +190,61 @@ def test_a_job_that_ended_unwatched_is_concluded_on_attach(submit, run):
 def test_a_job_of_another_machine_is_left_alone(run, job):
     write_json(run.job, replace(job, host="elsewhere"))
     with pytest.raises(RunDirectoryError, match=r"submitted on elsewhere .* delete .*job\.json if the job has ended"):
+        attach(run)
+
+
+ATTACH = """
+import sys
+from pathlib import Path
+from llama_core.launch.jobs.submission import attach
+from llama_core.records.directory import RunDirectory
+
+attach(RunDirectory(Path(sys.argv[1])))
+"""
+UNSEEN = r"was submitted in another container of .* delete .*job\.json if the job has ended"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to make a process namespace")
+def test_a_job_that_lives_in_another_process_namespace_gets_no_second_one_beside_it(submit, run):
+    job = submit("serve")
+    job.worker()
+    isolated = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ATTACH, str(run.path)]
+    attached = subprocess.run(isolated, capture_output=True, text=True, check=False)
+    assert re.search(UNSEEN, attached.stderr), attached.stderr
+    assert not run.outcome.exists()
+    assert job.handle.is_running()
+
+
+ELSEWHERE = {"process_namespace": "of another container"}
+OTHER_KERNEL = {"lock_domain": "of another kernel"}
+
+
+@pytest.mark.parametrize("home", [ELSEWHERE, ELSEWHERE | OTHER_KERNEL])
+def test_a_job_that_lives_where_its_processes_cannot_be_seen_is_left_alone(submit, run, home):
+    job = submit("serve")
+    write_json(run.job, replace(job.handle.record, **home))
+    with pytest.raises(RunDirectoryError, match=UNSEEN):
+        attach(run)
+    assert not run.outcome.exists()
+
+
+@pytest.mark.parametrize("home", [ELSEWHERE, OTHER_KERNEL, {"lock_domain": "", "process_namespace": ""}])
+def test_a_job_has_ended_if_its_kernel_says_so_or_has_started_again(submit, run, home):
+    job = submit("serve")
+    os.kill(int(job.handle.record.job_id), signal.SIGKILL)
+    eventually(lambda: not job.handle.is_running())
+    write_json(run.job, replace(job.handle.record, **home))
+    assert attach(run) is None
+    assert read_outcome(run).status == "crashed"
+
+
+def test_nobody_here_can_tell_whether_a_container_under_another_kernel_lives(submit, run):
+    job = submit("serve")
+    os.kill(int(job.handle.record.job_id), signal.SIGKILL)
+    eventually(lambda: not job.handle.is_running())
+    write_json(run.job, replace(job.handle.record, **ELSEWHERE | OTHER_KERNEL))
+    with pytest.raises(RunDirectoryError, match=UNSEEN):
         attach(run)
 
 

@@ -56,6 +56,12 @@ def test_only_cpu_ranks_get_the_allocator_settings():
     assert "GLIBC_TUNABLES" not in environment({}, "cuda")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compiled_code_is_kept_where_no_other_user_can_put_some(device, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tmp_path in Path(environment({}, device)["TORCHINDUCTOR_CACHE_DIR"]).parents
+
+
 @pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"])
 def test_a_variable_the_user_has_set_is_kept(variable):
     assert environment({variable: "mine"})[variable] == "mine"
@@ -70,16 +76,33 @@ def test_a_rank_under_slurm_uses_the_cores_it_was_given():
     assert environment({"SLURM_CPUS_PER_TASK": "6"}, ranks_on_node=8)["OMP_NUM_THREADS"] == "6"
 
 
+CUDA_DEFAULTS = cuda_defaults(Path("/runs/run"), available_cores())
+
+
 def test_only_cuda_ranks_get_the_settings_of_torchs_cuda():
-    added = cuda_defaults(Path("/runs/run"))
+    added = CUDA_DEFAULTS
     assert added.items() <= environment({}, "cuda").items()
     assert added.keys().isdisjoint(environment({}, "cpu"))
     assert added["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/run/logs/flight-recorder/rank-"  # torch appends the rank
 
 
-@pytest.mark.parametrize("name", cuda_defaults(Path("/runs/run")))
+@pytest.mark.parametrize("name", CUDA_DEFAULTS)
 def test_a_setting_of_torchs_cuda_that_the_user_has_set_is_kept(name):
     assert environment({name: "mine"}, "cuda")[name] == "mine"
+
+
+@pytest.mark.parametrize(("cores", "workers"), [("2", "2"), ("8", "8"), ("26", "8")])
+def test_a_cuda_rank_compiles_in_as_many_processes_as_it_has_cores_but_at_most_eight(cores, workers):
+    made = environment({"SLURM_CPUS_PER_TASK": cores}, "cuda", ranks_on_node=8)
+    assert made["TORCHINDUCTOR_COMPILE_THREADS"] == workers
+
+
+def test_kernels_and_compiled_blocks_are_kept_apart_for_each_machine():
+    """Homes are often shared by machines, and locks over a network are slow."""
+    made = environment({}, "cuda")
+    caches = [Path(made[name]) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    assert {cache.name for cache in caches} == {socket.gethostname()}
+    assert caches[0] != caches[1]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The worker as a real process, training a tiny model on the built-in sample."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.worker import run_to_end
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.activity import read_activity
+from llama_core.records.checkpoints import write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.goodput import read_goodput
@@ -137,6 +140,22 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
         assert torch.equal(ours["optimizer"][name], theirs["optimizer"][name]), name
 
 
+@pytest.mark.wide
+def test_a_damaged_part_of_the_metrics_costs_a_resumed_run_only_its_steps(undisturbed, cache, tmp_path):
+    run = prepared(tmp_path / "damaged", cache)
+    process = start(run)
+    wait_until(lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
+    process.kill()
+    process.wait()
+    os.truncate(run.metrics / "part-00000.parquet", 100)
+    code, output = work(run)
+    assert code == 0, output
+    assert "part-00000.parquet is damaged" in output
+    assert read_outcome(run).status == "finished"
+    assert 0 < len(losses(run)) < STEPS
+    assert losses(run) == losses(undisturbed)[-len(losses(run)) :]
+
+
 def test_every_step_of_a_run_killed_before_its_first_checkpoint_is_on_disk(cache, tmp_path):
     run = prepared(tmp_path / "killed", cache, steps=1000, checkpoint_every=0)
     process = start(run)
@@ -182,14 +201,12 @@ def test_a_run_asked_to_stop_after_its_last_step_times_no_steps(cache, tmp_path)
 
 def test_a_run_resumes_only_on_its_own_data(undisturbed, cache, tmp_path):
     run = prepared(tmp_path / "other-data", cache)
-    texts = some_texts(tmp_path)
-    undisturbed.checkpoints.rename(run.checkpoints)
-    try:
-        config = configuration(cache).with_overrides(f"data.source={texts}")
-        run.config.write_text(config.to_yaml())
-        code, output = work(run)
-    finally:
-        run.checkpoints.rename(undisturbed.checkpoints)
+    run.config.write_text(configuration(cache).with_overrides(f"data.source={some_texts(tmp_path)}").to_yaml())
+    shutil.copytree(undisturbed.checkpoints, run.checkpoints)
+    for checkpoint in run.checkpoints.glob("step-*"):  # as if the files of the same source had changed
+        shutil.copyfile(run.config, checkpoint / run.config.name)
+        write_manifest(checkpoint, {})
+    code, output = work(run)
     assert code == 2
     assert "the checkpoint was made on other data" in read_outcome(run).reason
     assert "Traceback" not in output

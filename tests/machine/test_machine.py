@@ -9,7 +9,7 @@ from llama_core.chain.environment import validate_environment
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.machine import detect
+from llama_core.machine import detect, validate
 from llama_core.machine.defaults import ResolvedConfig, reading_threads, resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
@@ -235,6 +235,48 @@ def test_device_links_are_listed_and_a_link_through_the_cpu_is_a_warning(nvidia_
     assert (links.fact, links.warning) == ("NV18 between 1 of 1 pairs", "")
 
 
+FAKE_TORCH = """
+from types import SimpleNamespace
+
+GPU = SimpleNamespace(uuid="11-22", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", total_memory=10 << 30, major=9, minor=0)
+cuda = SimpleNamespace(device_count=lambda: 1, get_device_properties=lambda index: GPU)
+"""
+
+
+@pytest.fixture
+def torch_with_a_slice(tmp_path, monkeypatch):
+    """A driver and a torch that sees a slice of a device."""
+    package = tmp_path / "packages" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_TORCH)
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 2025\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setattr(detect, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(detect, "torch_has_cuda", lambda: True)
+    detect._gpus_of_torch.cache_clear()
+    yield
+    detect._gpus_of_torch.cache_clear()
+
+
+def assert_the_slice_is_found():
+    (gpu,) = visible_gpus()
+    assert (gpu.name, gpu.memory_mib, gpu.driver) == ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "10240", "580.65.06")
+    assert detect.compute_capability() == (9, 0)
+    assert detect_machine().gpus == (gpu.name,)
+
+
+def test_without_nvidia_smi_torch_lists_the_devices(torch_with_a_slice, monkeypatch):
+    """As in a container that was given the driver's libraries alone."""
+    monkeypatch.setattr(detect, "installed_gpus", tuple)
+    assert_the_slice_is_found()
+
+
+def test_torch_lists_slices_of_devices(nvidia_smi, torch_with_a_slice, monkeypatch):
+    assert len(visible_gpus()) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3f")
+    assert_the_slice_is_found()
+
+
 def test_a_device_has_its_drivers_name(nvidia_smi):
     assert device_label("cuda") == "NVIDIA H100 80GB HBM3"
 
@@ -328,7 +370,7 @@ def test_a_key_in_the_environment_is_enough(nobody, monkeypatch):
 
 
 def test_what_is_missing_is_installed_by_a_command_that_works_anywhere():
-    assert how_to_install("tokenizers") == "pip install 'tokenizers>=0.20'"
+    assert how_to_install("tokenizers") == "pip install 'tokenizers<1,>=0.20'"
     assert how_to_install("unheard-of") == "pip install 'unheard-of'"
 
 
@@ -366,3 +408,12 @@ def test_a_run_directory_below_a_file_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     (only,) = validate_environment(run_dir=tmp_path / "file" / "run").errors
     assert only.startswith(f"cannot write to {tmp_path / 'file'}, where the run goes")
+
+
+def test_several_gpu_nodes_need_a_torch_that_splits_communicators_without_gloo(monkeypatch):
+    monkeypatch.setattr(validate, "package_version", lambda package: "2.11.0+cu130")
+    config = RunConfig.from_mapping({"launch": {"nodes": 2, "device": "cuda"}, "parallel": {"gpus": 16}})
+    needs_newer = "a run on several nodes needs torch 2.13 or newer, but 2.11.0+cu130 is installed"
+    assert any(error.startswith(needs_newer) for error in validate_environment(config).errors)
+    one_node = config.with_overrides("launch.nodes=1")
+    assert not any("several nodes" in error for error in validate_environment(one_node).errors)

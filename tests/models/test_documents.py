@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.config.models import model_spec
 from llama_core.models import layers
@@ -41,7 +41,8 @@ def test_document_boundaries_agree_with_the_mask(positions_BS):
     documents = Documents.of_positions(positions_BS)
     lengths = documents.starts.diff().tolist()
     assert documents.starts.dtype == torch.int32
-    assert (min(lengths) > 0, max(lengths), sum(lengths)) == (True, documents.longest, positions_BS.numel())
+    assert documents.row_length == positions_BS.shape[1]
+    assert (min(lengths) > 0, sum(lengths)) == (True, positions_BS.numel())
     document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     row_T = torch.arange(positions_BS.numel()) // positions_BS.shape[1]
     visible_TT = (document_T[:, None] == document_T) & torch.ones(len(document_T), len(document_T)).tril().bool()
@@ -54,14 +55,14 @@ def _blocks(visible_TT, size):
     return (visible_TT[at : at + size, at : at + size] for at in range(0, len(visible_TT), size))
 
 
-def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, longest, longest_key, *, window_size, **options):
+def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, most, most_keys, *, window_size, **options):
     """Compute the document kernel's result, one document at a time."""
-    assert (window_size, longest) == ((-1, 0), longest_key)
+    assert (window_size, most) == ((-1, 0), most_keys)
     assert torch.equal(starts, key_starts)
     assert options == layers.GROUPED_HEADS
     out = []
     for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        assert stop - start <= longest
+        assert stop - start <= most
         q, k, v = (x[start:stop].transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
         scored = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out.append(scored.transpose(0, 1))
@@ -83,20 +84,21 @@ def test_a_batch_carries_the_documents_of_its_own_rows():
     positions = torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2], [0, 1, 0, 1]])
     whole = Batch(positions, positions, positions)
     first, last = (piece.with_documents() for piece in whole.split(2))
-    assert (first.documents.starts.tolist(), first.documents.longest) == ([0, 3, 4, 5, 8], 3)
-    assert (last.documents.starts.tolist(), last.documents.longest) == ([0, 2, 4], 2)
+    assert first.documents.starts.tolist() == [0, 3, 4, 5, 8]
+    assert last.documents.starts.tolist() == [0, 2, 4]
+    assert first.documents.row_length == last.documents.row_length == 4
     assert first.to("meta").documents.starts.device.type == "meta"
     assert Batch(positions, positions, None).with_documents().documents is None
 
 
-class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket)
-        return func(*args, **(kwargs or {}))
+def test_rows_that_are_one_document_each_can_do_without_positions():
+    """Attention is then causal over whole rows, for which CUDA has faster kernels."""
+    whole = torch.arange(4).expand(2, -1)
+    broken, begun = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]), whole + 5
+    taken = [Batch(p, p, p).with_documents(whole_rows_apart=True) for p in (whole, broken, begun)]
+    assert [batch.positions_BS is None for batch in taken] == [True, False, False]
+    assert [batch.documents is None for batch in taken] == [True, False, False]
+    assert Batch(whole, whole, whole).with_documents().documents.starts.tolist() == [0, 4, 8]
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
@@ -107,11 +109,11 @@ def test_selective_recomputation_keeps_the_kernels_output(recompute, times):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        with Calls() as calls:
+        with Operations() as operations:
             model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
-    assert calls.names.count(torch.ops.torch_attn._varlen_attn) == times * SPEC.num_layers
-    assert calls.names.count(torch.ops.torch_attn._varlen_attn_backward) == SPEC.num_layers
-    assert torch.ops.aten.repeat_interleave not in calls.names
+    assert operations.called.count(torch.ops.torch_attn._varlen_attn.default) == times * SPEC.num_layers
+    assert operations.called.count(torch.ops.torch_attn._varlen_attn_backward.default) == SPEC.num_layers
+    assert not any("repeat_interleave" in str(func) for func in operations.called)
 
 
 def flops_counted(documents):
@@ -123,8 +125,8 @@ def flops_counted(documents):
 
 
 @pytest.mark.parametrize("number", [2, 7])
-def test_flops_depend_on_the_longest_document_and_not_on_their_number(number):
-    """Count each token against the longest document, not each document at full length."""
+def test_flops_depend_on_the_length_of_a_row_and_not_on_the_number_of_documents(number):
+    """Count each token against a whole row, not each document at full length."""
     masked, kernel = flops_counted(None), flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 64))
     shorter = flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 32))
     assert kernel == masked

@@ -4,12 +4,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from operations import Operations
+from parity import UNTIED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama_core.config.models import model_spec
+from llama_core.config.strategy import MATRICES, LoRA
 from llama_core.models.layers import Linear, RMSNorm, attend, document_mask, rope_frequencies, rotate, rotation
+from llama_core.models.llama import Llama
+from llama_core.models.lora import with_adapters
 
+aten = torch.ops.aten
 LLAMA_405B = model_spec("llama3_405b")
 
 
@@ -30,6 +36,18 @@ def test_rms_norm_of_bf16_is_computed_in_fp32_and_returned_in_bf16():
     assert normed.dtype == torch.bfloat16
     exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
     torch.testing.assert_close(normed.double(), exact, rtol=2**-8, atol=0)  # one rounding to bf16
+
+
+@pytest.mark.parametrize("targets", [MATRICES, ("q_proj", "down_proj")])
+def test_an_adapters_product_is_added_by_the_kernel_that_computes_it(targets):
+    plain, adapted = UNTIED, replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=targets))
+    added = []
+    for spec in (plain, adapted):
+        with torch.no_grad(), Operations() as operations:
+            with_adapters(Llama(spec))(torch.zeros(1, 8, dtype=torch.int64))
+        added.append([operations.called.count(op) for op in (aten.add.Tensor, aten.addmm.default)])
+    additions, _ = added[0]
+    assert added == [[additions, 0], [additions, len(targets) * plain.num_layers]]
 
 
 def test_linear_computes_in_the_input_dtype_and_keeps_the_gradient_in_the_weight_dtype():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_the_kernels_compile_for_hopper_and_read_16_bytes_at_a_time(name, tmp_pa
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
+
+
+def test_a_machine_that_cannot_build_kernels_computes_the_loss_in_blocks(monkeypatch, tmp_path):
+    """Not even with uncompiled blocks would they work: Triton compiles against Python's headers."""
+    on_cuda = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    loss.can_build_kernels.cache_clear()
+    assert loss.uses_kernels(on_cuda)
+    loss.can_build_kernels.cache_clear()
+    monkeypatch.setattr("sysconfig.get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert not loss.uses_kernels(on_cuda)
+    loss.can_build_kernels.cache_clear()
 
 
 if __name__ == "__main__":

@@ -127,6 +127,23 @@ def auxiliary_loss(layer, x):
     return total
 
 
+def test_an_expert_without_tokens_has_no_gradient_where_the_kernel_writes_none(monkeypatch):
+    """On Blackwell its part of the result is whatever was in memory."""
+    kernel = F.grouped_mm
+
+    def skipping(x, y, offs):
+        out = kernel(x, y, offs=offs)
+        return out.masked_fill((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], torch.nan)
+
+    x, y = torch.ones(16, 8), torch.ones(16, 8)
+    ends = torch.tensor([0, 5, 5, 16, 16], dtype=torch.int32)
+    expected = grouped.grouped_outer_product(x, y, ends)
+    monkeypatch.setattr(F, "grouped_mm", skipping)
+    assert grouped.grouped_outer_product(x, y, ends).isnan().any()
+    monkeypatch.setattr(grouped, "skips_empty_groups", lambda device: True)
+    assert torch.equal(grouped.grouped_outer_product(x, y, ends), expected)
+
+
 def test_the_backward_adds_the_gradients_of_the_auxiliary_losses_times_the_scale():
     layer = mixture(balance_loss_coefficient=0.3, z_loss_coefficient=0.7)
     x, upstream, scale = stream().requires_grad_(), stream(seed=3), torch.tensor(0.125, dtype=torch.float64)

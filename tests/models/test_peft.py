@@ -1,6 +1,7 @@
 """Bad adapters are refused before a job exists, in one line that names the remedy."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -223,6 +224,13 @@ def test_an_adapter_checkpoint_has_the_base_its_run_started_from(checkpoint, bas
 def test_a_checkpoint_of_other_adapters_is_refused(checkpoint, change, complaint):
     reconfigure(checkpoint, **change)
     assert complaint in refusal(checkpoint)
+
+
+def test_adapters_that_start_from_themselves_are_refused(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "other")
+    reconfigure(checkpoint, training={"init_from": str(tmp_path / "other")})
+    reconfigure(tmp_path / "other", training={"init_from": str(checkpoint)})
+    assert f"the adapters in {checkpoint} say that they start from themselves" in refusal(checkpoint)
 
 
 def test_a_damaged_checkpoint_of_adapters_is_refused(checkpoint):

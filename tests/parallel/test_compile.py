@@ -1,23 +1,26 @@
 """Compiled blocks make few graphs under every division of the work and compute the same numbers."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from width import cases, wide
 
 from llama_core.config.models import model_spec
-from llama_core.config.strategy import MoE
+from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.llama import Llama
-from llama_core.parallel import expert
+from llama_core.parallel import expert, zero
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.context import apply_context_parallel
 from llama_core.parallel.recompute import recompute_and_compile
@@ -49,23 +52,37 @@ def graphs():
     torch._dynamo.reset()
 
 
-def take_step(plan, spec=SPEC, *, fp8=False):
+def make_batch():
+    tokens = torch.randint(0, SPEC.vocab_size, (1, 64))
+    return Batch(tokens, tokens, torch.arange(64)[None] % 20)
+
+
+def built(plan, spec=SPEC, *, fp8=False):
     model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16, fp8=fp8).materialize()
     model.initialize_weights(0)
-    tokens = torch.randint(0, SPEC.vocab_size, (1, 64))
-    batch = Batch(tokens, tokens, torch.arange(64)[None] % 20)
-    model.forward_backward([batch] * plan.num_microbatches, loss_scale=1.0, on_phase=lambda phase: None)
+    return model
 
 
-def take_step_of_a_rank(plan, spec=SPEC, **choices):
-    """Take a step as one of the ranks of a plan, of which the others do not exist."""
+def take_step(model):
+    microbatches = [make_batch()] * model.plan.num_microbatches
+    model.forward_backward(microbatches, loss_scale=1.0, on_phase=lambda phase: None)
+
+
+@contextmanager
+def one_rank_of(plan):
+    """Be one of the ranks of a plan, of which the others do not exist."""
     if plan.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.world_size)
     try:
-        take_step(plan, spec, **choices)
+        yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def take_step_of_a_rank(plan, spec=SPEC, **choices):
+    with one_rank_of(plan):
+        take_step(built(plan, spec, **choices))
 
 
 @pytest.mark.parametrize("case", cases(CASES, narrow={"alone-none", "FSDP-full", "PP-none", "TP x FSDP-selective"}))
@@ -101,8 +118,8 @@ def test_blocks_whose_tokens_travel_are_four_graphs(graphs, monkeypatch):
     ("recompute", "cp"),
     [("none", 1), ("selective", 2), wide("selective", 1), wide("full", 1), wide("none", 2), wide("full", 2)],
 )
-def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute, cp, request):
-    """One for the first microbatch, and one for all others, where the number of documents may vary."""
+def test_documents_of_any_number_and_length_share_one_graph(graphs, recompute, cp, request):
+    """Evaluation, without gradients, has one of its own."""
     with torch.device("meta"):
         model = Llama(SPEC, compute_dtype=torch.bfloat16)
     if cp > 1:
@@ -113,10 +130,113 @@ def test_documents_of_any_number_and_length_take_two_graphs(graphs, recompute, c
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        for number, longest in ((3, 64), (5, 40), (2, 63), (9, 20)):
-            documents = Documents(torch.zeros(number + 1, dtype=torch.int32), longest)
-            model(tokens, tokens, tokens, documents).backward()
-    assert graphs() == 2
+        made = []
+        for is_training in (True, False):
+            for number in (2, 3, 5, 9):
+                documents = Documents(torch.zeros(number + 1, dtype=torch.int32), 64)
+                with torch.set_grad_enabled(is_training):
+                    loss = model(tokens, tokens, tokens, documents)
+                if is_training:
+                    loss.backward()
+                made.append(graphs())
+    assert made == 4 * [1] + 4 * [2]
+
+
+def test_the_kernel_for_documents_is_recomputed_within_the_graph_of_a_tensor_parallel_block(graphs):
+    """Recomputing torch's own attention there fails, so that the graph would have to be within the recomputation."""
+    plan = ParallelPlan(tp=2, compile=True, recompute="full", num_microbatches=1)
+    kinds = {"compute_dtype": torch.bfloat16, "documents": "varlen"}
+    with one_rank_of(plan):
+        parallel = ParallelModel(SPEC, plan, device=torch.device("cpu"), **kinds)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            parallel.model.to_empty(device="cpu")
+            tokens = torch.zeros(2, 64, dtype=torch.int64)
+            documents = Documents(torch.zeros(4, dtype=torch.int32), 64)
+            parallel.model(tokens, tokens, tokens, documents).backward()
+    assert graphs() == 1
+
+
+def count_graphs_of_copies():
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.set_default_backend(counter)
+    zero.DistributedDataParallel = partial(zero.DistributedDataParallel, bucket_cap_mb=0.05)
+    take_step(built(ParallelPlan(dp_replicate=2, compile=True, num_microbatches=2)))
+    return counter.frame_count
+
+
+def test_copies_whose_blocks_fill_several_buckets_of_gradients_compile_whole_blocks():
+    assert run_ranks(2, count_graphs_of_copies) == [1, 1]
+
+
+PARTLY = replace(SPEC, lora=LoRA(lora_rank=4, target_modules=("q_proj",)), trainable=("layers.2.attention.wv.weight",))
+"""One layer has a trait that the others lack, and the input of the first one needs no gradient."""
+WARMED = {
+    "alone": (SPEC, {}, 1, 1),
+    "two kinds of recomputation": (SPEC, {"recompute": "selective", "recomputed_layers": (2,)}, 2, 2),
+    "three kinds of layers": (PARTLY, {}, 3, 2),
+    "ZeRO 3": (SPEC, DIVISIONS["FSDP"] | {"recompute": "full"}, 1, 1),
+    "TP": (SPEC, DIVISIONS["TP"], 1, 1),
+    "CP": (SPEC, DIVISIONS["CP"], 1, 1),
+    "PP": (SPEC, DIVISIONS["PP"], 1, 1),
+    "interleaved, ZeRO 1": (
+        SPEC,
+        {"pp": 2, "schedule": "interleaved", "num_chunks": 2, "dp_shard": 2, "zero_stage": 1},
+        1,
+        1,
+    ),
+}
+"""Model, plan, and the graphs of training and of evaluation."""
+
+
+@pytest.mark.parametrize(
+    "case", cases(WARMED, narrow={"alone", "two kinds of recomputation", "TP", "interleaved, ZeRO 1"})
+)
+def test_neither_a_step_nor_an_evaluation_compiles_what_was_compiled_before(graphs, case):
+    spec, choices, of_training, of_evaluation = case
+    plan = ParallelPlan(**choices, compile=True, num_microbatches=2)
+    with one_rank_of(plan):
+        model = built(plan, spec)
+        model.compile_blocks(make_batch())
+        assert graphs() == of_training
+        take_step(model)
+        take_step(model)
+        assert graphs() == of_training
+        with torch.no_grad():
+            model.compile_blocks(make_batch())
+        assert graphs() == of_training + of_evaluation
+        model.evaluate([make_batch()])
+        assert graphs() == of_training + of_evaluation
+
+
+def compile_before_training():
+    train = parity.train_step
+
+    def warmed(engine, *arguments, **named):
+        example = parity.make_batch(7, engine.parallel.plan.rows_per_forward, documents=True)
+        engine.parallel.compile_blocks(example)
+        with torch.no_grad():
+            engine.parallel.compile_blocks(example)
+        return train(engine, *arguments, **named)
+
+    parity.train_step = warmed
+
+
+@pytest.mark.parametrize(
+    ("spec", "choices"),
+    [
+        (parity.UNTIED, {"dp_shard": 2, "zero_stage": 3}),
+        (parity.TIED, {"pp": 2, "schedule": "interleaved", "num_chunks": 2, "dp_shard": 2, "zero_stage": 1}),
+        wide(parity.UNTIED, {"dp_replicate": 2}),
+        wide(parity.TIED, {"pp": 2, "schedule": "chimera", "dp_shard": 2, "zero_stage": 2}),
+        wide(parity.ADAPTED, {"tp": 2}),
+        wide(parity.UNTIED, {"cp": 2, "dp_shard": 2, "zero_stage": 2}),
+        wide(parity.HYBRID, {"dp_shard": 2, "ep": 2, "zero_stage": 3}),
+    ],
+)
+def test_compiling_blocks_before_every_step_changes_no_number(spec, choices):
+    plan = ParallelPlan(**choices, num_microbatches=4)
+    differences = parity.largest_differences(plan, spec=spec, fault=compile_before_training)
+    assert max(differences.values()) < 1e-8, differences
 
 
 def skip_code_generation():
@@ -144,12 +264,12 @@ def test_compiled_blocks_match_one_uncompiled_process(spec, choices):
     ("packages", "programs", "lacking"),
     [
         ((), ("gcc",), "Triton .pip install triton. on "),
-        (("triton",), (), "a C compiler .gcc. on "),
-        ((), (), "Triton .pip install triton. and a C compiler .gcc. on "),
+        (("triton",), (), "a C compiler .gcc or clang. on "),
+        ((), (), "Triton .pip install triton. and a C compiler .gcc or clang. on "),
     ],
 )
 def test_a_gpu_machine_that_cannot_compile_says_what_it_lacks(packages, programs, lacking, monkeypatch):
-    monkeypatch.setattr("llama_core.parallel.recompute.find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setattr("llama_core.machine.toolchain.find_spec", lambda name: name if name in packages else None)
     monkeypatch.setattr("shutil.which", lambda name: name if name in programs else None)
     monkeypatch.delenv("CC", raising=False)
     plan = ParallelPlan(compile=True)

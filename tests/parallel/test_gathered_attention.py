@@ -10,9 +10,9 @@ import torch.distributed as dist
 from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from width import wide
 
 from llama_core.config.models import model_spec
@@ -62,11 +62,11 @@ def test_the_ranges_of_a_rank_agree_with_the_mask(case):
     batch, seq_len = positions_BS.shape
     own, seen = sequence_index(seq_len, cp_rank, cp_size), keys_seen(batch, seq_len, cp_rank, cp_size)
     documents = Documents.of_positions(positions_BS)
-    queries, keys, longest = gathered.held_documents(documents, len(own), cp_rank=cp_rank, cp_size=cp_size)
-    assert (queries.dtype, keys.dtype, longest) == (torch.int32, torch.int32, documents.longest)
+    queries, keys, most = gathered.held_documents(documents, len(own), cp_rank=cp_rank, cp_size=cp_size)
+    assert (queries.dtype, keys.dtype, most) == (torch.int32, torch.int32, seq_len)
     assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, batch * len(own), 0, len(seen))
-    assert keys.diff().max() <= longest
-    assert queries.diff().max() <= min(longest, len(own) // 2)
+    assert keys.diff().max() <= most
+    assert queries.diff().max() <= min(most, len(own) // 2)
     visible = torch.zeros(batch, len(own), batch, seq_len, dtype=torch.bool)
     for (q, q_end), (k, k_end) in zip(*(itertools.pairwise(x.tolist()) for x in (queries, keys)), strict=True):
         assert 0 <= q_end - q <= k_end - k
@@ -200,16 +200,6 @@ def test_ranks_together_have_the_outputs_losses_and_gradients_of_one_process(cp_
     run_ranks(cp_size, check_ranks, recompute, compiled)
 
 
-class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def one_of_two_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
@@ -226,11 +216,11 @@ def test_selective_recomputation_keeps_the_output(one_of_two_ranks, recompute, t
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        with Calls() as calls:
+        with Operations() as operations:
             model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
-    assert calls.names.count(gathered.GATHERED_ATTENTION) == times * SPEC.num_layers
-    assert calls.names.count(gathered.GATHERED_ATTENTION_BACKWARD) == SPEC.num_layers
-    assert not any("ring_attention" in str(func) for func in calls.names)
+    assert operations.called.count(gathered.GATHERED_ATTENTION) == times * SPEC.num_layers
+    assert operations.called.count(gathered.GATHERED_ATTENTION_BACKWARD) == SPEC.num_layers
+    assert not any("ring_attention" in str(func) for func in operations.called)
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 1])

@@ -13,7 +13,7 @@ from width import wide
 
 from llama_core.parallel import mesh, ranks
 from llama_core.parallel.mesh import Mesh
-from llama_core.parallel.ranks import joined_ranks
+from llama_core.parallel.ranks import joined_ranks, wait_for_all
 from llama_core.planning.plan import ParallelPlan
 
 DEEP = [
@@ -67,8 +67,11 @@ def as_rank(monkeypatch):
             patch.setattr(dist, "recv", lambda x, source, group: connected.append((source, rank)))
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
             built = Mesh.build(plan, "cpu")
+            shared = built.groups_across_pipeline((0, plan.pp - 1))
         members = {
             "cp": built.cp_group and dist.get_process_group_ranks(built.cp_group),
+            "routes": {route: group.group_name for route, group in built.transfers.items()},
+            "shared": shared and (tuple(dist.get_process_group_ranks(shared)), shared.group_name),
             "names": [group.group_name for group in (built.cp_group, *built.transfers.values()) if group],
             "axes": [built.weights.get_group(axis).group_name for axis in ("pp", "replicate", "shard", "tp")],
         }
@@ -83,8 +86,8 @@ def test_groups_are_split_from_the_communicator_of_all_ranks_without_gloo(as_ran
     _, splits, _, members = as_rank(plan, rank=5)
     assert {backend for _, backend in splits} == {"cuda:nccl"}
     own = [next(part for part in partition if 5 in part) for partition, _ in splits]
-    axes, ring, routes = [[5, 13], [5], [1, 3, 5, 7], [4, 5]], [[5, 7]], [[5, 13], [5, 13]]
-    assert own == axes + ring + routes
+    axes, ring, routes, ends = [[5, 13], [5], [1, 3, 5, 7], [4, 5]], [[5, 7]], [[5, 13], [5, 13]], [[5, 13]]
+    assert own == axes + ring + routes + ends
     assert members["cp"] == [5, 7]
 
 
@@ -113,8 +116,28 @@ def test_all_ranks_make_the_same_groups_and_connect_in_one_order(as_rank, plan):
     assert all(splits == built[0][1] for _, splits, _, _ in built)
     waiting = [list(connected) for _, _, connected, _ in built]
     while any(waiting):
-        source, target = next(route[0] for route in waiting if route and waiting[route[0][0]][0] == route[0])
-        assert waiting[source].pop(0) == waiting[target].pop(0) == (source, target)
+        first = [transfers[:1] for transfers in waiting]
+        source, target = next(route[0] for route in first if route and first[route[0][0]] == first[route[0][1]])
+        del waiting[source][0], waiting[target][0]
+
+
+@pytest.mark.parametrize("plan", DEEP, ids=lambda plan: plan.schedule)
+def test_the_ranks_of_a_group_know_it_by_one_name(as_rank, plan):
+    """NCCL's flight recorder tells groups apart by name, and groups are destroyed in the order of their names."""
+    names = {}
+    for rank in range(plan.world_size):
+        *_, members = as_rank(plan, rank)
+        groups = members["routes"] | dict([members["shared"]] if members["shared"] else [])
+        for ranks_of_group, name in groups.items():
+            names.setdefault(ranks_of_group, set()).add(name)
+    assert all(len(found) == 1 for found in names.values())
+    assert len({name for found in names.values() for name in found}) == len(names)
+
+
+def test_a_long_pipeline_makes_its_groups_in_four_splits(as_rank):
+    _, splits, *_ = as_rank(ParallelPlan(pp=8, num_microbatches=8), rank=3)
+    of_lone_ranks = of_both_ends = 1
+    assert len(splits) == of_lone_ranks + 4 + of_both_ends
 
 
 @pytest.mark.parametrize("plan", DEEP, ids=lambda plan: plan.schedule)
@@ -132,17 +155,49 @@ def test_every_transfer_of_a_schedule_has_a_group(as_rank, plan):
         assert route in built.transfers
 
 
-def test_a_cuda_rank_is_bound_to_its_device_when_it_joins(monkeypatch):
-    joined, chosen = {}, []
+def test_ranks_that_wait_for_each_other_again_make_no_new_group(monkeypatch):
+    """Each group of gloo keeps a connection and a thread for every other rank."""
+    made, waited = [], []
+    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options) or options)
+    monkeypatch.setattr(dist, "barrier", waited.append)
+    for _ in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        for _ in range(3):
+            wait_for_all()
+        dist.destroy_process_group()
+    assert (len(made), len(waited)) == (2, 6)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The arguments with which rank 11 of 16, on the fourth of eight GPUs, joins, and the state of the process then."""
+    joined = {"devices": []}
+
+    def join(backend, **options):
+        joined.update(options, backend=backend, is_deterministic=torch.are_deterministic_algorithms_enabled())
+
     environment = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "node0", "MASTER_PORT": "20000"}
     monkeypatch.setattr(os, "environ", os.environ | environment)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", joined["devices"].append)
     monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: dist.HashStore())
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.update(options, backend=backend))
+    monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    yield joined
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_cuda_rank_is_bound_to_its_device_when_it_joins(joined):
     with joined_ranks("cuda", timeout_s=60):
         device = torch.device("cuda", 3)
-        assert chosen == [device]  # before NCCL connects, or all ranks of a node would use its first device
+        assert joined["devices"] == [device]  # before NCCL connects, or all ranks of a node would use its first device
         assert (joined["backend"], joined["device_id"]) == ("cpu:gloo,cuda:nccl", device)
         assert (joined["rank"], joined["world_size"], joined["timeout"]) == (11, 16, timedelta(seconds=60))
+        assert not joined["is_deterministic"]
+
+
+def test_deterministic_kernels_are_asked_for_before_nccl_connects(joined):
+    """NCCL's constructor reads the flag, and then leaves out NVLS, whose sums have no fixed order."""
+    with joined_ranks("cuda", timeout_s=60, deterministic=True):
+        assert joined["is_deterministic"]
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -13,6 +13,7 @@ from llama_core.models.batch import Batch
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.communication import communication
+from llama_core.planning.work import Work
 
 # each operator's collective, and how to get the whole tensors from its arguments and its result
 TRANSFERS = {
@@ -93,7 +94,7 @@ def order_of_a_step(plan, spec):
 
 def counted(plan, spec, pp_rank):
     sums = Counter()
-    for record in communication(spec, plan, seq_len=SEQ_LEN, precision="bf16", pp_rank=pp_rank):
+    for record in communication(Work(spec, plan, SEQ_LEN, "bf16"), pp_rank=pp_rank):
         sums[record.collective, "count"] += record.count
         sums[record.collective, "bytes"] += record.num_bytes
     return dict(sums)

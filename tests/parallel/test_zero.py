@@ -1,5 +1,6 @@
 import gc
 import math
+import os
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,7 +16,7 @@ from parity import ADAPTED, NUM_STEPS, TIED, TRAINING, UNTIED, make_batch, train
 from width import wide
 
 from llama_core.config.models import model_spec
-from llama_core.errors import EnvironmentMismatchError, PlanError
+from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
 from llama_core.models.llama import build_llama
 from llama_core.parallel.deepspeed import DeepSpeedModel, deepspeed_config
 from llama_core.planning.plan import ParallelPlan
@@ -236,6 +237,35 @@ def test_a_run_resumed_from_its_renamed_checkpoint_matches_an_undisturbed_one(tm
         for name, weight in weights.items():
             np.testing.assert_array_equal(weights_again[name], weight, err_msg=name)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]  # it writes only into the given folder
+
+
+class Bomb:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def load_with_a_bomb(stage, folder):
+    """Resume from a checkpoint with a file that would run code; a rank makes the folder "ran" if it does."""
+    model = build(DeepSpeedPlan(dp_shard=1, zero_stage=stage))
+    model.save(folder / "saved")
+    for file in (folder / "saved" / "deepspeed").iterdir():
+        whole = file.read_bytes()
+        torch.save(torch.load(file, weights_only=False) | {"more": Bomb(folder / "ran")}, file)
+        with pytest.raises(CheckpointError, match="a file is damaged, or holds something else than DeepSpeed writes"):
+            model.load(folder / "saved")
+        file.write_bytes(whole)
+    model.load(folder / "saved")
+
+
+@pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
+def test_resuming_from_files_of_deepspeed_runs_no_code_in_them(tmp_path, stage):
+    run_ranks(1, load_with_a_bomb, stage, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def with_and_without_a_spoiled_step(stage, dtype):

@@ -9,10 +9,11 @@ from llama_core.config.run import ParallelConfig, RunConfig
 from llama_core.errors import PlanError
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.peaks import FILL_LIMIT
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.search.candidates import MAX_MICROBATCH_TOKENS
 from llama_core.planning.search.rules import BUSY_MICROBATCHES
+from llama_core.planning.work import Work
 from llama_core.units import GIB, MIB
 
 
@@ -24,9 +25,7 @@ def run_config(**settings):
 
 
 def peak_bytes(config, plan):
-    return estimate_memory(
-        config.spec, plan, seq_len=config.seq_len, precision="bf16", documents=document_attention(config, plan)
-    ).peak_bytes
+    return estimate_memory(Work.of(config, plan)).peak_bytes
 
 
 def least_budget(config, plan):
@@ -148,15 +147,14 @@ def chimera_budgets():
     return {form: least_budget(pipeline(form), plan) for form, plan in plans.items()}
 
 
-def test_chimera_doubles_if_it_fits_else_halves_else_concatenates_directly(chimera_budgets):
+def test_chimera_doubles_if_it_fits_else_halves_and_concatenates_directly_only_where_it_cannot_halve(chimera_budgets):
     direct, halving, doubling = chimera_budgets.values()
-    assert direct < halving < doubling
+    assert halving < direct < doubling
     for budget, form in (
         (doubling, "chimera_doubling"),
         (doubling - 1, "chimera_halving"),
+        (direct, "chimera_halving"),
         (halving, "chimera_halving"),
-        (halving - 1, "chimera"),
-        (direct - 1, "chimera"),
     ):
         assert choose_plan(pipeline("chimera", parallel__recompute="none"), budget).schedule == form
 
@@ -168,7 +166,7 @@ def test_chimera_halves_no_microbatch_of_an_odd_size(chimera_budgets):
 
 
 def test_a_chimera_form_that_fits_with_recomputation_beats_direct_concatenation(chimera_budgets):
-    plan = choose_plan(pipeline("chimera"), chimera_budgets["chimera"] - 1)
+    plan = choose_plan(pipeline("chimera"), chimera_budgets["chimera_halving"] - 1)
     assert (plan.schedule, plan.recompute) == ("chimera_halving", "selective")
 
 

@@ -11,6 +11,7 @@ from llama_core.config.run import MOST_MICROBATCHES, RunConfig, config_keys
 from llama_core.errors import ConfigError, PlanError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
+from llama_core.planning.work import Work
 from llama_core.units import divisors
 
 SHORT_STEP = 64
@@ -78,10 +79,10 @@ def test_the_longest_step_is_planned_from_short_ones(monkeypatch):
 @pytest.mark.parametrize("num_microbatches", [17, 40])
 def test_a_short_step_has_the_memory_of_the_whole(monkeypatch, schedule, num_microbatches):
     plan = ParallelPlan(pp=4, schedule=schedule, num_microbatches=num_microbatches, microbatch_size=2)
-    sizes = {"seq_len": 128, "precision": "fp32", "documents": "mask"}
-    short = estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+    work = Work(model_spec("tiny_llama3_50m"), plan, 128, "fp32", "mask")
+    short = estimating.estimate_ranks(work)
     monkeypatch.setattr(estimating, "STEADY_UNITS", num_microbatches)
-    assert short == estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+    assert short == estimating.estimate_ranks(work)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +91,11 @@ def test_a_short_step_has_the_memory_of_the_whole(monkeypatch, schedule, num_mic
 )
 def test_situations_that_are_left_out_hold_no_more_than_those_that_are_not(monkeypatch, schedule, num_chunks):
     plan = ParallelPlan(pp=4, schedule=schedule, num_chunks=num_chunks, num_microbatches=16, microbatch_size=2)
-    sizes = {"seq_len": 128, "precision": "fp32", "documents": "mask"}
-    few = estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+    work = Work(model_spec("tiny_llama3_50m"), plan, 128, "fp32", "mask")
+    few = estimating.estimate_ranks(work)
     monkeypatch.setattr(estimating, "situations", situating.situations.__wrapped__)
     monkeypatch.setattr(situating, "_fullest", list)
-    assert few == estimating.estimate_ranks(model_spec("tiny_llama3_50m"), plan, **sizes)
+    assert few == estimating.estimate_ranks(work)
 
 
 def test_a_longer_pipeline_has_no_more_situations():

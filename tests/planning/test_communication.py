@@ -6,14 +6,15 @@ from llama_core.config.models import model_spec
 from llama_core.parallel.zero import POWERSGD_RANK as ENGINES_RANK
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.communication import POWERSGD_RANK, communication
+from llama_core.planning.work import Work
 
 SPEC = model_spec("llama3_8b")
 SEQ_LEN = 8192
 
 
-def sent(plan, spec=SPEC, precision="bf16", **selected):
+def sent(plan, spec=SPEC, precision="bf16", pp_rank=None):
     """Return the transfers of a rank as {(collective, axis): (count, bytes sent)}."""
-    records = communication(spec, plan, seq_len=SEQ_LEN, precision=precision, **selected)
+    records = communication(Work(spec, plan, SEQ_LEN, precision), pp_rank=pp_rank)
     return {(record.collective, record.axis): (record.count, record.sent_bytes) for record in records}
 
 

@@ -14,6 +14,7 @@ from llama_core.planning.time.step_time import (
     model_flops_utilisation,
     step_time,
 )
+from llama_core.planning.work import Work
 
 SPEC = model_spec("llama3_8b")
 SEQ_LEN = 8192
@@ -29,9 +30,8 @@ PLANS = [
 
 
 def step(plan, device="h100", spec=SPEC, **options):
-    return step_time(
-        spec, plan, device if not isinstance(device, str) else gpu_spec(device), seq_len=SEQ_LEN, **options
-    )
+    device = gpu_spec(device) if isinstance(device, str) else device
+    return step_time(Work(spec, plan, SEQ_LEN, **options), device)
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -212,7 +212,7 @@ def test_compiled_kernels_are_faster_and_wider_numbers_and_masks_slower(plan):
 def test_a_tiny_model_takes_as_long_as_launching_its_kernels():
     tiny = ModelSpec("tiny", "llama3", 64, 8, 4, 2, 16, 128, 512, 1e4, 1e-5, 64, 64)
     quick, quicker = (
-        step_time(tiny, ParallelPlan(), replace(gpu_spec("h100"), bf16_flops=peak), seq_len=64) for peak in (1e15, 1e18)
+        step_time(Work(tiny, ParallelPlan(), 64), replace(gpu_spec("h100"), bf16_flops=peak)) for peak in (1e15, 1e18)
     )
     assert quick.parts["compute"] == pytest.approx(quicker.parts["compute"], rel=0.05)
 

@@ -5,7 +5,7 @@ import pytest
 from llama_core.chain.planned import planned_as
 from llama_core.config.run import RunConfig
 from llama_core.machine.detect import Machine
-from llama_core.planning.memory.host import CUDA_PROCESS_BYTES, host_memory
+from llama_core.planning.memory.host import COMPILERS_BYTES, CUDA_PROCESS_BYTES, host_memory
 from llama_core.planning.memory.peaks import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.units import GIB
@@ -83,6 +83,14 @@ def test_a_node_too_small_for_its_ranks_is_refused_in_one_line_with_a_remedy():
     for word in ("host memory", "8 ranks", "this machine's memory", "checkpoint copy", "launch.nodes"):
         assert word in note
     assert "more than this machine's memory" in tight.summary()
+
+
+def test_the_processes_that_compile_blocks_take_host_memory_on_cuda():
+    parts_of = {
+        compiled: parts(estimate("parallel.gpus=8", f"parallel.compile={compiled}")) for compiled in ("true", "false")
+    }
+    assert parts_of["true"]["compilers"] == COMPILERS_BYTES
+    assert parts_of["false"] == {name: size for name, size in parts_of["true"].items() if name != "compilers"}
 
 
 def test_the_memory_that_a_slurm_job_asks_for_is_that_of_its_nodes():

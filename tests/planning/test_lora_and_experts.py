@@ -23,9 +23,10 @@ from llama_core.models.layers import Block, rotation
 from llama_core.models.llama import Llama
 from llama_core.models.lora import with_adapters
 from llama_core.models.moe import feed_forward, prepare_routers
-from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks, tensors_by_layer
-from llama_core.planning.memory.passes import StageMoments
+from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks
+from llama_core.planning.memory.snapshots import StageSnapshots
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.work import Work
 from llama_core.rehearsal.byte_counter import ByteCounter
 
 TINY = replace(
@@ -68,11 +69,11 @@ plans = st.sampled_from(
 
 def estimate(spec, plan=None, *, seq_len=2048, precision="bf16"):
     plan = ParallelPlan() if plan is None else plan
-    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, documents="none")
+    return estimate_memory(Work(spec, plan, seq_len, precision))
 
 
 def ranks_of(spec, plan):
-    return estimate_ranks(spec, plan, seq_len=2048, precision="bf16", documents="none")
+    return estimate_ranks(Work(spec, plan, 2048, "bf16"))
 
 
 def sparse_block(spec):
@@ -130,8 +131,7 @@ def bytes_kept(block, spec, *, follows_trained=True):
 def bytes_estimated(spec, plan=None):
     """Return the bytes that a first and a later layer keep."""
     plan = ParallelPlan() if plan is None else plan
-    layers = tensors_by_layer(replace(spec, num_layers=2), plan, seq_len=SEQ_LEN, precision="bf16", documents="none")
-    return [tensors.layer() for tensors in layers]
+    return [layer.kept() for layer in Work(replace(spec, num_layers=2), plan, SEQ_LEN, "bf16").layers]
 
 
 @pytest.fixture
@@ -316,11 +316,11 @@ def test_the_layers_looked_at_have_the_peak_however_kinds_of_layers_alternate(
 ):
     spec = replace(MEDIUM, moe=MoE(num_experts=4, moe_layers=tuple(layers)))
     plan = replace(plan, recomputed_layers=tuple(recomputed[: plan.num_stages]))
-    ranks = estimate_ranks(spec, plan, seq_len=seq_len, precision=precision, documents="none")
+    ranks = estimate_ranks(Work(spec, plan, seq_len, precision))
     with pytest.MonkeyPatch.context() as patch:
         every = property(lambda stage: range(stage.weights.num_layers)[::-1])
-        patch.setattr(StageMoments, "_telling_layers", every)
-        all_layers = estimate_ranks(spec, plan, seq_len=seq_len, precision=precision, documents="none")
+        patch.setattr(StageSnapshots, "_candidates", every)
+        all_layers = estimate_ranks(Work(spec, plan, seq_len, precision))
     assert ranks == all_layers
 
 

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.compute import Pass
+from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.makespan import EXACT_UNITS, span
 from llama_core.schedules.clock import simulate
 from llama_core.schedules.registry import schedule_names

@@ -16,6 +16,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.search.candidates import MAX_CPU_MICROBATCH_TOKENS
 from llama_core.planning.search.fitting import Fitting
+from llama_core.planning.work import Work
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.units import GIB, format_bytes
 
@@ -38,7 +39,7 @@ models = st.sampled_from(["tiny_llama3_50m", "llama3_8b"]).map(model_spec)
 
 
 def estimate(spec, plan, *, seq_len=512, precision="bf16", documents="mask"):
-    return estimate_memory(spec, plan, seq_len=seq_len, precision=precision, documents=documents)
+    return estimate_memory(Work(spec, plan, seq_len, precision, documents))
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -86,9 +87,7 @@ def test_stage_3_gathers_no_more_than_the_head_and_its_buffer():
 @pytest.mark.parametrize("place", range(1, 4))
 def test_stage_3_holds_a_gathered_layer_and_the_buffers_of_it_and_of_the_next_one(place):
     spec, plan = model_spec("llama3_70b"), ParallelPlan(dp_shard=8, pp=5, zero_stage=3)
-    forward = estimate_memory(spec, plan, seq_len=512, precision="bf16", documents="none", pp_rank=place).phases[
-        "forward"
-    ]
+    forward = estimate_memory(Work(spec, plan, 512, "bf16"), pp_rank=place).phases["forward"]
     message = 2 * 512 * spec.hidden_size  # the gradient that arrives meanwhile
     assert forward["communication"] == 3 * 2 * spec.layer_parameters + message
 
@@ -133,7 +132,7 @@ def test_the_estimate_of_large_weights_and_few_tokens_matches_a_counted_step(pla
     overrides = ("architecture.num_layers=10", "training.seq_len=512", f"training.precision={precision}")
     config = RunConfig.from_mapping({"model": "llama3_8b", "data": {"document_mask": False}}, overrides)
     counted = trace_rank(config, plan, pp_rank * plan.world_size // plan.pp, in_full=True).counter.peaks
-    estimated = estimate_memory(config.spec, plan, seq_len=512, precision=precision, documents="none", pp_rank=pp_rank)
+    estimated = estimate_memory(Work(config.spec, plan, 512, precision), pp_rank=pp_rank)
     for phase in ("forward", "backward"):
         assert sum(estimated.phases[phase].values()) == pytest.approx(counted[phase].num_bytes, rel=0.01)
 

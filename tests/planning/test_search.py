@@ -12,12 +12,13 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, PlanError
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.peaks import FILL_LIMIT
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.candidates import Candidates
 from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.planning.search.search import Search
+from llama_core.planning.work import Work
 from llama_core.schedules.chimera import CHIMERA
 from llama_core.schedules.clock import simulate
 from llama_core.schedules.one_way import ONE_F_ONE_B
@@ -37,13 +38,7 @@ def searched(config, gpu_type="h100"):
 
 
 def peaks(config, plan):
-    ranks = estimate_ranks(
-        config.spec,
-        plan,
-        seq_len=config.seq_len,
-        precision=config.training.precision,
-        documents=document_attention(config, plan),
-    )
+    ranks = estimate_ranks(replace(Work.of(config, plan), on_cuda=False))
     return tuple(rank.peak_bytes for rank in ranks)
 
 
@@ -76,7 +71,7 @@ def test_no_plan_that_fits_is_a_percent_faster_and_none_is_better_than_its_bound
     shares = {
         option.variant: option.step.total / everything.bounded.get(option.variant, math.inf) for option in options
     }
-    assert min(shares.values()) > 0.9, min(shares, key=shares.get)
+    assert min(shares.values()) > 0.94, min(shares, key=shares.get)
 
 
 def test_expert_parallel_ranks_are_chosen_and_one_asks_for_others():

@@ -10,6 +10,7 @@ from llama_core.config.strategy import MoE
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import StageCompute
 from llama_core.planning.time.step_time import step_time
+from llama_core.planning.work import Work
 
 DENSE = model_spec("llama3_8b")
 H100 = gpu_spec("h100")
@@ -21,11 +22,11 @@ def sparse(num_experts=8, experts_per_token=2, moe_layers=None):
 
 def compute(spec, plan=None):
     plan = plan or ParallelPlan(dp_shard=8, zero_stage=3)
-    return StageCompute(spec, plan, H100, seq_len=8192, precision="bf16", documents="none")
+    return StageCompute(Work(spec, plan, 8192, "bf16"), H100)
 
 
 def seconds(spec, plan):
-    return step_time(spec, plan, H100, seq_len=8192, precision="bf16", documents="none")
+    return step_time(Work(spec, plan, 8192, "bf16"), H100)
 
 
 def test_a_token_costs_the_products_of_its_experts_however_many_there_are():

@@ -1,12 +1,13 @@
+import os
 import random
 import zlib
 from array import array
 
 import pytest
 
-from llama_core.records.checkpoints import STATE, find_problem, is_complete, write_manifest
+from llama_core.records.checkpoints import MANIFEST, STATE, find_problem, is_complete, write_manifest
 from llama_core.records.checksums import FileSum, SummedFile, file_sum
-from llama_core.records.files import write_json
+from llama_core.records.files import read_json, write_json
 
 
 @pytest.fixture
@@ -68,9 +69,41 @@ def test_files_that_have_changed_places_are_found(checkpoint):
 
 
 def test_a_file_that_cannot_be_read_is_named(checkpoint):
+    name = "x" * 300
+    write_manifest(checkpoint, {name: FileSum(40, "00000000")})
+    assert find_problem(checkpoint) == f"{name} cannot be read: File name too long"
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "it is no regular file"),
+        (os.mkdir, "it is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a link, and links inside a run are not followed"),
+    ],
+    ids=["pipe", "folder", "link"],
+)
+def test_nothing_but_files_is_read(checkpoint, make, problem):
+    """A pipe or a device would be read without end."""
     (checkpoint / "__0_0.distcp").unlink()
-    (checkpoint / "__0_0.distcp").symlink_to(checkpoint / "__0_0.distcp")
-    assert find_problem(checkpoint).startswith("__0_0.distcp cannot be read: ")
+    make(checkpoint / "__0_0.distcp")
+    for read in (False, True):
+        assert find_problem(checkpoint, read=read) == f"__0_0.distcp cannot be read: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("/dev/zero", "is missing"),
+        ("../../secret", "cannot be read: it leads out of its folder"),
+        ("deepspeed/../../secret", "cannot be read: it leads out of its folder"),
+    ],
+)
+def test_nothing_outside_the_checkpoint_is_read(checkpoint, name, problem):
+    manifest = read_json(checkpoint / MANIFEST)
+    manifest["files"][name] = {"num_bytes": 0, "crc32": "00000000"}
+    write_json(checkpoint / MANIFEST, manifest)
+    assert find_problem(checkpoint) == f"{name} {problem}"
 
 
 def test_the_checksum_is_the_published_crc32(tmp_path):

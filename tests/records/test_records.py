@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import time
 import tracemalloc
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from llama_core.records.files import (
     atomic_write,
     cache_directory,
     is_disk_full,
+    no_room,
     read_json,
     remove_temporaries,
     write_json,
@@ -25,6 +27,7 @@ from llama_core.records.metrics import (
     drop_metrics_after,
     read_heartbeat,
     read_metrics,
+    set_aside,
     write_metrics_part,
 )
 
@@ -81,6 +84,17 @@ def test_a_full_disk_is_named_and_leaves_room_for_the_last_words(disk_of):
     assert is_disk_full(full.value)
     write_last_words(run, run.outcome, {"status": "crashed"})
     assert read_json(run.outcome) == {"status": "crashed"}
+
+
+@pytest.mark.root
+def test_a_disk_without_inodes_is_told_from_one_without_room(disk_of):
+    path = disk_of("1m,nr_inodes=20")
+    with pytest.raises(OSError, match="No space left on device"):
+        for number in range(20):
+            (path / str(number)).touch()
+    assert re.fullmatch(
+        rf"the disk of {path}/run is full: all of its 20 inodes are used, [\d.]+ MiB are free", no_room(path / "run")
+    )
 
 
 def test_a_line_that_a_full_disk_has_cut_short_costs_only_itself(run):
@@ -140,6 +154,47 @@ def test_resuming_reads_only_the_newest_parts(run):
     drop_metrics_after(run, 5)
     parts[0].write_bytes(whole)
     assert steps_of(run) == [1, 2, 3, 4, 5]
+
+
+DAMAGES = (b"", b"PAR1 damaged", b'{"step": 1}\n')
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_set_aside_with_its_bytes_and_a_warning_that_names_it(run, caplog, damage):
+    for step in (1, 2, 3):
+        write_metrics_part(run, [record(step)])
+    part = run.metrics / "part-00001.parquet"
+    part.write_bytes(damage)
+    with pytest.raises(RunDirectoryError, match=f"^{part} is damaged"):
+        read_metrics(run)
+    assert read_metrics(run, sets_aside=True).column("step").to_pylist() == [1, 3] == steps_of(run)
+    (warning,) = caplog.messages
+    assert re.search(rf"^{part} is damaged .*; it is now {part.name}\.damaged$", warning)
+    assert set_aside(run) == [part.with_name(f"{part.name}.damaged")]
+    assert set_aside(run)[0].read_bytes() == damage
+
+
+def test_resuming_sets_damaged_metrics_aside(run):
+    write_metrics_part(run, [record(1)])
+    write_metrics_part(run, [record(2)]).write_bytes(b"damaged")
+    run.metrics_tail.write_text("damaged\n")
+    drop_metrics_after(run, 2)
+    assert steps_of(run) == [1]
+    assert [path.name for path in set_aside(run)] == ["part-00001.parquet.damaged", "tail.jsonl.damaged"]
+
+
+def test_no_file_that_is_set_aside_takes_the_place_of_another(run):
+    for number in range(3):
+        write_metrics_part(run, [record(1)]).write_bytes(bytes([number]))
+        drop_metrics_after(run, 1)
+    assert [path.read_bytes() for path in set_aside(run)] == [b"\0", b"\1", b"\2"]
+
+
+def test_a_part_that_cannot_be_renamed_is_left_out_all_the_same(run, monkeypatch):
+    write_metrics_part(run, [record(1)]).write_bytes(b"damaged")
+    write_metrics_part(run, [record(2)])
+    monkeypatch.setattr(Path, "rename", lambda path, target: (path / "below a file").stat())
+    assert read_metrics(run, sets_aside=True).column("step").to_pylist() == [2]
 
 
 def test_the_memory_to_write_a_part_does_not_grow_with_the_parts(run):

@@ -96,3 +96,24 @@ def test_the_backward_of_documents_holds_fp32_sums_and_gradients_for_every_query
     assert most_in_backward_of_documents(8) == gradients + zeros + sums
     fewer, expanded = 2 * (8 - 2) * of_head, 2 * 8 * of_head
     assert most_in_backward_of_documents(2) == most_in_backward_of_documents(8) - fewer + expanded
+
+
+def peak_of_gradient(function):
+    """Return the most bytes that a backward holds, over those of its input."""
+    point = torch.ones(1 << 16, requires_grad=True) * 1.0
+    result = function(point)
+    upstream = torch.ones_like(result)
+    with ByteCounter() as counter:
+        counter.phase = "backward"
+        torch.autograd.grad(result, point, upstream)
+    return counter.peaks["backward"].num_bytes / (4 << 16)
+
+
+def test_two_gradients_are_summed_in_the_memory_of_the_first():
+    """As autograd does without a dispatch mode; three factors of one tensor have gradients of two at once."""
+    assert peak_of_gradient(lambda x: x * 2 + x * 3 + x * 4) == 2
+
+
+def test_a_gradient_that_is_a_view_is_not_summed_in_place():
+    """At the peak there are two gradients, their sum, and what the backward starts from, which is viewed too."""
+    assert peak_of_gradient(lambda x: x * 2 + x.view(256, 256).mul(3).view(-1)) == 4

@@ -42,7 +42,7 @@ def traced_in_full(trace):
     counter = trace.counter
     peaks = {phase: {name: n for name, n in peak.categories.items() if n} for phase, peak in counter.peaks.items()}
     places = {phase: peak.where for phase, peak in counter.peaks.items()}
-    return peaks, places, counter.flops, dict(sum((span.transfers for span in counter.spans), Counter()))
+    return peaks, places, counter.flops, dict(sum((segment.transfers for segment in counter.segments), Counter()))
 
 
 def actions_of(plan, spec=SPEC):

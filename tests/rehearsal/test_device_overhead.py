@@ -2,8 +2,9 @@
 
 import pytest
 
+from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.device_overhead import num_connections
+from llama_core.rehearsal.device_overhead import held_messages_bytes, num_connections
 
 WORLD, GROUP, DIRECTION = 2, 2, 1
 CASES = [
@@ -23,3 +24,20 @@ CASES = [
 @pytest.mark.parametrize(("degrees", "pp_rank", "connections"), CASES)
 def test_connections_are_those_of_the_groups_that_communicate(degrees, pp_rank, connections):
     assert num_connections(ParallelPlan(**degrees), pp_rank) == connections
+
+
+@pytest.mark.parametrize(
+    ("degrees", "pp_rank", "messages"),
+    [
+        ({}, 0, 0),
+        ({"pp": 4, "num_microbatches": 8}, 0, 2 * 2),
+        ({"pp": 4, "num_microbatches": 8}, 1, 2 * 4),
+        ({"pp": 4, "num_microbatches": 8, "tp": 2}, 1, 2 * 4 / 2),
+        ({"pp": 4, "num_microbatches": 8, "cp": 2}, 1, 2 * 4 / 2),
+        ({"pp": 4, "num_microbatches": 8, "microbatch_size": 2}, 1, 2 * 4 * 2),
+    ],
+)
+def test_two_tensors_of_each_direction_outlive_their_transfer(degrees, pp_rank, messages):
+    config = RunConfig.from_mapping({"model": "llama3_8b", "training": {"seq_len": 2048, "precision": "bf16"}})
+    stream = 2048 * 4096 * 2
+    assert held_messages_bytes(config, ParallelPlan(**degrees), pp_rank) == messages * stream

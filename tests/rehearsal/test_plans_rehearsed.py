@@ -9,11 +9,12 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
-from llama_core.planning.memory.estimate import estimate_memory, sizes_of
+from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.peaks import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import search
 from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.planning.work import Work
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.schedules.registry import schedule_names, schedule_type
 from llama_core.units import MIB
@@ -118,7 +119,7 @@ def test_the_estimate_of_any_plan_is_within_three_percent_of_its_rehearsal(case,
     config, plan = case
     pp_rank = data.draw(st.integers(0, plan.pp - 1))
     rank = pp_rank * (plan.world_size // plan.pp)
-    estimated = estimate_memory(config.spec, plan, pp_rank=pp_rank, **sizes_of(config, plan))
+    estimated = estimate_memory(Work.of(config, plan), pp_rank=pp_rank)
     assert estimated.peak_bytes == pytest.approx(rehearse(config, plan, rank).profile.peak_bytes, rel=0.03, abs=4 * MIB)
 
 

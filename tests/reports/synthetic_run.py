@@ -73,6 +73,9 @@ BENCHMARK = BenchmarkRecord(
     memory_peak_bytes=2150 * MIB,
 )
 FINISHED = Outcome("finished", "all 40 steps were taken", 40, "", "2026-11-21T10:00:00+00:00")
+ATTEMPT = {"submitted_at": "2026-11-21T09:50:00+00:00", "restart": 0, "reason": "", "requeued": False}
+ATTEMPT |= {"job_id": None, "status": "crashed", "first_step": None, "last_step": None, "ended_at": FINISHED.ended_at}
+"""An attempt without a step."""
 FAILED = Outcome(
     "oom",
     "the step asked for 2.1 GiB where 1.3 GiB were free",
@@ -80,8 +83,8 @@ FAILED = Outcome(
     "use a smaller parallel.microbatch_size, then --resume",
     "2026-11-21T10:00:00+00:00",
     attempts=(
-        {"job_id": "4711", "status": "preempted", "first_step": 1, "last_step": 11},
-        {"job_id": "4712", "status": "oom", "first_step": 12, "last_step": 23},
+        ATTEMPT | {"job_id": "4711", "status": "preempted", "first_step": 1, "last_step": 11},
+        ATTEMPT | {"job_id": "4712", "status": "oom", "first_step": 12, "last_step": 23},
     ),
 )
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_run import FAILED, step_record, table, write_run
+from synthetic_run import ATTEMPT, FAILED, step_record, table, write_run
 
 from training_reports.attempts import attempts_table, time_spent
 from training_reports.contents import RunContents
@@ -19,10 +19,8 @@ def at(seconds):
 
 
 def attempt(asked, start, end, first, last, status="preempted"):
-    return {
-        "job_id": "7", "submitted_at": at(asked), "started_at": at(start), "ended_at": at(end), "status": status,
-        "reason": "a reason", "first_step": first, "last_step": last,
-    }  # fmt: skip
+    times = {"submitted_at": at(asked), "started_at": at(start), "ended_at": at(end)}
+    return ATTEMPT | times | {"job_id": "7", "status": status, "first_step": first, "last_step": last}
 
 
 def steps_at(*ends):

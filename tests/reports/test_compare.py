@@ -12,7 +12,7 @@ from llama_core.config.run import RunConfig
 from llama_core.records.files import read_json, write_json
 from training_infra.cli import main
 from training_reports.compare import write_comparison
-from training_reports.compare_rows import compare_runs
+from training_reports.run_comparison import compare_runs
 
 SIZES = {"steps": 40, "batch_size": 8, "seq_len": 2048}
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import step_record, table, write_run
 
-from training_reports import figures
+from training_reports import by_step
 from training_reports.downsampling import MOST_POINTS, buckets, kept
 from training_reports.page import write_report
 
@@ -57,10 +57,10 @@ def test_a_page_of_ten_thousand_steps_is_small_and_shows_every_spike(tmp_path):
     assert write_report(run).stat().st_size < 5_000_000
     steps = table(records)
     drawn = {
-        "training": (figures.loss(steps), 99.0),
-        "gradient norm": (figures.learning_rate_and_gradient_norm(steps), 1e6),
-        "waiting for data": (figures.step_time(steps), 499.0),
-        "peak so far": (figures.memory_by_step(steps), 1024.0),
+        "training": (by_step.loss(steps), 99.0),
+        "gradient norm": (by_step.learning_rate_and_gradient_norm(steps), 1e6),
+        "waiting for data": (by_step.step_time(steps), 499.0),
+        "peak so far": (by_step.memory_by_step(steps), 1024.0),
     }
     for name, (figure, spike) in drawn.items():
         lines = {line.name: dict(zip(line.x, line.y, strict=True)) for line in figure.data}

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, step_record, step_records, table
 
-from training_reports import figures, page
+from training_reports import by_step, figures, page
 from training_reports.contents import RunContents
+from training_reports.peak_memory import CATEGORY_COLORS, memory_comparison
 
 PAGE_COLORS = ("#ffffff", "#1b1f25")
 sizes = st.integers(min_value=0, max_value=2**42)
-profiles = st.dictionaries(st.sampled_from([*figures.CATEGORY_COLORS, "unforeseen"]), sizes, min_size=1).map(
+profiles = st.dictionaries(st.sampled_from([*CATEGORY_COLORS, "unforeseen"]), sizes, min_size=1).map(
     lambda stack: {"phases": {"backward": stack}, "peak_phase": "backward", "peak_bytes": sum(stack.values())}
 )
 
@@ -42,15 +43,15 @@ def rows(figure):
 @pytest.mark.parametrize(
     ("draw", "shown"),
     [
-        (figures.loss, {"training": "loss"}),
+        (by_step.loss, {"training": "loss"}),
         (
-            figures.learning_rate_and_gradient_norm,
+            by_step.learning_rate_and_gradient_norm,
             {"learning rate": "learning_rate", "gradient norm": "grad_norm"},
         ),
-        (figures.routing, {"busiest expert": "expert_load", "entropy": "router_entropy"}),
-        (figures.throughput, {"training steps": "tokens_per_second"}),
+        (by_step.routing, {"busiest expert": "expert_load", "entropy": "router_entropy"}),
+        (by_step.throughput, {"training steps": "tokens_per_second"}),
         (
-            figures.step_time,
+            by_step.step_time,
             {
                 "backward": "backward_seconds",
                 "optimizer": "optimizer_seconds",
@@ -67,26 +68,26 @@ def test_every_record_is_in_the_line_of_its_figure(draw, shown, steps):
 
 
 def test_memory_by_step_shows_every_record_in_the_unit_of_its_axis(steps):
-    figure = figures.memory_by_step(steps)
+    figure = by_step.memory_by_step(steps)
     assert figure.layout.yaxis.title.text == "memory (GiB)"
     np.testing.assert_allclose(traces(figure)["held now"].y * 2**30, steps["memory_allocated_bytes"])
     np.testing.assert_allclose(traces(figure)["peak so far"].y * 2**30, steps["memory_peak_bytes"])
 
 
 def test_memory_by_step_shows_what_is_taken_where_that_was_recorded(steps):
-    assert "taken so far" not in traces(figures.memory_by_step(steps))
-    taken = traces(figures.memory_by_step(steps.assign(memory_reserved_bytes=2**32)))["taken so far"]
+    assert "taken so far" not in traces(by_step.memory_by_step(steps))
+    taken = traces(by_step.memory_by_step(steps.assign(memory_reserved_bytes=2**32)))["taken so far"]
     np.testing.assert_allclose(taken.y, 4.0)
 
 
 def test_held_out_points_are_the_steps_that_were_evaluated(steps):
-    held_out = traces(figures.loss(steps))["held-out"]
+    held_out = traces(by_step.loss(steps))["held-out"]
     assert list(held_out.x) == [10, 20, 30, 40]
-    assert "held-out" not in traces(figures.loss(steps.assign(eval_loss=math.nan)))
+    assert "held-out" not in traces(by_step.loss(steps.assign(eval_loss=math.nan)))
 
 
 def test_skipped_steps_are_marked_at_the_last_finite_loss(steps):
-    skipped = traces(figures.loss(steps))["skipped step"]
+    skipped = traces(by_step.loss(steps))["skipped step"]
     assert list(skipped.x) == [14]
     assert list(skipped.y) == [steps["loss"][12]]
 
@@ -94,17 +95,17 @@ def test_skipped_steps_are_marked_at_the_last_finite_loss(steps):
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_run_without_one_finite_loss_still_marks_its_skipped_steps(loss):
     steps = table([step_record(step, loss=loss, skipped=True) for step in (1, 2)])
-    assert np.isfinite(traces(figures.loss(steps))["skipped step"].y).all()
+    assert np.isfinite(traces(by_step.loss(steps))["skipped step"].y).all()
 
 
 @pytest.mark.parametrize(("unigram", "bigram"), list(product((None, 3.1), (None, 2.3))))
 def test_each_known_entropy_is_a_line_at_its_value(unigram, bigram, steps):
-    levels = [shape.y0 for shape in figures.loss(steps, unigram, bigram).layout.shapes]
+    levels = [shape.y0 for shape in by_step.loss(steps, unigram, bigram).layout.shapes]
     assert levels == [entropy for entropy in (unigram, bigram) if entropy is not None]
 
 
 def test_the_benchmark_is_a_line_at_its_median_inside_the_band_of_its_middle_half(steps):
-    band, line = figures.throughput(steps, BENCHMARK).layout.shapes
+    band, line = by_step.throughput(steps, BENCHMARK).layout.shapes
     rates = [BENCHMARK.tokens_per_step / seconds for seconds in BENCHMARK.step_seconds]
     assert line.y0 == line.y1 == BENCHMARK.tokens_per_second
     assert band.y0 <= line.y0 <= band.y1
@@ -124,7 +125,7 @@ def test_the_stacked_times_of_a_step_add_up_to_the_whole_step(times, told_apart)
         )
         for number, (data, forward, backward, optimizer, rest) in enumerate(times, start=1)
     )
-    figure = figures.step_time(steps)
+    figure = by_step.step_time(steps)
     assert ("backward" in traces(figure)) == told_apart
     assert {trace.stackgroup for trace in figure.data} == {"step"}
     stack = sum(trace.y for trace in figure.data)
@@ -133,12 +134,12 @@ def test_the_stacked_times_of_a_step_add_up_to_the_whole_step(times, told_apart)
 
 def test_parts_longer_than_their_step_by_clock_error_give_no_negative_time():
     steps = table([step_record(1, forward_backward_seconds=20.0, step_seconds=19.999)])
-    assert all((trace.y >= 0).all() for trace in figures.step_time(steps).data)
+    assert all((trace.y >= 0).all() for trace in by_step.step_time(steps).data)
 
 
 @given(estimated=profiles, rehearsed=profiles, measured=sizes)
 def test_each_memory_bar_is_as_long_as_its_peak(estimated, rehearsed, measured):
-    figure = figures.memory_comparison(estimated, rehearsed, measured)
+    figure = memory_comparison(estimated, rehearsed, measured)
     labels = rows(figure)
     assert length_in_bytes(figure, labels["estimated"]) == pytest.approx(estimated["peak_bytes"])
     assert length_in_bytes(figure, labels["rehearsed"]) == pytest.approx(rehearsed["peak_bytes"])
@@ -150,36 +151,34 @@ def test_each_memory_bar_is_as_long_as_its_peak(estimated, rehearsed, measured):
 )
 def test_an_unknown_peak_has_no_memory_bar(estimated, rehearsed, measured):
     given_ones = {"estimated": estimated, "rehearsed": rehearsed, "measured": measured}
-    labels = rows(figures.memory_comparison(estimated, rehearsed, measured))
+    labels = rows(memory_comparison(estimated, rehearsed, measured))
     assert list(labels) == [name for name, value in given_ones.items() if value is not None]
 
 
 def test_categories_keep_their_colour_and_order():
-    bars = figures.memory_comparison(ESTIMATE, DRY_RUN, None).data
-    expected = [category for category in figures.CATEGORY_COLORS if category in ESTIMATE["phases"]["backward"]]
+    bars = memory_comparison(ESTIMATE, DRY_RUN, None).data
+    expected = [category for category in CATEGORY_COLORS if category in ESTIMATE["phases"]["backward"]]
     assert [bar.name for bar in bars] == expected
-    assert [bar.marker.color for bar in bars] == [figures.CATEGORY_COLORS[category] for category in expected]
+    assert [bar.marker.color for bar in bars] == [CATEGORY_COLORS[category] for category in expected]
 
 
 def test_every_figure_of_a_page_names_its_axes(run):
     contents = RunContents.read(run)
     for panel in page._panels(contents):
         assert list(panel.figure.select_xaxes())[-1].title.text, panel.title
-    for panel in page._panels_by_step(contents):
+    for panel in by_step.panels_by_step(contents):
         assert all(axis.title.text for axis in panel.figure.select_yaxes()), panel.title
-    assert figures.memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory per rank (GiB)"
+    assert memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory per rank (GiB)"
 
 
 def test_single_and_many_steps_are_both_visible():
-    single = figures.step_time(table([step_record(1)]))
-    many = figures.loss(table([step_record(step) for step in range(1, 200)]))
+    single = by_step.step_time(table([step_record(1)]))
+    many = by_step.loss(table([step_record(step) for step in range(1, 200)]))
     assert {trace.mode for trace in single.data} == {"lines+markers"}
     assert traces(many)["training"].mode == "lines"
 
 
-@pytest.mark.parametrize(
-    "color", sorted({*figures.CATEGORY_COLORS.values(), *figures.PART_COLORS.values(), figures.GREY})
-)
+@pytest.mark.parametrize("color", sorted({*CATEGORY_COLORS.values(), *by_step.PART_COLORS.values(), figures.GREY}))
 @pytest.mark.parametrize("background", PAGE_COLORS)
 def test_series_stand_out_from_the_light_and_the_dark_page(color, background):
     light, dark = sorted((luminance(color), luminance(background)), reverse=True)

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_records, write_run
+from synthetic_run import ATTEMPT, BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_records, write_run
 from width import wide
 
 from llama_core.config.run import RunConfig
@@ -17,9 +17,9 @@ from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.units import GIB, MIB, format_bytes
-from training_reports import page
 from training_reports.contents import RunContents
 from training_reports.page import write_report
+from training_reports.peak_memory import memory_comparison_panel
 
 HOSTILE = "<script>alert('$title')<img src=x onerror=\"alert(1)\">&amp;"
 
@@ -150,7 +150,7 @@ def test_on_a_cpu_predictions_count_the_checkpoint_copy_and_bars_go_on_with_the_
     assert "Host memory of a node: about 8.00 GiB; each of 2 ranks takes process 500.00 MiB" in text
     contents = RunContents.read(run)
     assert contents.measured_beside == {"process": GIB, "freed memory": GIB}
-    panel = page._comparison_panel(contents)
+    panel = memory_comparison_panel(contents)
     ends = {label: sum(x for bar in panel.figure.data for x, y in zip(bar.x, bar.y, strict=True) if y.startswith(label))
             for label in ("estimated", "measured")}  # fmt: skip
     assert ends["measured"] == pytest.approx(4)
@@ -169,8 +169,8 @@ def test_a_failed_run_shows_its_reason_the_next_action_and_its_attempts(tmp_path
     assert "Ended as oom after step 23" in text
     assert FAILED.reason in text
     assert f"Next: {FAILED.next_action}" in text
-    assert "4711 — — preempted 1 to 11" in text
-    assert "4712 — — oom 12 to 23" in text
+    assert f"4711 — {FAILED.ended_at} preempted 1 to 11" in text
+    assert f"4712 — {FAILED.ended_at} oom 12 to 23" in text
 
 
 def test_an_unfinished_run_shows_its_last_sign_of_life_and_how_to_continue(tmp_path):
@@ -320,10 +320,8 @@ def test_users_text_is_never_markup(tmp_path):
 
 def written_by(path, text):
     """Write a failed run with ``text`` in place of all words of a user or a machine."""
-    attempt = {text: text, "status": text, "reason": text, "job_id": text, "ended_at": text}
-    run = write_run(
-        path, outcome=replace(FAILED, reason=text, next_action=text, ended_at=text, attempts=(attempt, attempt))
-    )
+    attempt = ATTEMPT | {text: text, "status": text, "reason": text, "job_id": text}
+    run = write_run(path, outcome=replace(FAILED, reason=text, next_action=text, attempts=(attempt, attempt)))
     run.config.write_text(yaml.safe_dump({"model": text, "data": {"source": text}}))
     write_json(run.plan, {text: text})
     write_json(run.environment, {"errors": [text], "warnings": [text], "facts": {text: text}})

@@ -6,8 +6,8 @@ from synthetic_run import step_records, write_run
 from synthetic_sweep import GRID_200, write_history, write_loss_sweep, write_planned_sweep, write_sweep
 
 from training_reports.compare import write_comparison
-from training_reports.compare_rows import compare_runs
 from training_reports.page import write_report
+from training_reports.run_comparison import compare_runs
 from training_reports.sweep import write_report as write_sweep_report
 
 pytestmark = pytest.mark.browser

@@ -8,13 +8,13 @@ from synthetic_run import FAILED, write_run
 from synthetic_sweep import write_sweep
 
 from llama_core.records.profiles import ProfileRecord, write_profile
-from llama_core.sweep.comparison import Comparison, Row
+from llama_core.sweep.comparison import Comparison, ComparisonRow
 from llama_core.sweep.grid import SweepConfig
 from training_reports import sweep as sweep_page
 from training_reports.compare import write_comparison
-from training_reports.compare_rows import compare_runs
 from training_reports.page import write_report
 from training_reports.prediction import write_prediction
+from training_reports.run_comparison import compare_runs
 
 ATTACK = "<img src=x onerror=alert(1)><script>alert(1)"
 TYPED = {"status", "launcher", "submitted_at", "ended_at", "peak_phase", "job_id", "name", "objective", "fingerprint"}
@@ -81,6 +81,6 @@ def test_the_page_of_a_predicted_sweep(tmp_path):
     )
     texts = {"name": ATTACK, "device": ATTACK, "plan": ATTACK, "reason": ATTACK, "settings": {}, "how": "predicted"}
     numbers = {"tokens_per_second": 1.0, "step_seconds": 1.0, "memory_bytes": 1}
-    rows = (Row(status="finished", **texts, **numbers), Row(status=ATTACK, **texts))
+    rows = (ComparisonRow(status="finished", **texts, **numbers), ComparisonRow(status=ATTACK, **texts))
     page = write_prediction(tmp_path / f"{ATTACK}.html", config, Comparison(rows, None))
     assert_escaped(page, at_least=4)

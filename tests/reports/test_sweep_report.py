@@ -15,9 +15,12 @@ from synthetic_sweep import (
 from llama_core.errors import RunDirectoryError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.files import read_json
+from llama_core.sweep.comparison import Comparison, ComparisonRow
 from llama_core.sweep.directory import SweepDirectory, read_record, write_record
+from llama_core.sweep.grid import SweepConfig
 from llama_core.units import GIB
 from training_reports.contents import RunContents
+from training_reports.prediction import write_prediction
 from training_reports.sweep import write_report
 from training_reports.sweep_figures import (
     MOST_DRAWN,
@@ -27,7 +30,7 @@ from training_reports.sweep_figures import (
 )
 from training_reports.sweep_loss import rank
 from training_reports.sweep_pareto import pareto_front
-from training_reports.sweep_rows import Row, short_names
+from training_reports.sweep_rows import measured_row, short_names
 from training_reports.sweep_scaling import Sized, scaling_lines
 
 
@@ -128,6 +131,19 @@ def test_elements_that_differ_in_more_than_ranks_are_on_no_line(tmp_path):
         for gpus, size in ((1, 1), (2, 2))
     ]
     assert scaling_lines(rows) == []
+
+
+def test_the_fastest_element_stands_out_whether_measured_or_predicted(sweep, tmp_path):
+    config = SweepConfig.from_mapping({"name": "x", "grid": {"parallel.tp": [1, 2]}})
+    rows = [
+        ComparisonRow(f"tp={tp}", {"parallel.tp": tp}, "predicted", "finished", tokens_per_second=rate)
+        for tp, rate in ((1, 100.0), (2, 200.0))
+    ]
+    predicted = write_prediction(tmp_path / "predicted.html", config, Comparison(tuple(rows), None))
+    for path, fastest in ((predicted, "tp=2"), (write_report(sweep), "microbatch_size=2,recompute=none")):
+        table = path.read_text().split("<h2>Every element", 1)[1].split("</table>", 1)[0].replace("<wbr>", "")
+        (row,) = re.findall(r'class="emphasised">\s*<th scope="row">(?:<a [^>]*>)?([^<]*)<', table)
+        assert row == fastest
 
 
 def test_two_hundred_elements_make_one_light_page_with_a_row_for_each(tmp_path):
@@ -238,7 +254,8 @@ def test_the_history_is_a_table_with_verdicts_and_a_list_of_changes(tmp_path):
 
 def curves(sweep):
     """Return the figure of the training losses of a sweep."""
-    rows = [Row(one.name, RunContents.read(sweep.run(one.name))) for one in read_record(sweep).elements]
+    elements = read_record(sweep).elements
+    rows = [measured_row(one.name, one, RunContents.read(sweep.run(one.name))) for one in elements]
     return rank(rows).panels[0].figure
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
-from llama_core.planning.plan import document_attention
 from llama_core.planning.time.step_time import step_time
+from llama_core.planning.work import Work
 from llama_core.records.files import write_json
 from llama_core.records.timelines import LaneRecord, read_lanes, write_lane
 from llama_core.schedules.clock import Timeline, simulate
@@ -81,9 +81,7 @@ def test_on_a_gpu_the_planned_step_is_as_long_as_the_planner_says(run, name):
     contents = RunContents.read(run)
     planned = predicted_timeline(contents, contents.parallel_plan.build_schedule())
     config, plan = RunConfig.load(run.config), contents.parallel_plan
-    step = step_time(
-        config.spec, plan, gpu_spec("h100"), seq_len=config.seq_len, documents=document_attention(config, plan)
-    )
+    step = step_time(Work.of(config, plan), gpu_spec("h100"))
     whole = step.total - step.parts["optimizer"]
     # some of the communication comes once in a step, not in a pass
     assert step.parts["compute"] + step.parts["bubble"] <= planned.makespan <= whole * (1 + 1e-9)

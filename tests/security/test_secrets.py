@@ -48,9 +48,50 @@ def test_records_errors_and_logs_of_a_failure_hold_no_secret(tmp_path):
     assert not any(map(holds_secret, (run.outcome.read_text(), logged, *errors)))
 
 
-def test_ordinary_text_is_not_redacted(monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GITHUB_PAT", "MYSQL_PASS", "DB_PWD", "GIT_CREDENTIALS", "PREFECT_API_AUTH_STRING", "KEY_PASSPHRASE"),
+        *("SSH_PRIVATE_KEY", "OPENAI_APIKEY", "AWS_SECRET_ACCESS_KEY", "GIT_CREDENTIAL"),
+    ],
+)
+def test_the_values_of_variables_whose_name_says_secret_are_hidden(name, monkeypatch):
+    assert redacted(f"export {name}=s3cret") == f"export {name}=***"
+    monkeypatch.setenv(name, "a-long-value-1")
+    assert redacted("it says a-long-value-1") == "it says ***"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("git clone https://ghp_abc123@github.com/a/b", "git clone https://***@github.com/a/b"),
+        ("https://x-access-token:ghp_abc@github.com", "https://x-access-token:***@github.com"),
+        ("postgresql://me:a/b@c:d?e#f@db:5432/prefect", "postgresql://me:***@db:5432/prefect"),
+        ("postgresql://me@example.org:pass@db/prefect", "postgresql://me@example.org:***@db/prefect"),
+        ("redis://:hunter2@cache:6379/0", "redis://:***@cache:6379/0"),
+        ("Authorization: Bearer eyJhbGciOi.abc-1_x=", "Authorization: Bearer ***"),
+        ("{'Authorization': 'Basic YWRtaW46c2VjcmV0'}", "{'Authorization': 'Basic ***'}"),
+        ('{"authorization": "token abcdef"}', '{"authorization": "token ***"}'),
+        ("curl -H 'authorization: bearer abc'", "curl -H 'authorization: bearer ***'"),
+        ("used Bearer abcdef0123456789abcdef for it", "used Bearer *** for it"),
+        ("two: http://a:b@c and http://d:e@f", "two: http://a:***@c and http://d:***@f"),
+    ],
+)
+def test_passwords_and_tokens_in_addresses_and_headers_are_hidden(text, shown):
+    assert redacted(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "training.steps=40, num_tokens=12, https://host:4200/api, a@b.c, HF_TOKEN=$HF_TOKEN, MAX_TOKENS=3",
+        "http://127.0.0.1:4200/runs?of=me@example.org, ssh://git@github.com/a/b, postgresql://me@db/prefect",
+        "PWD=/home/me, OLDPWD=/tmp, PASS=3, a Bearer of news, Basic understanding, http://host/a@b",
+        "the authorization of a user, COMPASS=north, EPAT=1",
+    ],
+)
+def test_ordinary_text_is_not_redacted(monkeypatch, text):
     monkeypatch.setenv("SHORT_TOKEN", "training")
-    text = "training.steps=40, num_tokens=12, https://host:4200/api, a@b.c, HF_TOKEN=$HF_TOKEN, MAX_TOKENS=3"
     assert redacted(text) == text
 
 
@@ -81,3 +122,9 @@ def test_a_run_writes_no_secret_to_its_directory(tmp_path):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     found = [path for path in files if any(secret.encode() in path.read_bytes() for secret in SECRETS.values())]
     assert not found and not holds_secret(done.stdout + done.stderr)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["://", "://a:", "a:b@", "authorization ", "Bearer 1", "A_PAT"])
+def test_no_text_makes_redaction_slow(part):
+    assert redacted(part * 200_000)

@@ -89,7 +89,7 @@ def test_a_job_survives_kills_of_prefect_and_is_never_submitted_twice(serving):
         assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
         assert serving.followed(flow_run, times=2) == run
         serving.kill("worker")
-        serving.kill("server")
+        serving.kill(str(serving.checkout / "flows" / "listen.py"))
     assert serving.end(flow_run) == "Completed"
     assert job_of(run) == job
     assert [attempt["status"] for attempt in read_outcome(run).attempts] == ["finished"]

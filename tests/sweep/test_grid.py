@@ -199,6 +199,11 @@ def test_elements_that_train_on_the_same_tokens_differ_in_steps():
     assert [config.config_of(element).training.steps for element in config.elements()] == [8, 2]
 
 
+def test_an_unknown_key_of_a_grid_is_refused_only_as_unknown():
+    told = refusal(**LENGTH | {"grid": {"parallel.tpp": [1, 2]}})
+    assert told == "grid: unknown key 'parallel.tpp'; did you mean 'parallel.tp'?"
+
+
 def test_all_problems_of_a_grid_are_reported_at_once():
     assert refusal(grid={"parallel.tpp": [1], "parallel.pp": ["x"]}).count("grid") == 2
 

@@ -26,6 +26,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.training.checkpoint import Checkpointer, lacks_room
 from llama_core.training.engine import train_step
+from llama_core.training.reading import PlainReader
 from llama_core.training.saving import BackgroundSaver
 
 SPEC = ModelSpec("test", "llama3", 16, 2, 2, 1, 8, 32, 32, 1e4, 1e-5, 128, 32)
@@ -123,6 +124,7 @@ DAMAGE = {
     "truncated": lambda path: truncate(path / "__0_0.distcp"),
     "missing": lambda path: (path / "__0_0.distcp").unlink(),
     "no metadata": lambda path: (path / ".metadata").unlink(),
+    "no index": lambda path: (path / "index.jsonl").unlink(),
     "no state": lambda path: (path / "state.json").unlink(),
     "empty": lambda path: [file.unlink() for file in path.iterdir()],
 }
@@ -164,17 +166,29 @@ def test_the_checksums_of_shards_are_those_on_disk_and_were_taken_without_readin
     monkeypatch.setattr(records, "file_sum", lambda path: read.append(path.name) or file_sum(path))
     save(run, 1)
     path = run.checkpoints / "step-00000001"
-    files = {".metadata", "__0_0.distcp", "config.yaml", "state.json"}
+    files = {".metadata", "__0_0.distcp", "config.yaml", "index.jsonl", "state.json"}
     assert records.recorded_sums(path) == {name: file_sum(path / name) for name in files}
     assert sorted(read) == ["config.yaml", "state.json"]
+
+
+def test_the_index_that_is_saved_says_what_torchs_metadata_say(run):
+    save(run, 1)
+    path = run.checkpoints / "step-00000001"
+    indexed = PlainReader(path).read_metadata()
+    (path / "index.jsonl").unlink()
+    pickled = PlainReader(path).read_metadata()
+    assert indexed.state_dict_metadata == pickled.state_dict_metadata
+    assert indexed.storage_data == pickled.storage_data
 
 
 def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_line(run, caplog):
     save(run, 1)
     path = run.checkpoints / "step-00000001"
-    sizes = {name: one.num_bytes for name, one in records.recorded_sums(path).items() if name != "state.json"}
+    written = records.recorded_sums(path).items()
+    sizes = {name: one.num_bytes for name, one in written if name not in {"state.json", "index.jsonl"}}
     write_json(path / "state.json", read_json(path / "state.json") | {"files": sizes})
     (path / "manifest.json").unlink()
+    (path / "index.jsonl").unlink()
     with caplog.at_level(logging.WARNING):
         assert Checkpointer(run, keep=1).load(trained(0)) == {"step": 1, "tokens": 10}
     assert said(caplog) == [

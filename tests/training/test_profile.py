@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.nn import functional as F
 from torch.profiler import profile
 
 from llama_core.models.layers import attend
 from llama_core.training.profile import length, summarize, union
 
+MICROSECONDS = 1e-6
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda ends: (min(ends), max(ends))))
 
 
@@ -40,12 +42,14 @@ def test_operators_count_with_the_work_they_are_part_of():
 
 def kernel(name, begin_s, end_s):
     span = SimpleNamespace(start=begin_s * 1e6, end=end_s * 1e6, elapsed_us=lambda: (end_s - begin_s) * 1e6)
-    return SimpleNamespace(name=name, device_type=DeviceType.CUDA, time_range=span)
+    return SimpleNamespace(name=name, device_type=DeviceType.CUDA, time_range=span, is_user_annotation=False)
 
 
 def operator(name, *kernels, within=None):
     launched = [SimpleNamespace(name=one.name, duration=one.time_range.elapsed_us()) for one in kernels]
-    return SimpleNamespace(name=name, device_type=DeviceType.CPU, kernels=launched, cpu_parent=within)
+    return SimpleNamespace(
+        name=name, device_type=DeviceType.CPU, kernels=launched, cpu_parent=within, is_user_annotation=False
+    )
 
 
 def test_kernels_of_a_gpu_tell_idle_time_and_what_hides_transfers():
@@ -72,3 +76,28 @@ def test_kernels_of_a_gpu_tell_idle_time_and_what_hides_transfers():
     assert record.idle_seconds == pytest.approx(3)  # from 5 to 6 and from 10 to 12
     assert record.exposed_seconds == pytest.approx(4)  # from 4 to 5 and from 7 to 10
     assert {row[0]: row[2] for row in record.rows()}["idle"] == "23.1%"
+
+
+def recorded(number, name, device, begin_us, end_us, *, annotation=False):
+    """Return an event as torch's profiler makes it from a trace."""
+    return FunctionEvent(
+        number, name, 1, begin_us, end_us, device_type=device, use_device="cuda", is_user_annotation=annotation
+    )
+
+
+def test_an_annotation_on_the_device_is_not_a_kernel():
+    product = recorded(1, "aten::mm", DeviceType.CPU, 0, 10)
+    product.append_kernel("nvjet_mm", 0, 100)
+    region = recorded(2, "Optimizer.step#AdamW.step", DeviceType.CPU, 12, 20, annotation=True)
+    region.append_kernel("Optimizer.step#AdamW.step", 0, 400)
+    on_device = [
+        recorded(3, "nvjet_mm", DeviceType.CUDA, 5, 105),
+        recorded(4, "Optimizer.step#AdamW.step", DeviceType.CUDA, 5, 405, annotation=True),
+        recorded(5, "Memset (Device)", DeviceType.CUDA, 305, 405),
+    ]
+    events = EventList([product, region, *on_device], use_device="cuda")
+    events._build_tree()
+    record = summarize(0, events)
+    assert record.seconds == {"matrix products": pytest.approx(100 * MICROSECONDS)}
+    assert record.span_seconds == pytest.approx(400 * MICROSECONDS)
+    assert record.idle_seconds == pytest.approx(200 * MICROSECONDS)

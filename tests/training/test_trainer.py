@@ -1,6 +1,7 @@
 import math
 import os
 import shutil
+from functools import partial
 from threading import enumerate as threads
 
 import pytest
@@ -104,6 +105,27 @@ def assert_equal(ours, theirs):
 
 def losses(run):
     return read_metrics(run).column("loss").to_pylist()
+
+
+def test_neither_the_first_step_nor_the_first_evaluation_compiles_anything(run, monkeypatch, request):
+    """What they compile stalls all ranks, and in a pipeline one stage after another."""
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    request.addfinalizer(partial(torch.compiler.set_default_backend, None))
+    graphs = torch._dynamo.utils.counters["stats"]
+    compiled = trainer(
+        run,
+        steps=2,
+        plan=ParallelPlan(microbatch_size=BATCH_SIZE, compile=True),
+        validation=lambda: [batch(99)],
+        eval_every=1,
+    )
+    made = [graphs["unique_graphs"]]
+    begin = compiled._begin_step
+    monkeypatch.setattr(compiled, "_begin_step", lambda: made.append(graphs["unique_graphs"]) or begin())
+    compiled.fit()
+    of_training_and_evaluation = 2
+    assert [*made[1:], graphs["unique_graphs"]] == 3 * [made[0] + of_training_and_evaluation]
 
 
 def test_the_same_seed_gives_the_same_losses_and_weights_bit_for_bit(tmp_path):
@@ -522,6 +544,24 @@ def test_a_run_starts_with_the_weights_of_another_and_needs_them_only_until_it_h
     resumed = trainer(run, steps=2, init_from=checkpoint)
     assert resumed.step == 2
     assert_equal(weights(resumed), weights(begun))
+
+
+def test_a_checkpoint_has_the_settings_that_it_was_trained_with_whatever_was_edited_meanwhile(run):
+    begun = trainer(run, steps=1)
+    run.config.write_text("model: llama3_8b\n")
+    begun.fit()
+    assert RunConfig.load(run.checkpoints / "step-00000001" / "config.yaml") == begun.config
+
+
+def test_a_run_does_not_start_with_damaged_weights(run, tmp_path):
+    other = RunDirectory(tmp_path / "other")
+    other.create()
+    trainer(other, steps=1).fit()
+    checkpoint = other.checkpoints / "step-00000001"
+    content = (checkpoint / "__0_0.distcp").read_bytes()
+    (checkpoint / "__0_0.distcp").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(WeightsError, match=f"{checkpoint} is damaged .*; start from another checkpoint of its run"):
+        trainer(run, steps=2, init_from=str(checkpoint))
 
 
 @pytest.mark.parametrize("begins_with", ["seed", "checkpoint"])

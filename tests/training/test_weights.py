@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from llama_core.chain.export import export_run
+from llama_core.chain.export import export_run, only_one
 from llama_core.config.parameters import hugging_face_name, parameter_shapes
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
@@ -36,6 +38,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import build_engine, train_step
+from llama_core.training.index import INDEX
 from llama_core.training.weights import Pretrained, write_hugging_face
 
 pytestmark = pytest.mark.xdist_group("weights")
@@ -120,7 +123,8 @@ def fill_under_every_plan(folders):
 
 def save_run(run, engine, config, step):
     run.config.write_text(config.to_yaml())
-    checkpointer = Checkpointer(run, keep=3)
+    # given, not read from the file, which other ranks write
+    checkpointer = Checkpointer(run, keep=3, settings=config.to_yaml())
     checkpointer.save(step, engine, {})
     checkpointer.finish()
 
@@ -360,7 +364,7 @@ def test_an_earlier_checkpoint_can_be_exported(folders, tmp_path):
     first, second = (filled(TIED.spec, export_run(run, tmp_path / str(step), step=step)) for step in (1, 2))
     assert differing(second, engine.model) == []
     assert differing(first, engine.model)
-    with pytest.raises(RunDirectoryError, match=r"has no complete checkpoint of step 3; there are 1, 2$"):
+    with pytest.raises(RunDirectoryError, match=r"has no checkpoint of step 3; there are 1, 2$"):
         export_run(run, tmp_path / "3", step=3)
 
 
@@ -376,8 +380,49 @@ def test_a_folder_with_files_is_left_alone_and_an_empty_one_is_used(run, tmp_pat
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
 
 
+def test_of_two_exports_at_the_same_time_one_is_whole_and_the_other_is_refused(run, tmp_path):
+    first_has_written, second_has_begun, first_is_over = Event(), Event(), Event()
+
+    def of_first(text):
+        if text.startswith("wrote"):
+            first_has_written.set()
+            second_has_begun.wait(60)
+
+    def of_second(text):
+        if text.startswith("no tokenizer"):
+            second_has_begun.set()
+            first_is_over.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(export_run, run, tmp_path / "out", tell=of_first)
+        first_has_written.wait(60)
+        second = threads.submit(export_run, run, tmp_path / "out", dtype="bf16", tell=of_second)
+        wait([first], 60)
+        first_is_over.set()
+    assert first.result() == tmp_path / "out"
+    assert {path.name for path in first.result().iterdir()} == {path.name for path in alone(run, tmp_path).iterdir()}
+    with pytest.raises(WeightsError, match=r"out exists and is not an empty folder; choose another --out"):
+        second.result()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def alone(run, tmp_path):
+    return export_run(run, tmp_path / "alone")
+
+
+def test_what_a_killed_export_has_left_is_removed_and_what_another_writes_is_not(run, tmp_path):
+    left, at_work = (tmp_path / f".out.{name}.writing" for name in ("left", "at-work"))
+    for folder in (left, at_work):
+        folder.mkdir()
+        (folder / "config.json").touch()
+        os.utime(folder, (0, 0))
+    with only_one(at_work):
+        export_run(run, tmp_path / "out")
+    assert (left.exists(), at_work.exists()) == (False, True)
+
+
 def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
-    with pytest.raises(RunDirectoryError, match="has no complete checkpoint; train the run until it saves one"):
+    with pytest.raises(RunDirectoryError, match="has no checkpoint; train the run until it saves one"):
         export_run(new_run(tmp_path / "run", TIED), tmp_path / "out")
 
 
@@ -387,7 +432,7 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
         (
             lambda checkpoint: write_json(checkpoint / LAYOUT, {"zero_stage": 2, "compute_dtype": "bfloat16"}),
             CheckpointError,
-            "cannot read .*step-00000007: Directory .* doesn't exist",
+            "cannot read .*step-00000007: .*No such file or directory",
         ),
         (
             lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="moe")),
@@ -400,11 +445,9 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
             "cannot read layers.0.attention.wq.lora_A.weight from",
         ),
         (
-            lambda checkpoint: (checkpoint / ".metadata").write_bytes(
-                b"\0" * (checkpoint / ".metadata").stat().st_size
-            ),
+            lambda checkpoint: (checkpoint / INDEX).write_bytes(b"\0" * (checkpoint / INDEX).stat().st_size),
             CheckpointError,
-            "cannot read tok_embeddings.weight from",
+            "step-00000007/index.jsonl is no index of a checkpoint",
         ),
         (
             lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(UNTIED)),

@@ -24,6 +24,8 @@ from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 from llama_core.training.optimizer import learning_rate
 from training_infra import cli
+from training_infra.commands.configuration import requested_config
+from training_infra.flags import FLAGS, LONG_NAMES
 
 FEW_PARAMETERS = [
     f"--set=architecture.{size}"
@@ -91,24 +93,21 @@ def test_the_help_of_a_command_is_a_screen_of_examples_and_the_arguments_of_most
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_examples_of_a_command_are_understood(told, command, monkeypatch):
-    asked = []
-    monkeypatch.setattr(cli, f"_{command.replace('-', '_')}", asked.append)
+def test_the_examples_of_a_command_are_understood(told, command):
     _, _, examples = told(command, "--help").partition("\nexamples:\n")
     lines = examples.partition("\n\n")[0].splitlines()
-    for line in lines:
-        cli.main(shlex.split(line)[1:])
-    assert len(asked) == len(lines)
-    assert all(cli._config(options) for options in asked if command in OF_RUNS and "~" not in str(options))
+    asked = {line: cli.make_parser().parse_args(shlex.split(line)[1:]) for line in lines}
+    assert {options.command.name for options in asked.values()} == {command}
+    assert all(requested_config(options) for line, options in asked.items() if command in OF_RUNS and "~" not in line)
 
 
 def test_the_example_of_every_flag_is_a_valid_value():
-    for flag in cli.FLAGS:
+    for flag in FLAGS:
         strategy = ["strategy=lora"] if flag.key.startswith("lora.") else []
         others = ["launch.launcher=slurm", "launch.nodes=1", "parallel.gpus=8", "training.batch_size=32", *strategy]
         for value in filter(None, (flag.example, flag.constant)):
             if not value.startswith("~"):
-                written = cli._LONG_NAMES.get(value, value)
+                written = LONG_NAMES.get(value, value)
                 assert RunConfig.from_mapping({}, [*others, f"{flag.key}={written}"])
 
 
@@ -116,7 +115,7 @@ def test_the_example_of_every_flag_is_a_valid_value():
 def test_the_short_help_names_every_flag_and_all_of_the_help_has_every_key(told, command):
     short, everything = told(command, "--help"), told(command, "--help-all")
     without = "--no-benchmark" if command == "benchmark" else ""
-    for flag in cli.FLAGS:
+    for flag in FLAGS:
         for name in (flag.name, *(flag.also if flag.is_common else ())):
             assert (f" {name}" in short) == (name != without)
         assert (f"  {flag.name}" in everything) == (flag.name != without)
@@ -154,8 +153,8 @@ def test_help_on_a_group_or_on_a_part_of_a_name_has_only_that(told):
     ],
 )
 def test_a_flag_sets_its_key(arguments, key, value):
-    options = cli._parser().parse_args(["train", *arguments])
-    assert reduce(getattr, key.split("."), cli._config(options)) == value
+    options = cli.make_parser().parse_args(["train", *arguments])
+    assert reduce(getattr, key.split("."), requested_config(options)) == value
 
 
 @pytest.mark.parametrize(
@@ -615,6 +614,7 @@ def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
     told = shell("dry-run", *SMALL, *flags, "--twin").stdout
     rows = told[told.index("pipeline rank") :].splitlines()[1:3]
     assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert re.search(r"^order: +[\d,]+ calls of 4 ranks match on \d+ communicators", told, re.MULTILINE)
     assert re.search(r"^twin: +agrees with one process over 3 steps of 4 ranks \(tp 2 x pp 2\)", told, re.MULTILINE)
     assert re.search(r"^verdict: +peak .* fits the .* of this machine's memory$", told, re.MULTILINE)
 
@@ -667,7 +667,7 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line_that_names_t
 ):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
-    monkeypatch.setattr(cli, "_models", lambda options: tempfile.gettempdir())
+    monkeypatch.setattr("llama_core.chain.variants.list_variants", lambda gpu_type: tempfile.gettempdir())
     assert cli.main(["models"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "missing") in line

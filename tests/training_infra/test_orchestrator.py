@@ -4,7 +4,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from width import cases
 
 import training_infra
-from llama_core.chain.steps import stopped
+from llama_core.chain.stopping import stopped
 from llama_core.errors import ConfigError, DataError, StoppedError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory

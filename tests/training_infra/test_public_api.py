@@ -20,6 +20,7 @@ import pytest
 from described import blocks, write_somebodys_files
 
 from training_infra import cli
+from training_infra.commands.configuration import requested_config
 
 SCRIPT = Path(__file__).with_name("somebodys_script.py")
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -168,8 +169,8 @@ FLAGS = [command for block in blocks("bash") for command in block.commands if co
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_of_the_page_is_a_flag_of_train(flag):
-    options = cli._parser().parse_args(["train", "--gpus=4", *shlex.split(flag)])
-    cli._config(options)
+    options = cli.make_parser().parse_args(["train", "--gpus=4", *shlex.split(flag)])
+    requested_config(options)
 
 
 def others():

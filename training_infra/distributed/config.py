@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from llama_core.config.run import ParallelConfig as DistributedConfig
 from llama_core.config.run import RunConfig
+from llama_core.config.settings import ParallelConfig as DistributedConfig
 from training_infra.spelling import python_spelling
 
 __all__ = ["ConfigurationFactory", "DistributedConfig"]

@@ -52,8 +52,10 @@ class MicrobatchScheduler:
             raise ConfigError(f"current_stage={current_stage}: there are {num_pipeline_stages} stages, counted from 0")
         if microbatch_size < 1:
             raise ConfigError(f"microbatch_size={microbatch_size} is not at least 1")
-        self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-        self.num_pipeline_stages, self.current_stage = num_pipeline_stages, current_stage
+        self.num_microbatches = num_microbatches
+        self.microbatch_size = microbatch_size
+        self.num_pipeline_stages = num_pipeline_stages
+        self.current_stage = current_stage
         self.schedule: Schedule = _schedule(schedule_type, num_pipeline_stages, num_microbatches, num_chunks)
         self._measured: _Measured | None = None
 
@@ -85,7 +87,8 @@ class MicrobatchScheduler:
         outputs: dict[tuple[int, int], Any] = {}
         results: dict[int, tuple[int, Any]] = {}
         for action in self.get_execution_schedule():
-            stage, number = action.stage, action.microbatch
+            stage = action.stage
+            number = action.microbatch
             if action.kind is Kind.FORWARD:
                 output = _timed(measured.forward, forward_fn, microbatches[number])
                 outputs[stage, number] = output
@@ -98,7 +101,8 @@ class MicrobatchScheduler:
 
     def print_metrics(self) -> None:
         """Print the measured times of the callbacks, if they have run, and the simulated bubble."""
-        name, stage = self.schedule.name, self.current_stage
+        name = self.schedule.name
+        stage = self.current_stage
         print(
             f"{name}: stage {stage} of {self.num_pipeline_stages}, {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, {len(self.get_execution_schedule())} actions"

@@ -10,20 +10,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import TrainingFailedError
+from llama_core.errors import RunDirectoryError, TrainingFailedError
 from llama_core.launch.attempts import request_cancellation
 from llama_core.launch.jobs.silence import News, Silence
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude
+from llama_core.launch.places import own_submission
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import read_heartbeat
+from llama_core.records.owners import refuse_foreign
 
-WORKER = (sys.executable, "-m", "llama_core.launch.rank.worker")  # a command line, so that submitting needs no torch
-PLANNER = (sys.executable, "-m", "llama_core.chain.elastic")  # another, as planning a run again is the chain's work
+# Command lines, so that submitting needs no torch. -P: with -m, Python would import from the current folder first.
+WORKER = (sys.executable, "-P", "-m", "llama_core.launch.rank.worker")
+PLANNER = (sys.executable, "-P", "-m", "llama_core.chain.elastic")  # planning a run again is the chain's work
 
 LOOKING_SHARE = 0.05
 """Most of the time that is spent looking at logs."""
@@ -85,6 +89,12 @@ class JobHandle(ABC):
     def _kill(self) -> None:
         """End every process of the job."""
 
+    def _why_not_own(self) -> str:
+        """Return what the record names that is no job of this run, as a clause; "" if the job is its own."""
+        if own_submission(Path(self.record.folder), self.run):
+            return ""
+        return f"the files of another run ({self.record.folder}); cancel that one"
+
     def _conclude(self) -> Outcome:
         return conclude(self.run, self.record)
 
@@ -107,8 +117,10 @@ class JobHandle(ABC):
         """
         newest: StepRecord | None = None
         before = read_heartbeat(self.run)
-        looked_at, pause = time.monotonic(), self.log_seconds
-        logs, news = LogFollower(self.run), News()
+        looked_at = time.monotonic()
+        pause = self.log_seconds
+        logs = LogFollower(self.run)
+        news = News()
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         silence = Silence(self.run, submitted, expected)
         while True:
@@ -145,6 +157,7 @@ class JobHandle(ABC):
             on_second: called with the seconds left until then, at least every second.
 
         Raises:
+            RunDirectoryError: if the run belongs to somebody else, or its record names the job of another run.
             TrainingFailedError: if it could not be ended.
         """
         return cancel_all([self], grace_seconds, on_second)[0]
@@ -166,7 +179,12 @@ def cancel_all(
     on_second: Callable[[float], None] = lambda left: None,
 ) -> list[Outcome]:
     """Cancel several jobs at once, so that all of them share one grace period; see ``JobHandle.cancel``."""
+    for job in jobs:
+        refuse_foreign(job.run, "cancel its job")
     alive = [job for job in jobs if job.is_running()]
+    for job in alive:
+        if problem := job._why_not_own():
+            raise RunDirectoryError(f"{job.run.job} names {problem}")
     for job in alive:
         request_cancellation(job.run, job.record)
     for job in alive:

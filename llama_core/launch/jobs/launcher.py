@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from llama_core.config.run import LauncherName, RunConfig
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import LauncherName
 from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.scheduler import Ask
 from llama_core.machine.validate import Findings
@@ -24,8 +25,8 @@ class Launcher:
     that a queue shows, and the lock that keeps others from submitting the runs."""
     handle: Callable[[RunDirectory, JobRecord, Ask], JobHandle]
     """Return the handle of a recorded job; ``Ask`` is how to ask a scheduler about it."""
-    can_see: Callable[[JobRecord], bool]
-    """Return whether this machine can tell if a job is running."""
+    out_of_sight: Callable[[JobRecord], str]
+    """Return where a job was submitted if nobody here can tell whether it is running, such as "on login2"; else ""."""
     find_unrecorded: Callable[[Path, str, RunConfig], JobRecord | None]
     """Return the job of a submission, by its folder and name, whose submitter died before it wrote ``job.json``."""
     check: Callable[[Findings, RunConfig | None], None]

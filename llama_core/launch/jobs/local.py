@@ -1,5 +1,6 @@
 """Jobs on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
 
+import fcntl
 import json
 import os
 import random
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from llama_core.config.run import Device
+from llama_core.config.settings import Device
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
-from llama_core.launch.rank.start import python_command
+from llama_core.launch.places import submission_of
+from llama_core.launch.rank.start import CONTROLLER_ONLY, python_command
 from llama_core.launch.rank.supervisor import Supervisor
+from llama_core.machine.kernel import lock_domain, process_namespace
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
@@ -26,6 +29,7 @@ from llama_core.records.job import JobRecord, Outcome
 if TYPE_CHECKING:
     import psutil
 
+_LOG = "controller.log"
 _PORTS = range(20000, 32000)
 _NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs must have a limit
 
@@ -50,7 +54,9 @@ class LocalJobHandle(JobHandle):
             return None
         with suppress(psutil.Error, ValueError, OverflowError):  # ValueError: not the number of a process
             process = psutil.Process(int(self.record.job_id))
-            if self.record.folder in process.cmdline():
+            # anybody may start a process with that word, until its id is that of a controller that has ended
+            is_its_users = process.uids().real in {os.getuid(), self.run.path.stat().st_uid}
+            if is_its_users and self.record.folder in process.cmdline():
                 return process
         return None
 
@@ -79,6 +85,8 @@ class LocalJobHandle(JobHandle):
         """Kill processes that outlived the controller, such as the data loaders of a killed worker."""
         import psutil
 
+        if submission_of(Path(self.record.folder), self.run) is None:
+            return
         left = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -112,12 +120,14 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         config.hang_timeout_s,
         config.save_timeout_s,
     )
-    log = folder / "controller.log"
+    log = folder / _LOG
     # In its own process and session: an interrupt or a hang-up of the terminal must reach the job through
     # JobHandle.cancel, not through submitit's controller, which gives its tasks only one second.
     with log.open("wb") as output:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(output, fcntl.LOCK_EX)  # the controller inherits it: see _is_over
         ended = subprocess.run(
-            [sys.executable, "-m", __name__, json.dumps(request.__dict__)],
+            [sys.executable, "-P", "-m", __name__, json.dumps(request.__dict__)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -158,10 +168,47 @@ def _start_controller(request: _Request) -> None:
     )
     submitted_at = timestamp()
     supervisor = Supervisor(run.path, tuple(request.command), request.device, request.hang_timeout_s, environment)
+    log = Path(request.folder, _LOG).stat()
+    os.environ.setdefault("PYTHONSAFEPATH", CONTROLLER_ONLY)
     job = executor.submit(supervisor)
-    folder, grace_seconds = str(executor.folder), request.save_timeout_s
-    host = socket.gethostname()
-    write_json(run.job, JobRecord("local", job.job_id, host, submitted_at, grace_seconds=grace_seconds, folder=folder))
+    record = JobRecord(
+        "local",
+        job.job_id,
+        socket.gethostname(),
+        submitted_at,
+        grace_seconds=request.save_timeout_s,
+        folder=str(executor.folder),
+        process_namespace=process_namespace(),
+        lock_domain=lock_domain(log),
+    )
+    write_json(run.job, record)
+
+
+def _out_of_sight(record: JobRecord) -> str:
+    """Return where a job was submitted if its processes cannot be seen from here; else ""."""
+    if record.host != socket.gethostname():
+        return f"on {record.host}"
+    if record.process_namespace in {"", process_namespace()} or _is_over(record):
+        return ""
+    return f"in another container of {record.host}, or on another machine of that name,"
+
+
+def _is_over(record: JobRecord) -> bool:
+    """Return whether a job in another process namespace has ended: its controller held a lock as long as it lived."""
+    try:
+        log = os.open(Path(record.folder, _LOG), os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+    except (OSError, ValueError):
+        return False
+    try:
+        if lock_domain(os.fstat(log)) != record.lock_domain:
+            return False
+        fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, or the file system has no locks
+        return False
+    else:
+        return True
+    finally:
+        os.close(log)
 
 
 def _free_port() -> int:
@@ -177,7 +224,7 @@ LOCAL = Launcher(
     "local",
     _start,
     handle=lambda run, record, ask: LocalJobHandle(run, record),
-    can_see=lambda record: record.host == socket.gethostname(),
+    out_of_sight=_out_of_sight,
     find_unrecorded=lambda folder, name, config: None,  # _start holds the lock until the job is recorded
     check=lambda found, config: None,
 )

@@ -52,7 +52,8 @@ class Silence:
     """
 
     def __init__(self, run: RunDirectory, submitted: float, expected: Callable[[], str]) -> None:
-        self.run, self.expected = run, expected
+        self.run = run
+        self.expected = expected
         self._clock = time.time() - time.monotonic()
         self._started = submitted
         self._newest: StepRecord | None = None
@@ -70,10 +71,12 @@ class Silence:
         """
         now = self._clock + time.monotonic()  # nobody has been silent for an hour because a clock was set
         if self._queued and not waits_for:
-            self._started, self._due = now, FIRST_WORD_SECONDS
+            self._started = now
+            self._due = FIRST_WORD_SECONDS
         self._queued = bool(waits_for)
         if newest is not None and newest != self._newest:
-            self._newest, self._due = newest, max(FIRST_WORD_SECONDS, USUAL_STEPS * newest.step_seconds)
+            self._newest = newest
+            self._due = max(FIRST_WORD_SECONDS, USUAL_STEPS * newest.step_seconds)
             self._news_at = now if self._has_looked else min(now, newest.time)
         self._has_looked = True
         silent = now - (self._started if self._news_at is None or self._queued else self._news_at)
@@ -88,10 +91,12 @@ class Silence:
         newest = self._newest
         if newest is None:
             activity = Activity("starting Python and torch", self._started)
-            heading, ending = f"no step yet after {format_duration(silent)}", f"; {self.expected()}"
+            heading = f"no step yet after {format_duration(silent)}"
+            ending = f"; {self.expected()}"
         else:
             activity = Activity(f"in step {newest.step + 1}", newest.time)
-            heading, ending = f"no step since step {newest.step}, which took {format_duration(newest.step_seconds)}", ""
+            heading = f"no step since step {newest.step}, which took {format_duration(newest.step_seconds)}"
+            ending = ""
         recorded = read_activity(self.run)
         if recorded is not None and recorded.since >= activity.since:  # otherwise it was over before
             activity = recorded

@@ -51,6 +51,7 @@ class SlurmJobHandle(JobHandle):
         super().__init__(run, record)
         self._ask_slurm = ask
         self._state = "PENDING"
+        self._script = ""
         self._asked_at = float("-inf")
         self._interval = FIRST_POLL_SECONDS
 
@@ -67,13 +68,26 @@ class SlurmJobHandle(JobHandle):
 
     def _ask(self) -> None:
         status = self._ask_slurm(self.record.job_id, self.record.name)
-        self._asked_at, self.is_answered = time.monotonic(), status is not None
+        self._asked_at = time.monotonic()
+        self.is_answered = status is not None
         if status is not None:
+            self._script = status.script
             self.waits_for = (status.reason or "Slurm to consider the job") if status.state == "PENDING" else ""
         if status is None or status.state == self._state:
             self._interval = min(SLOWEST_POLL_SECONDS, 1.5 * self._interval)
         else:
-            self._state, self._interval = status.state, FIRST_POLL_SECONDS
+            self._state = status.state
+            self._interval = FIRST_POLL_SECONDS
+
+    def _why_not_own(self) -> str:
+        # A run from an archive may name its own folder, but any job of the user's, with the name that the queue shows.
+        if problem := super()._why_not_own():
+            return problem
+        if not self._script:
+            return f"{self.kind} {self.record.job_id}, but Slurm does not say whose that is; try again"
+        if Path(self._script).parent != Path(self.record.folder):
+            return f"{self.kind} {self.record.job_id}, which was submitted for something else ({self._script})"
+        return ""
 
     def _ask_to_stop(self) -> None:
         status = self._ask_slurm(self.record.job_id, self.record.name)
@@ -125,7 +139,8 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
             f"run directory {str(folder)!r}: Slurm alters paths with '%', a backslash or a line break; "
             "choose another --run-dir"
         )
-    config, num_ranks = submissions[0].config, submissions[0].num_ranks
+    config = submissions[0].config
+    num_ranks = submissions[0].num_ranks
     executor = SlurmExecutor(folder, python=python_command())
     host_bytes = max(_host_bytes(submission.run) for submission in submissions)
     elastic_run = submissions[0].run.path if submissions[0].is_elastic else None
@@ -141,7 +156,8 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         with submission_environment():
             jobs = executor.submit_array(supervisors) if len(supervisors) > 1 else [executor.submit(supervisors[0])]
     except (FailedJobError, FailedSubmissionError) as error:
-        reason, remedy = f"Slurm refused the job: {' '.join(str(error).split())}", "change launch.slurm or the request"
+        reason = f"Slurm refused the job: {' '.join(str(error).split())}"
+        remedy = "change launch.slurm or the request"
         for submission in submissions:
             record_refusal(submission.run, reason, remedy)
         raise EnvironmentMismatchError(f"{reason}; {remedy}") from None
@@ -158,10 +174,11 @@ def _host_bytes(run: RunDirectory) -> int:
         return max(on_all, int(estimate.get("host_bytes_on_fewest_nodes", 0)))
 
 
-def _can_see(record: JobRecord) -> bool:
-    """Return whether this machine can tell if the job is running."""
+def _out_of_sight(record: JobRecord) -> str:
+    """Return where a job was submitted if this machine cannot ask that cluster about it; else ""."""
     here = shutil.which("scontrol") is not None
-    return here and (not record.cluster or cluster_name() in {record.cluster, ""})
+    is_seen = here and (not record.cluster or cluster_name() in {record.cluster, ""})
+    return "" if is_seen else f"on {record.host}"
 
 
 def _find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | None:
@@ -181,8 +198,9 @@ def _find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | 
 
 
 def _record(job_id: str, submitted_at: str, folder: Path, name: str, config: RunConfig) -> JobRecord:
-    host, grace_seconds = socket.gethostname(), config.launch.save_timeout_s
+    host = socket.gethostname()
+    grace_seconds = config.launch.save_timeout_s
     return JobRecord("slurm", job_id, host, submitted_at, job_name(name), cluster_name(), grace_seconds, str(folder))
 
 
-SLURM = Launcher("slurm", _start, SlurmJobHandle, _can_see, _find_unrecorded, check_slurm)
+SLURM = Launcher("slurm", _start, SlurmJobHandle, _out_of_sight, _find_unrecorded, check_slurm)

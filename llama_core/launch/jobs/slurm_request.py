@@ -51,8 +51,11 @@ def slurm_parameters(
         elastic_run: the directory of a run whose job may start with ``launch.min_nodes`` nodes or more; None if it
             needs all of its nodes.
     """
-    slurm, nodes, on_cuda = config.launch.slurm, config.launch.nodes, config.launch.device == "cuda"
-    cores, ranks = _cores_of_a_rank(config), num_ranks // nodes
+    slurm = config.launch.slurm
+    nodes = config.launch.nodes
+    on_cuda = config.launch.device == "cuda"
+    cores = _cores_of_a_rank(config)
+    ranks = num_ranks // nodes
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
@@ -92,7 +95,8 @@ def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) ->
     Slurm is not told how many tasks a node has: it remembers the tasks of the first start, and then gives neither fewer
     nodes nor, before 22.05.9, more nodes than tasks. Only srun is told.
     """
-    ranks, cores = request.pop("ntasks_per_node"), request.pop("cpus_per_task")
+    ranks = request.pop("ntasks_per_node")
+    cores = request.pop("cpus_per_task")
     planning = [f'ranks="$({shlex.join([*PLANNER, str(run_dir)])})" || exit 1', 'eval "$ranks"']
     sizes = {"nodes": f"{fewest_nodes}-{request['nodes']}", "mincpus": ranks * cores}
     return request | {
@@ -114,7 +118,8 @@ def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | 
         num_ranks: ranks over all nodes.
         host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
     """
-    slurm, nodes = config.launch.slurm, config.launch.nodes
+    slurm = config.launch.slurm
+    nodes = config.launch.nodes
     if slurm.memory_gb_per_node:
         return f"{slurm.memory_gb_per_node}G"
     if _NAMED_OTHERWISE & slurm.options.keys():
@@ -132,7 +137,8 @@ def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | 
 
 
 def _cores_of_a_rank(config: RunConfig) -> int:
-    slurm, on_cuda = config.launch.slurm, config.launch.device == "cuda"
+    slurm = config.launch.slurm
+    on_cuda = config.launch.device == "cuda"
     share = cores_per_gpu(slurm.partition) if on_cuda and not slurm.cpus_per_rank else None
     return share or slurm.cores_of_a_rank(config.launch.device)
 

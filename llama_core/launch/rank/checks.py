@@ -23,13 +23,17 @@ import torch.distributed as dist
 
 import llama_core
 from llama_core.config.hardware import gpu_spec
+from llama_core.config.recorded import refuse_edited, trained_settings
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import Datasets
-from llama_core.errors import DataError, EnvironmentMismatchError
+from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.attempts import own_host
 from llama_core.machine.detect import detect_machine, device_label
 from llama_core.machine.hazards import fitting_build
-from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank
+from llama_core.machine.toolchain import check_can_compile, missing_for_kernels
+from llama_core.machine.validate import FIRST_FOR_SEVERAL_NODES
+from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, splits_without_gloo
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.units import MIB, format_bytes
@@ -69,15 +73,16 @@ class RankFacts:
 MUST_AGREE = ("device", "python", "torch", "nccl", "source", "request")
 
 
-def check_own_device(config: RunConfig) -> None:
-    """Refuse a node whose device is not the one planned for, before the ranks meet.
+def check_own_device(config: RunConfig, plan: ParallelPlan) -> None:
+    """Refuse a node that cannot do what was planned for it, before the ranks meet.
 
     Raises:
         EnvironmentMismatchError: naming the rank and its node.
     """
     if config.launch.device != "cuda":
         return
-    rank, local_rank = os.environ.get("RANK", "0"), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = f"rank {rank} on {socket.gethostname()}"
     if not torch.cuda.is_available():
         raise EnvironmentMismatchError(f"{where}: torch {torch.__version__} {_why_no_device()}")
@@ -98,6 +103,18 @@ def check_own_device(config: RunConfig) -> None:
         raise EnvironmentMismatchError(
             f"{where}: {device.name} has {format_bytes(device.total_memory)}, but the run was planned for "
             f"{planned.label}; request such nodes (launch.slurm.constraint), or plan for these (launch.gpu_type)"
+        )
+    if config.launch.nodes > 1 and not splits_without_gloo():
+        raise EnvironmentMismatchError(
+            f"{where}: torch {torch.__version__} makes the groups of several nodes one by one, which takes minutes; "
+            f"install torch {FIRST_FOR_SEVERAL_NODES} or newer"
+        )
+    if plan.compile:
+        check_can_compile()
+    elif missing := missing_for_kernels():
+        logger.warning(
+            "the loss runs in blocks, slower and in more memory than estimated, because %s lacks %s",
+            *(socket.gethostname(), " and ".join(missing)),
         )
 
 
@@ -127,7 +144,8 @@ def limit_own_memory(config: RunConfig) -> None:
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     data = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     held = int(data[1]) * 1024 if data else 0
-    limit, most = held + detect_machine().memory_bytes // num_ranks, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = held + detect_machine().memory_bytes // num_ranks
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most < 0 else min(limit, most), most))
 
 
@@ -147,6 +165,7 @@ def find_room_for_temporary_files(run: RunDirectory) -> None:
 
     Raises:
         OSError: if the run directory cannot take them either.
+        EnvironmentMismatchError: if another user has made the folder there: compilers keep caches in it that run code.
     """
     usual = Path(os.environ.get("TMPDIR") or "/tmp")
     try:
@@ -161,6 +180,11 @@ def find_room_for_temporary_files(run: RunDirectory) -> None:
         return
     folder = run.temporary(own_host()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise EnvironmentMismatchError(
+            f"{folder} belongs to another user; remove it, or free some space in {usual} on {own_host()}"
+        )
+    folder.chmod(0o700)
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None  # None: look again
     logger.warning(
         "%s on %s cannot take temporary files (%s), which go to %s instead; free some space there, or set TMPDIR",
@@ -186,6 +210,24 @@ def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
     differences = list(disagreements(ranks))
     if differences:
         raise EnvironmentMismatchError("; ".join(differences))
+
+
+def check_settings(run: RunDirectory, config: RunConfig) -> None:
+    """Refuse to go on with other settings than the newest checkpoint was trained with; all ranks call it together.
+
+    Somebody may have edited them since the job was submitted, or since the attempt before this one.
+
+    Raises:
+        RunDirectoryError: on every rank, naming what differs.
+    """
+    problem = ""
+    if is_first_rank():
+        try:
+            refuse_edited(run, config, trained_settings(run))
+        except RunDirectoryError as error:
+            problem = str(error)
+    if problem := from_first_rank(problem):
+        raise RunDirectoryError(problem)
 
 
 def check_data_agrees(datasets: Datasets) -> None:

@@ -53,7 +53,8 @@ def loader_trainer(
         should_stop: called after every step.
         on_step: called with the record of every step on rank 0.
     """
-    config, plan = RunConfig.load(run.config), read_typed(run.plan, ParallelPlan)
+    config = RunConfig.load(run.config, below=run.path)
+    plan = read_typed(run.plan, ParallelPlan)
     total_steps = config.training.steps
     if total_steps is None:
         raise ValueError(f"{run.config} has no training.steps; prepare the run with prepare_loader_run")
@@ -94,7 +95,9 @@ class SharedBatches:
     """
 
     def __init__(self, source: LoaderBatches | None, plan: ParallelPlan, batch_size: int) -> None:
-        self.source, self.plan, self.batch_size = source, plan, batch_size
+        self.source = source
+        self.plan = plan
+        self.batch_size = batch_size
 
     def next_batch(self) -> Batch:
         """Return the rows of this rank.
@@ -133,7 +136,8 @@ def own_rows(batch: Batch, plan: ParallelPlan, num_rows: int) -> Batch:
     """
     share = -(-num_rows // plan.dp)
     missing = share * plan.dp - len(batch.tokens_BS)
-    tokens_BS, targets_BS = _filled(batch.tokens_BS, missing, 0), _filled(batch.targets_BS, missing, IGNORE_INDEX)
+    tokens_BS = _filled(batch.tokens_BS, missing, 0)
+    targets_BS = _filled(batch.targets_BS, missing, IGNORE_INDEX)
     first = plan.dp_rank(own_rank()) * share
     return Batch(tokens_BS[first : first + share], targets_BS[first : first + share], None)
 

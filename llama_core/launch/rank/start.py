@@ -1,5 +1,7 @@
 """Start Python with the signals of a job held back: ``python -P -S start.py ARGUMENTS OF PYTHON``.
 
+That Python, too, imports nothing from the current folder (``-P``).
+
 While Python imports what a supervisor needs, SIGTERM would end it, and submitit's handlers would swallow the signal: a
 job that is preempted in its first seconds would not be queued again. The kernel keeps a blocked signal, also across
 ``exec``, until the supervisor unblocks it.
@@ -9,6 +11,9 @@ import os
 import signal
 import sys
 
+CONTROLLER_ONLY = "controller only"
+"""Value of ``PYTHONSAFEPATH`` for submitit's controller, which submitit starts with ``python -m``. Programs that the
+ranks start are not ours to restrict."""
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
@@ -21,4 +26,6 @@ def python_command() -> str:
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    if os.environ.get("PYTHONSAFEPATH") == CONTROLLER_ONLY:
+        del os.environ["PYTHONSAFEPATH"]
+    os.execv(sys.executable, [sys.executable, "-P", *sys.argv[1:]])

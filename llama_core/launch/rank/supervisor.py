@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from llama_core.config.run import Device
+from llama_core.config.settings import Device
 from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
@@ -36,6 +36,7 @@ from llama_core.launch.rank.start import HELD_SIGNALS
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
+from llama_core.planning.memory.host import COMPILE_WORKERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import cache_directory, now, read_typed
 from llama_core.records.job import JobRecord
@@ -82,9 +83,12 @@ class Supervisor:
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
 
-        job, restart, nodes = JobEnvironment(), 0, ""
+        job = JobEnvironment()
+        restart = 0
+        nodes = ""
         if job.cluster == "slurm":
-            restart, nodes = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["SLURM_JOB_NODELIST"]
+            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            nodes = os.environ["SLURM_JOB_NODELIST"]
             # An elastic job may have more nodes than its plan needs; submitit counts ranks by those of the job.
             os.environ["SLURM_JOB_NODELIST"] = os.environ.get("SLURM_STEP_NODELIST", nodes)
             os.environ["SLURM_JOB_NUM_NODES"] = os.environ.get("SLURM_STEP_NUM_NODES", str(job.num_nodes))
@@ -138,16 +142,26 @@ def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: i
     """
     # Slurm has divided the cores already; elsewhere the ranks share the cores that the process may use.
     cores = int(base.get("SLURM_CPUS_PER_TASK") or max(1, available_cores() // ranks_on_node))
-    defaults = {"OMP_NUM_THREADS": str(cores), "PYTHONUNBUFFERED": "1"}
+    # Compiled code is kept from run to run, and apart for each machine, as homes are often shared. torch keeps it in
+    # /tmp, where somebody else could make the folder first, and put code into it.
+    cache = cache_directory(None)
+    host = socket.gethostname()
+    defaults = {
+        "OMP_NUM_THREADS": str(cores),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor" / host),
+        "TRITON_CACHE_DIR": str(cache / "triton" / host),
+    }
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
         defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
     if device == "cuda":
-        defaults |= {name: value for name, value in cuda_defaults(run_dir).items() if _OLD_NAMES.get(name) not in base}
+        own = cuda_defaults(run_dir, cores)
+        defaults |= {name: value for name, value in own.items() if _OLD_NAMES.get(name) not in base}
     return defaults | dict(base)
 
 
-def cuda_defaults(run_dir: Path) -> dict[str, str]:
-    """Return the variables of a worker on CUDA, read by torch 2.11 and newer."""
+def cuda_defaults(run_dir: Path, cores: int) -> dict[str, str]:
+    """Return the variables of a worker on CUDA with its share of the cores, read by torch 2.11 and newer."""
     return {
         # less fragmentation: freed memory is remapped instead of kept in blocks of one size
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -157,8 +171,11 @@ def cuda_defaults(run_dir: Path) -> dict[str, str]:
         "TORCH_FR_DUMP_TEMP_FILE": str(flight_recorder(RunDirectory(run_dir)) / "rank-"),
         # a warning against what ``Mesh.transfers`` avoids
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-        # kept from run to run, unlike torch's default in /tmp, and apart for each machine, as homes are often shared
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_directory(None) / "inductor" / socket.gethostname()),
+        # Some 20 streams would share 8 queues of the device, in which work waits for unrelated work before it: a
+        # receive that was posted early could keep back what its sender waits for.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # each of up to eight ranks of a machine would start a process for every core
+        "TORCHINDUCTOR_COMPILE_THREADS": str(min(COMPILE_WORKERS, cores)),
     }
 
 
@@ -193,7 +210,10 @@ class _Rank:
     def __init__(self, supervisor: Supervisor, job_id: str, restart: int, rank: int, num_ranks: int) -> None:
         self.supervisor = supervisor
         self.run_directory = RunDirectory(supervisor.run_dir)
-        self.job_id, self.restart, self.rank, self.num_ranks = job_id, restart, rank, num_ranks
+        self.job_id = job_id
+        self.restart = restart
+        self.rank = rank
+        self.num_ranks = num_ranks
         self.worker: subprocess.Popen[bytes] | None = None
         self.received: list[int] = []
         self._unsent: deque[int] = deque()

@@ -30,12 +30,16 @@ class Siblings(Watcher):
     """Watches the ranks' supervisors, children of one parent: a rank may wait for a lost peer forever."""
 
     def __init__(self, run: RunDirectory, job: JobRecord, restart: int, num_ranks: int) -> None:
-        self.run, self.job, self.restart, self.num_ranks = run, job, restart, num_ranks
+        self.run = run
+        self.job = job
+        self.restart = restart
+        self.num_ranks = num_ranks
         self.complete_at = time.monotonic()
 
     def gives_up(self) -> bool:
         """Return whether some rank has been neither running nor finished for ``SURVIVOR_SECONDS``."""
-        missing, now = self.num_ranks - _num_children(os.getppid()), time.monotonic()
+        missing = self.num_ranks - _num_children(os.getppid())
+        now = time.monotonic()
         if missing > 0 and now - self.complete_at <= SURVIVOR_SECONDS:
             return False  # the ranks' records are read once, and not every second by all of them
         if missing > 0:
@@ -59,7 +63,9 @@ class Successor(Watcher):
     """Watches for a later attempt of the job: a node that Slurm takes for dead may still run its processes."""
 
     def __init__(self, run: RunDirectory, job: JobRecord, restart: int) -> None:
-        self.run, self.job, self.restart = run, job, restart
+        self.run = run
+        self.job = job
+        self.restart = restart
         self.looked_at = time.monotonic()
 
     def gives_up(self) -> bool:
@@ -80,7 +86,8 @@ class Heartbeat:
     """
 
     def __init__(self, run: RunDirectory, limit_seconds: float) -> None:
-        self.run, self.limit_seconds = run, limit_seconds
+        self.run = run
+        self.limit_seconds = limit_seconds
         self._newest = self._look()
         self._has_beaten = False
         self._silent = 0.0
@@ -94,7 +101,9 @@ class Heartbeat:
             self._silent += min(now - self._looked_at, 2 * every)
             self._looked_at, found = now, self._look()
             if found and found != self._newest:
-                self._newest, self._silent, self._has_beaten = found, 0.0, True
+                self._newest = found
+                self._silent = 0.0
+                self._has_beaten = True
         return self._silent if self._has_beaten and self._silent > self.limit_seconds else None
 
     def _look(self) -> int:

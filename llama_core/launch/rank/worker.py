@@ -20,7 +20,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, get_args
 
-from llama_core.config.run import RunConfig
+from llama_core.config.recorded import load_recorded
 from llama_core.errors import (
     BadStepError,
     CheckpointError,
@@ -63,6 +63,7 @@ with importing_torch():
         check_data_agrees,
         check_own_device,
         check_ranks_agree,
+        check_settings,
         find_room_for_temporary_files,
         limit_own_memory,
     )
@@ -212,7 +213,7 @@ def _of_rank(reason: str) -> str:
 
 
 def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool], loader: Path | None) -> Trainer:
-    config = RunConfig.load(run.config)
+    config = load_recorded(run)
     training = config.training
     plan = read_typed(run.plan, ParallelPlan)
     alone = plan.zero_backend == "deepspeed"
@@ -222,12 +223,19 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
             record_activity(run, doing)
 
     find_room_for_temporary_files(run)
-    check_own_device(config)
+    check_own_device(config, plan)
     limit_own_memory(config)
     allow_open_files()
     tell("waiting for the other ranks")
-    ranks.enter_context(joined_ranks(config.launch.device, config.launch.collective_timeout_s, even_alone=alone))
+    joining = joined_ranks(
+        config.launch.device,
+        config.launch.collective_timeout_s,
+        deterministic=training.deterministic,
+        even_alone=alone,
+    )
+    ranks.enter_context(joining)
     check_ranks_agree(run, config)
+    check_settings(run, config)
     if plan.world_size < config.parallel.gpus and is_first_rank():
         logger.warning(
             "on %d of %d ranks (launch.min_nodes): %s", plan.world_size, config.parallel.gpus, plan.summary()
@@ -246,7 +254,12 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     validation = None
     if held_out is not None:
         validation = partial(
-            validation_batches, held_out, plan.microbatch_size, max_rows=training.eval_sequences, **share
+            validation_batches,
+            held_out,
+            plan.microbatch_size,
+            max_rows=training.eval_sequences,
+            fills_batches=plan.compile,
+            **share,
         )
     return Trainer(
         run,
@@ -258,6 +271,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
         validation=validation,
         total_steps=training.steps or max(1, round(training.epochs * len(datasets.train) / config.batch_size)),
         entropies=datasets.statistics.entropies,
+        share_of_whole_rows=datasets.train.share_of_whole_rows,
         should_stop=should_stop,
     )
 
@@ -309,7 +323,7 @@ def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tu
             return status, (error.next_action if isinstance(error, BadStepError) else "") or next_action
     if proof:
         return proof.status, proof.next_action
-    return "crashed", read_log(run, own_rank())
+    return "crashed", read_log(own_rank())
 
 
 def _evidence(run: RunDirectory, error: Exception) -> Evidence | None:

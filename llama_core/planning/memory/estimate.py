@@ -9,8 +9,9 @@ its fragmentation and the device's context come on top.
 ``fully_shard`` handles weights that several ranks share, except in copies of a whole model. Between steps a rank holds
 its shard of weights, gradients and moments, 16 bytes per parameter over N ranks. Within a step it gathers, in the
 compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights that only one rank holds are
-cast at each use, and every microbatch in flight keeps the copies. DeepSpeed's buffers are assumed to be like
-``fully_shard``'s; the states it keeps in host memory do not count. See ``lora`` for adapters, ``experts`` for experts.
+cast at each use, and every microbatch in flight keeps the copies; with several microbatches and no recomputation, one
+copy lasts from update to update instead. DeepSpeed's buffers are assumed to be like ``fully_shard``'s; the states it
+keeps in host memory do not count.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, for the states that each ZeRO stage shards.
 """
@@ -21,18 +22,14 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
-from typing import Any, NotRequired, TypedDict, Unpack
 
-from llama_core.config.models import LayerTraits, ModelSpec
-from llama_core.config.run import Precision, RunConfig
-from llama_core.planning.memory.experts import ExpertTensors
-from llama_core.planning.memory.lora import AdaptedExpertTensors, AdaptedTensors
-from llama_core.planning.memory.passes import Around, Moment, ShardedMoments, StageMoments
 from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
 from llama_core.planning.memory.situations import Held, Progress, Situation, Turn, situations
-from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
+from llama_core.planning.memory.snapshots import Around, ShardedSnapshots, Snapshot, StageSnapshots
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.work import Work
 from llama_core.schedules.actions import Kind
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 
@@ -40,76 +37,21 @@ STEADY_UNITS = 3
 """Microbatches per pipeline rank, or pairs of them, after which further ones bring no new situation."""
 
 
-class Sizes(TypedDict):
-    """What the bytes depend on besides the model and the plan."""
-
-    seq_len: int
-    """Tokens per sequence."""
-    precision: Precision
-    """The dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the hardware table
-    supports."""
-    documents: DocumentAttention
-    """How attention is kept inside packed documents; a mask has ``seq_len`` squared elements."""
-    on_cuda: NotRequired[bool]
-    """Whether CUDA's kernels make the loss and the norms. Default: they do not."""
-
-
-def sizes_of(config: RunConfig, plan: ParallelPlan) -> Sizes:
-    """Return the sizes of a resolved ``config`` under ``plan``."""
-    return {
-        "seq_len": config.seq_len,
-        "precision": config.training.precision,
-        "documents": document_attention(config, plan),
-        "on_cuda": runs_on_cuda(config),
-    }
-
-
-def estimate_memory(
-    spec: ModelSpec, plan: ParallelPlan, *, pp_rank: int | None = None, **sizes: Unpack[Sizes]
-) -> MemoryProfile:
-    """Return the peak of each phase on one rank, from the second step on, when the moments exist.
+def estimate_memory(work: Work, *, pp_rank: int | None = None) -> MemoryProfile:
+    """Return the peak of each phase on one rank, from the second step on, when the optimizer has states.
 
     Args:
-        spec: the architecture.
-        plan: how it is divided.
+        work: the model, the plan and the sequences.
         pp_rank: the rank's position in its pipeline; by default the fullest one.
-        sizes: the fields of ``Sizes``.
     """
-    ranks = estimate_ranks(spec, plan, pp_ranks=None if pp_rank is None else (pp_rank,), **sizes)
+    ranks = estimate_ranks(work, pp_ranks=None if pp_rank is None else (pp_rank,))
     return max(ranks, key=lambda profile: profile.peak_bytes)
 
 
-def estimate_ranks(
-    spec: ModelSpec, plan: ParallelPlan, *, pp_ranks: Iterable[int] | None = None, **sizes: Unpack[Sizes]
-) -> tuple[MemoryProfile, ...]:
+def estimate_ranks(work: Work, *, pp_ranks: Iterable[int] | None = None) -> tuple[MemoryProfile, ...]:
     """Return ``estimate_memory`` of these ranks of a pipeline, by default of every one, in order."""
-    pipeline = _Pipeline(spec, plan, tensors_by_layer(spec, plan, **sizes))
-    return tuple(map(pipeline.profile, range(plan.pp) if pp_ranks is None else pp_ranks))
-
-
-def tensors_by_layer(spec: ModelSpec, plan: ParallelPlan, **sizes: Unpack[Sizes]) -> list[Tensors]:
-    """Return the sizes of every layer's tensors; equal layers share one object."""
-    itemsize = FP32_BYTES if sizes["precision"] == "fp32" else FP32_BYTES // 2
-    others = {name: size for name, size in sizes.items() if name != "precision"}
-    made: dict[tuple[int, bool], Tensors] = {}
-    layers = []
-    for layer, traits in enumerate(spec.layers):
-        # equal traits are one object; the input of a frozen first layer may need no gradient
-        kind = id(traits), layer == 0 and not spec.trains_embedding
-        if kind not in made:
-            made[kind] = _kind_of_tensors(spec, traits, kind[1])(spec, plan, itemsize=itemsize, **others)
-        layers.append(made[kind])
-    return layers
-
-
-def _kind_of_tensors(spec: ModelSpec, traits: LayerTraits, begins: bool) -> Callable[..., Tensors]:
-    """Return the class of a layer's tensors; ``begins`` says that nothing before the layer is trained."""
-    if spec.lora is None:
-        return partial(ExpertTensors, spec.moe) if spec.moe and traits.sparse else Tensors
-    adapted: dict[str, Any] = {"lora": spec.lora, "traits": traits, "follows_trained": not begins}
-    if spec.moe and traits.sparse:
-        return partial(AdaptedExpertTensors, spec.moe, **adapted)
-    return partial(AdaptedTensors, **adapted)
+    pipeline = _Pipeline(work)
+    return tuple(map(pipeline.profile, range(work.plan.pp) if pp_ranks is None else pp_ranks))
 
 
 def steady_plan(plan: ParallelPlan) -> ParallelPlan:
@@ -122,47 +64,48 @@ def steady_plan(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, num_microbatches=min(fewer, plan.num_microbatches))
 
 
-def _stages(spec: ModelSpec, plan: ParallelPlan, sizes: Sequence[Tensors]) -> Iterator[Stage]:
+def _stages(work: Work) -> Iterator[Stage]:
     """Yield every stage of a plan's pipeline."""
-    stages, placement = plan.stage_layers(spec), plan.layout.placement
+    plan = work.plan
+    spec = work.spec
+    stages = plan.stage_layers(spec)
     modes = plan.recompute_modes(spec)
     last = len(stages) - 1
-    both_ends_on_a_rank = any({0, last} <= set(hosted) for hosted in placement)
+    both_ends_on_a_rank = any({0, last} <= set(hosted) for hosted in plan.layout.placement)
     for index, layers in enumerate(stages):
         yield Stage(
             modes=modes[index],
-            layers=tuple(sizes[layer] for layer in layers),
-            is_first=index == 0,
-            is_last=index == last,
+            layers=work.layers[layers.start : layers.stop],
+            embedding=work.embedding if index == 0 else None,
+            final_norm=work.final_norm if index == last else None,
+            head=work.head if index == last else None,
             tied=spec.tied_embeddings,
             shares_table=spec.tied_embeddings and index == 0 < last and both_ends_on_a_rank,
         )
 
 
-def _stage_moments(stage: Stage, tensors: Tensors, plan: ParallelPlan) -> StageMoments:
+def _stage_snapshots(stage: Stage, work: Work) -> StageSnapshots:
+    plan = work.plan
     if plan.uses_fully_shard:
-        return ShardedMoments(ShardedWeights(stage, tensors, plan), tensors)
-    return StageMoments(StageWeights(stage, tensors, has_buckets=plan.dp * plan.cp > 1), tensors)
+        return ShardedSnapshots(ShardedWeights(stage, work.itemsize, plan), work)
+    return StageSnapshots(StageWeights(stage, has_buckets=plan.dp * plan.cp > 1), work)
 
 
 class _Pipeline:
     """The ranks of a pipeline in one optimizer step. Equal stages share one object, and so their peaks.
 
     Args:
-        spec: the architecture.
-        plan: the plan.
-        layers: the sizes of every layer's tensors.
+        work: the model, the plan and the sequences.
     """
 
-    def __init__(self, spec: ModelSpec, plan: ParallelPlan, layers: Sequence[Tensors]) -> None:
-        tensors, made = layers[0], dict[Stage, StageMoments]()
-        for stage in (stages := list(_stages(spec, plan, layers))):
-            if stage not in made:
-                made[stage] = _stage_moments(stage, tensors, plan)
-        self.plan, self.stages = plan, [made[stage] for stage in stages]
-        self.inputs, self.stream, self.itemsize = tensors.inputs, tensors.stream, tensors.itemsize
-        self._situations = _situations_of(plan)
-        self._states: dict[tuple[StageMoments, ...], dict[Category, int]] = {}
+    def __init__(self, work: Work) -> None:
+        stages = list(_stages(work))
+        made = {stage: _stage_snapshots(stage, work) for stage in set(stages)}
+        self.work = work
+        self.plan = work.plan
+        self.stages = [made[stage] for stage in stages]
+        self._situations = _situations_of(work.plan)
+        self._states: dict[tuple[StageSnapshots, ...], dict[Category, int]] = {}
 
     def profile(self, pp_rank: int) -> MemoryProfile:
         """Return the peak of every phase on one rank."""
@@ -173,35 +116,36 @@ class _Pipeline:
         fullest = []
         for situation, turns in self._situations(pp_rank=pp_rank):
             turn = max(turns, key=lambda turn: self._held_outside(hosted, turn.held))
-            fullest.append((turn.number, situation, self._fullest_moment(hosted, situation, turn.held)))
-        peaks: dict[Phase, Moment] = {}
-        for _, situation, moment in sorted(fullest, key=lambda found: found[0]):
+            fullest.append((turn.number, situation, self._fullest_snapshot(hosted, situation, turn.held)))
+        peaks: dict[Phase, Snapshot] = {}
+        for _, situation, snapshot in sorted(fullest, key=lambda found: found[0]):
             phase: Phase = "forward" if situation.kind is Kind.FORWARD else "backward"
-            if phase not in peaks or moment.total() > peaks[phase].total():
-                peaks[phase] = moment
-        held: Moment = Counter({"weights": states["weights"], "moments": states["moments"]})
-        optimizer = Counter(states | {"activations": self.inputs})
-        return MemoryProfile({phase: held + moment for phase, moment in peaks.items()} | {"optimizer": optimizer})
+            if phase not in peaks or snapshot.total() > peaks[phase].total():
+                peaks[phase] = snapshot
+        held: Snapshot = Counter({"weights": states["weights"], "moments": states["moments"]})
+        optimizer = Counter(states | {"activations": self.work.batch_bytes})
+        return MemoryProfile({phase: held + snapshot for phase, snapshot in peaks.items()} | {"optimizer": optimizer})
 
-    def _states_of(self, hosted: Iterable[StageMoments]) -> dict[Category, int]:
+    def _states_of(self, hosted: Iterable[StageSnapshots]) -> dict[Category, int]:
         """Return the bytes of weights, gradients and moments between steps."""
         weights = [stage.weights for stage in hosted]
         shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
         frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
+        narrow = ceil(frozen) + sum(own.cast for own in weights)
         return {
-            "weights": 0 if self.plan.offload == "parameters" else shard + self.itemsize * ceil(frozen),
+            "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow,
             "gradients": 0 if self.plan.offload != "none" else shard,
             "moments": 0 if self.plan.offload != "none" else 2 * shard,
         }
 
-    def _held_outside(self, hosted: Sequence[StageMoments], held: Held) -> int:
+    def _held_outside(self, hosted: Sequence[StageSnapshots], held: Held) -> int:
         """Return the bytes held outside the microbatch at work that differ between turns of one situation."""
         kept = sum((stage.kept + stage.kept_loss) * count for stage, count in zip(hosted, held.under_way, strict=True))
-        put_off = sum(stage.put_off * count for stage, count in zip(hosted, held.put_off, strict=True))
-        return kept + put_off + held.messages * self.stream
+        deferred = sum(stage.deferred * count for stage, count in zip(hosted, held.deferred, strict=True))
+        return kept + deferred + held.messages * self.work.stream_bytes
 
-    def _fullest_moment(self, hosted: Sequence[StageMoments], situation: Situation, outside: Held) -> Moment:
-        """Return the moment of a rank's action at which it holds most."""
+    def _fullest_snapshot(self, hosted: Sequence[StageSnapshots], situation: Situation, outside: Held) -> Snapshot:
+        """Return the snapshot of a rank's action at which it holds most."""
         at_work = hosted[situation.place]
         around = Around(
             when=_when(at_work, situation.progress[situation.place], situation),
@@ -213,17 +157,17 @@ class _Pipeline:
                 for stage, progress in zip(hosted, situation.progress, strict=True)
             ),
         )
-        moment = at_work.peak(situation.kind, around).copy()
-        moment["activations"] += self.inputs
-        moment["communication"] += outside.messages * self.stream
+        snapshot = at_work.peak(situation.kind, around).copy()
+        snapshot["activations"] += self.work.batch_bytes
+        snapshot["communication"] += outside.messages * self.work.stream_bytes
         for place, (stage, progress) in enumerate(zip(hosted, situation.progress, strict=True)):
-            moment["activations"] += stage.kept * outside.under_way[place] + stage.put_off * outside.put_off[place]
-            moment["loss"] += stage.kept_loss * outside.under_way[place]
+            snapshot["activations"] += stage.kept * outside.under_way[place] + stage.deferred * outside.deferred[place]
+            snapshot["loss"] += stage.kept_loss * outside.under_way[place]
             if place != situation.place:
                 when = _when(stage, progress)
-                moment["gradients"] += stage.weights.gradients(when, 0)
-                moment["communication"] += _kept_gathered(stage.weights, when, head=situation.head_gathered)
-        return moment
+                snapshot["gradients"] += stage.weights.gradients(when, 0)
+                snapshot["communication"] += _kept_gathered(stage.weights, when, head=situation.head_gathered)
+        return snapshot
 
 
 def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation, Sequence[Turn]]]]:
@@ -240,7 +184,7 @@ def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation
     )
 
 
-def _when(stage: StageMoments, progress: Progress, at_work: Situation | None = None) -> When:
+def _when(stage: StageSnapshots, progress: Progress, at_work: Situation | None = None) -> When:
     """Return a stage's position in the step; ``at_work`` is the situation, if the stage is at work."""
     trained = stage.weights.trained
     return When(

@@ -22,8 +22,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 from llama_core.config.run import RunConfig
-from llama_core.planning.memory.tensors import FP32_BYTES
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.units import GIB, MIB, format_bytes
 
@@ -35,7 +35,12 @@ STEPS_AHEAD = 2
 TOKEN_BYTES = 3 * 8
 """A token's id, target and position, int64."""
 CUDA_PROCESS_BYTES = 3 * GIB
-"""An allowance for the processes of a rank on CUDA: interpreter, torch, the host side of CUDA, NCCL and compilers."""
+"""An allowance for the process of a rank on CUDA: interpreter, torch, the host side of CUDA and NCCL."""
+COMPILE_WORKERS = 8
+"""Most processes in which a rank on CUDA compiles its blocks; torch would start one for each core, up to 32."""
+COMPILERS_BYTES = 300 * MIB + COMPILE_WORKERS * 128 * MIB
+"""What they take: the parent that they are forked from, and for each what Triton needs to compile a kernel; measured on
+a CPU with torch 2.13 and Triton 3.7."""
 CPU_PROCESS_BYTES = 520 * MIB
 """Resident bytes of a rank's process on the CPU without what its model takes: docs/memory.md."""
 FREED_SHARE = 0.37
@@ -71,6 +76,8 @@ class HostMemory:
     """Whether a checkpoint is a copy of all states; DeepSpeed writes one tensor after another."""
     copies_during_steps: bool
     """Whether the copy exists while a step runs; otherwise the only checkpoint comes after the last step."""
+    compilers_bytes: int = 0
+    """What the processes that compile a rank's blocks take."""
     available_bytes: int | None = None
     """Memory of a node for these ranks; None if unknown."""
     available_where: str = ""
@@ -94,6 +101,7 @@ class HostMemory:
             if not self.copies_during_steps:  # what comes and goes in a step has gone when the copy is made
                 copy = max(0, copy - passing)
         parts |= {
+            "compilers": self.compilers_bytes,
             "checkpoint copy": copy,
             "batches": self.batches_bytes,
             "offloaded states": self.offloaded_bytes,
@@ -102,7 +110,7 @@ class HostMemory:
 
     def alive_bytes(self, profile: "MemoryProfile") -> int:
         """Return the bytes of ``parts`` that a rank on the CPU uses for its model, tensors among them."""
-        return sum(size for name, size in self.parts(profile).items() if name not in {"process", FREED})
+        return sum(size for name, size in self.parts(profile).items() if name not in {"process", "compilers", FREED})
 
     def rank_bytes(self, profile: "MemoryProfile") -> int:
         """Return the host bytes of a rank at their peak."""
@@ -154,7 +162,8 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
         config: the configuration.
         plan: its plan.
     """
-    on_cuda, training = config.launch.device != "cpu", config.training
+    on_cuda = config.launch.device != "cpu"
+    training = config.training
     return HostMemory(
         on_cuda=on_cuda,
         num_ranks=-(-plan.world_size // config.launch.nodes),
@@ -163,6 +172,7 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
         copies_states=plan.zero_backend == "native",
         copies_during_steps=training.checkpoint_every == "auto"
         or 0 < training.checkpoint_every < (training.steps or float("inf")),
+        compilers_bytes=COMPILERS_BYTES if on_cuda and plan.compile else 0,
     )
 
 

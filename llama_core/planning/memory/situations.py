@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
     under_way: tuple[int, ...]
     """Microbatches between their forward and their backward on each of the rank's stages."""
-    put_off: tuple[int, ...]
+    deferred: tuple[int, ...]
     """Those whose weight gradients are deferred."""
     messages: int
     """Messages between stages: that which the action before sends, and that which the next one receives."""
@@ -61,7 +61,7 @@ class Held(NamedTuple):
         """Return whether there is at least as much of everything."""
         return self.messages >= other.messages and all(
             own >= others
-            for own, others in zip(self.under_way + self.put_off, other.under_way + other.put_off, strict=True)
+            for own, others in zip(self.under_way + self.deferred, other.under_way + other.deferred, strict=True)
         )
 
 
@@ -100,7 +100,7 @@ def situations(
 def _fullest(amounts: Iterable[Held]) -> list[Held]:
     """Return the amounts that no other one covers."""
     kept: list[Held] = []
-    for held in sorted(amounts, key=lambda held: -sum(held.under_way) - sum(held.put_off) - held.messages):
+    for held in sorted(amounts, key=lambda held: -sum(held.under_way) - sum(held.deferred) - held.messages):
         if not any(other.covers(held) for other in kept):
             kept.append(held)
     return kept
@@ -116,9 +116,11 @@ class _Walk:
     """
 
     def __init__(self, schedule: Schedule, pp_rank: int, skipped: int) -> None:
-        self.schedule, self.skipped, self.actions = schedule, skipped, schedule.actions[pp_rank]
+        self.schedule = schedule
+        self.skipped = skipped
+        self.actions = schedule.actions[pp_rank]
         self.hosted = schedule.stages_of(pp_rank)
-        self.under_way, self.put_off, self.num_backwards = ([0] * len(self.hosted) for _ in range(3))
+        self.under_way, self.deferred, self.num_backwards = ([0] * len(self.hosted) for _ in range(3))
         self.progress = (Progress(),) * len(self.hosted)
         self.head_gathered = self.has_reduced = False
 
@@ -130,7 +132,8 @@ class _Walk:
         last_backward = max(i for i, action in enumerate(self.actions) if action.kind is not Kind.FORWARD)
         after_forward = False
         for number, action in enumerate(self.actions):
-            place, kind = places[action.stage], action.kind
+            place = places[action.stage]
+            kind = action.kind
             self._begin(place, kind)
             yield (
                 Situation(
@@ -142,7 +145,7 @@ class _Walk:
                     self.has_reduced,
                     self.progress,
                 ),
-                Held(tuple(self.under_way), tuple(self.put_off), sent[number] + received[number + 1]),
+                Held(tuple(self.under_way), tuple(self.deferred), sent[number] + received[number + 1]),
             )
             self._end(place, kind)
             after_forward = kind is Kind.FORWARD
@@ -151,9 +154,9 @@ class _Walk:
         """Take the microbatch at work from those around it."""
         if kind in BACKWARDS:
             is_last = self.num_backwards[place] == self.schedule.num_microbatches - 1
-            self.under_way[place] -= 1 + self.skipped * is_last
+            self.under_way[place] -= 1 + self.skipped if is_last else 1
         elif kind is Kind.WEIGHT_GRADIENT:
-            self.put_off[place] -= 1
+            self.deferred[place] -= 1
 
     def _end(self, place: int, kind: Kind) -> None:
         """Record what an action leaves behind."""
@@ -162,7 +165,7 @@ class _Walk:
         if kind is Kind.FORWARD:
             self.under_way[place] += 1 if before.has_run else 1 + self.skipped
         elif kind is Kind.INPUT_GRADIENT:
-            self.put_off[place] += 1
+            self.deferred[place] += 1
             accumulated = "all" if accumulated == "all" else "tables"
         if kind in RELEASES:
             self.num_backwards[place] += 1

@@ -7,15 +7,15 @@ group before computes, and makes its gradients in that dtype. After the group's 
 fp32, into the shards.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, Self
 
 from llama_core.config.run import RecomputeMode
-from llama_core.config.strategy import EMBEDDING
-from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.operations import FP32_BYTES, Program
+from llama_core.planning.program.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,28 @@ class Stage:
 
     modes: tuple[RecomputeMode, ...]
     """The recompute mode of each layer."""
-    layers: tuple[Tensors, ...]
-    """The sizes of each layer's tensors."""
-    is_first: bool
-    is_last: bool
+    layers: tuple[Passes, ...]
+    """The forward and the backward of each layer."""
+    embedding: Passes | None
+    """Those of the embedding, on the first stage."""
+    final_norm: Passes | None
+    """Those of the norm before the head, on the last stage."""
+    head: Passes | None
+    """Those of the head and the loss, on the last stage."""
     tied: bool
     """Whether the head is the embedding."""
     shares_table: bool
     """Whether another stage of the same rank holds the embedding, as its head."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.head is not None
 
 
 class Counts(NamedTuple):
@@ -54,22 +68,30 @@ class Counts(NamedTuple):
         """All of them."""
         return sum(self.layers) + self.tables
 
-    @classmethod
-    def of(cls, stage: Stage, layers: Iterable[int], *, embedding: int, head: int, norm: int) -> Self:
-        """Return the counts of a stage.
+    def around(self, layer: int, *, head_is_gathered: bool) -> tuple[int, int]:
+        """Return the parameters of a group and of the one after it, in the order of a forward.
 
         Args:
-            stage: the stage.
-            layers: parameters of each layer.
-            embedding: parameters of the embedding.
-            head: parameters of the head, or of an embedding in its place.
-            norm: parameters of the final norm.
+            layer: the group's layer; -1 for the embedding, and the number of layers for the head.
+            head_is_gathered: whether the head need not be gathered.
         """
-        end = head + norm if stage.is_last else 0
+        groups = [self.embedding, *self.layers, 0 if head_is_gathered else self.head, 0]
+        return groups[layer + 1], groups[layer + 2]
+
+    @classmethod
+    def of(cls, stage: Stage, count: Callable[[Program], int]) -> Self:
+        """Return the counts of a stage, given the number of a program's parameters that count."""
+        embedding, norm, head = (
+            0 if part is None else count(part.program) for part in (stage.embedding, stage.final_norm, stage.head)
+        )
+        layers = tuple(count(layer.program) for layer in stage.layers)
         if not stage.tied:
-            return cls(tuple(layers), head=end, root=0, embedding=embedding if stage.is_first else 0)
-        root = end or (embedding if stage.is_first and not stage.shares_table else 0)
-        return cls(tuple(layers), head=0, root=root, embedding=0)
+            return cls(layers, head=head + norm, root=0, embedding=embedding)
+        return cls(layers, head=0, root=head + norm or (0 if stage.shares_table else embedding), embedding=0)
+
+
+def _num_trained(passes: Passes | None) -> int:
+    return 0 if passes is None else passes.program.num_trained
 
 
 @dataclass(frozen=True)
@@ -93,21 +115,19 @@ class StageWeights:
 
     Args:
         stage: the stage.
-        tensors: sizes of its tensors.
         has_buckets: whether copies of the model average their gradients in buckets, which always exist.
     """
 
-    def __init__(self, stage: Stage, tensors: Tensors, *, has_buckets: bool = False) -> None:
-        self.stage, self.has_buckets = stage, has_buckets
+    def __init__(self, stage: Stage, *, has_buckets: bool = False) -> None:
+        self.stage = stage
+        self.has_buckets = has_buckets
         self.num_layers = len(stage.modes)
-        held = (layer.layer_parameters for layer in stage.layers)
-        embedding, head, norm = tensors.embedding_parameters, tensors.head_parameters, tensors.spec.hidden_size
-        self.held = Counts.of(stage, held, embedding=embedding, head=head, norm=norm)
+        self.held = Counts.of(stage, lambda program: program.num_parameters)
         """Parameters the rank computes with."""
-        trained = (layer.layer_trained for layer in stage.layers)
-        embedding, head, norm = tensors.embedding_trained, tensors.head_trained, tensors.head_norm_trained
-        self.trained = Counts.of(stage, trained, embedding=embedding, head=head, norm=norm)
+        self.trained = Counts.of(stage, lambda program: program.num_trained)
         """Those of them that get gradients."""
+        self.cast = sum(layer.program.num_copied for layer in stage.layers)
+        """Those of them with a lasting copy in the activations' dtype."""
         self.num_shards: int | Fraction = 1
         """Ranks that share a trained parameter; an average if experts are sharded over fewer ranks than the rest."""
         self.num_frozen_shards = 1
@@ -118,19 +138,36 @@ class StageWeights:
         """Bytes that stay gathered between the stage's forwards and backwards, apart from ``head_gathered``."""
         self.head_gathered = 0
         """Bytes that stay gathered from the last stage's forward to the end of the rank's next backward."""
-        self.embedding_gradient = FP32_BYTES * tensors.embedding_trained
-        """Bytes of the embedding's gradient when it is made."""
-        self.head_gradient = FP32_BYTES * tensors.head_trained
-        """Bytes of the head's gradient when it is made."""
+        self.num_in_embedding = _num_trained(stage.embedding)
+        """Parameters of the embedding that get gradients."""
+        self.num_in_head = _num_trained(stage.head)
+        """Parameters of the head that get gradients; of an embedding in its place too."""
+        self.gradient_itemsize = FP32_BYTES
+        """Bytes per element of a gradient when it is made."""
         self.head_done = self.trained.head
         """Parameters whose gradients are done when the backward reaches the layers."""
         if stage.is_last and stage.tied:
-            self.head_done = self.trained.root - tensors.head_trained
+            self.head_done = self.trained.root - self.num_in_head
         self.last_buffer = 0
         """Bytes of the buffer of a backward's last reduction, kept until the next one."""
 
+    @property
+    def embedding_gradient(self) -> int:
+        """Bytes of the embedding's gradient when it is made."""
+        return self.gradient_itemsize * self.num_in_embedding
+
+    @property
+    def head_gradient(self) -> int:
+        """Bytes of the head's gradient when it is made."""
+        return self.gradient_itemsize * self.num_in_head
+
     def at_work(self, layer: int) -> int:
         """Return the bytes of a layer's weights, if they are gathered only for its own forward and backward."""
+        return 0
+
+    @property
+    def embedding_at_work(self) -> int:
+        """Bytes of the embedding, if it is gathered only for its own forward."""
         return 0
 
     def gathered(self, when: When, done: int, *, head: bool) -> int:
@@ -144,13 +181,13 @@ class StageWeights:
         return 0
 
     def fetched(self, when: When, layer: int, *, head: bool) -> int:
-        """Return the bytes of gathers' buffers while a forward is in a layer, or in the head, after the last.
+        """Return the bytes of gathers' buffers while a forward is in a layer, in the embedding or in the head.
 
         The buffer of the layer's own gather is kept until the next group's gather, which has begun, is used.
 
         Args:
             when: which forward.
-            layer: the layer.
+            layer: the layer; -1 for the embedding, and the number of layers for the head.
             head: whether the head is gathered already.
         """
         return 0
@@ -171,7 +208,8 @@ class StageWeights:
             done: parameters whose gradients this backward has made and, if necessary, reduced.
             fresh: parameters of the layer at work whose gradients it has made.
         """
-        made, whole = FP32_BYTES * (done + fresh), FP32_BYTES * self.trained.total
+        made = FP32_BYTES * (done + fresh)
+        whole = FP32_BYTES * self.trained.total
         held = max(made, FP32_BYTES * when.accumulated)
         if self.has_buckets:  # the final backward moves every gradient into them
             return whole + held - (made if when.final else 0)
@@ -199,26 +237,28 @@ class ShardedWeights(StageWeights):
 
     Args:
         stage: the stage.
-        tensors: sizes of its tensors.
+        itemsize: bytes per element of activations.
         plan: how weights and gradients are divided.
     """
 
-    def __init__(self, stage: Stage, tensors: Tensors, plan: ParallelPlan) -> None:
-        super().__init__(stage, tensors)
-        self.itemsize, self.zero_stage = tensors.itemsize, plan.effective_zero_stage
+    def __init__(self, stage: Stage, itemsize: int, plan: ParallelPlan) -> None:
+        super().__init__(stage)
+        self.itemsize = itemsize
+        self.zero_stage = plan.effective_zero_stage
         self.num_frozen_shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         self.num_shards = self.num_frozen_shards
-        more = sum(layer.layer_divided - layer.layer_parameters for layer in stage.layers)
-        if more:
+        experts = sum(layer.program.num_of_experts for layer in stage.layers)
+        if experts:  # a parameter that fewer ranks share counts as that many more
+            more = (plan.fewer_expert_shards - 1) * experts
             self.num_shards *= Fraction(self.trained.total, self.trained.total + more)
         self.drops = self.zero_stage == 3  # drops a layer's weights after its forward and its backward
         self.root_gathered = self.itemsize * self.held.root
         self.stay_gathered = self.itemsize * (self.held.root if self.drops else self.held.total)
         self.head_gathered = self.itemsize * self.held.head if self.drops else 0
-        self.embedding_gradient = self.itemsize * tensors.embedding_trained
-        self.head_gradient = self.itemsize * tensors.head_trained
+        self.gradient_itemsize = itemsize
         self.head_done = self.trained.head
-        self._gathers_embedding_again = EMBEDDING in tensors.spec.adapted_tables
+        # the backward of an embedding needs it only for its adapter
+        self._gathers_embedding_again = 0 < self.trained.embedding < self.held.embedding
         self._averages_often = plan.averages_every_backward
         last_group = self.trained.embedding or self.trained.root or self.trained.layers[0]
         self.last_buffer = FP32_BYTES * last_group if self.zero_stage >= 2 else 0
@@ -227,15 +267,22 @@ class ShardedWeights(StageWeights):
         """Return the bytes of a layer's weights, if they are gathered only for its own forward and backward."""
         return self.itemsize * self.held.layers[layer] if self.drops else 0
 
+    @property
+    def embedding_at_work(self) -> int:
+        """Bytes of the embedding, if it is gathered only for its own forward."""
+        return self.itemsize * self.held.embedding if self.drops else 0
+
     def gathered(self, when: When, done: int, *, head: bool) -> int:
         """Return the bytes gathered when a backward has reduced the gradients of ``done`` parameters."""
         above_root = self.trained.head + sum(self.trained.layers)
         if self.drops:
-            return self.stay_gathered * (done <= above_root) + self.head_gathered * head
+            root = self.stay_gathered if done <= above_root else 0
+            return root + (self.head_gathered if head else 0)
         if not when.final:
             return self.stay_gathered
         # a group is freed when its gradients come, with its frozen part
-        freed, reached = 0 if head else self.held.head, self.trained.head
+        freed = 0 if head else self.held.head
+        reached = self.trained.head
         for held, trained in zip(reversed(self.held.layers), reversed(self.trained.layers), strict=True):
             reached += trained
             freed += held if reached <= done and not head else 0
@@ -245,15 +292,14 @@ class ShardedWeights(StageWeights):
         return self.stay_gathered - self.itemsize * freed
 
     def fetched(self, when: When, layer: int, *, head: bool) -> int:
-        """Return the bytes of gathers' buffers while a forward is in a layer, or in the head, after the last."""
+        """Return the bytes of gathers' buffers while a forward is in a layer, in the embedding or in the head."""
         if not self.gathers(when):
             return 0
-        *layers, last = self.held.layers
-        groups = [*layers, last, 0 if head else self.held.head]
+        own, following = self.held.around(layer, head_is_gathered=head)
         if layer == self.num_layers:
-            return self.itemsize * (groups[-1] or last)
+            return self.itemsize * (own or self.held.layers[-1])
         # without dropping, the next group counts as one of the weights that stay gathered
-        return self.itemsize * (groups[layer] + (groups[layer + 1] if self.drops else 0))
+        return self.itemsize * (own + (following if self.drops else 0))
 
     def gathers(self, when: When) -> bool:
         """Return whether a forward gathers the layers."""
@@ -319,11 +365,13 @@ class ShardedWeights(StageWeights):
             largest: parameters of its last matrix, whose gradient is kept a little longer.
             accumulated: whether the group has gradients of earlier microbatches.
         """
-        made, reduces = self.itemsize * group, self._reduces(when)
+        made = self.itemsize * group
+        reduces = self._reduces(when)
         if not reduces and self.itemsize == FP32_BYTES:
             return 0 if accumulated else made
         result = int(FP32_BYTES * group // (self.num_shards if reduces else 1))
         if accumulated and self.zero_stage < 2:  # it has been added to the earlier gradient
-            made, result = (0 if reduces else made), 0
+            made = 0 if reduces else made
+            result = 0
         holds_on = self.num_shards > 1 or not reduces
         return max(made, result + (self.itemsize * largest if holds_on else 0))

@@ -54,7 +54,8 @@ def search(config: RunConfig, memory_budget_bytes: int | None, device: DeviceSpe
         NothingFitsError: if nothing fits; says by how much and what would fit, and has the leanest plan.
         PlanError: if the request makes no valid plan; the message uses the keys of ``config``.
     """
-    candidates, fitting = Candidates(config, device), Fitting(config, memory_budget_bytes)
+    candidates = Candidates(config, device)
+    fitting = Fitting(config, memory_budget_bytes)
     with _spelled_as_asked():
         for offload in candidates.offloads():
             searching = Search(candidates, fitting, device, offload)

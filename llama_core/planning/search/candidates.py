@@ -86,7 +86,8 @@ class Candidates:
     """
 
     def __init__(self, config: RunConfig, device: DeviceSpec | None) -> None:
-        self.config, self.asked = config, config.parallel
+        self.config = config
+        self.asked = config.parallel
         self.degrees = Degrees(config, device)
         self.node_size = self.degrees.node_size
 
@@ -103,15 +104,18 @@ class Candidates:
         return sorted(filter(self._divides, shapes), key=lambda shape: (-shape.dp, shape.cp, shape.pp, shape.tp))
 
     def _divides(self, shape: Shape) -> bool:
-        batch, asked = self.config.batch_size, self.asked
+        batch = self.config.batch_size
+        asked = self.asked
         if batch % shape.dp or (asked.dp_replicate != "auto" and shape.dp % asked.dp_replicate):
             return False
-        share, product = batch // shape.dp, (asked.microbatch_size or 1) * (asked.num_microbatches or 1)
+        share = batch // shape.dp
+        product = (asked.microbatch_size or 1) * (asked.num_microbatches or 1)
         return share == product if asked.microbatch_size and asked.num_microbatches else share % product == 0
 
     def microbatch_sizes(self, shape: Shape) -> list[int]:
         """Return the microbatch size asked for, or the divisors of a rank's share of the batch, largest first."""
-        asked, share = self.asked, self.config.batch_size // shape.dp
+        asked = self.asked
+        share = self.config.batch_size // shape.dp
         if asked.microbatch_size or asked.num_microbatches:
             return [asked.microbatch_size or share // (asked.num_microbatches or 1)]
         enough = MAX_CPU_MICROBATCH_TOKENS if self.config.launch.device == "cpu" else MAX_MICROBATCH_TOKENS
@@ -169,7 +173,9 @@ class Candidates:
 
     def orders(self, shape: Shape, microbatch_size: int) -> list[Order]:
         """Return the schedules to try with this microbatch size."""
-        asked, pp, count = self.asked, shape.pp, self.num_microbatches(shape, microbatch_size)
+        asked = self.asked
+        pp = shape.pp
+        count = self.num_microbatches(shape, microbatch_size)
         if pp == 1:
             return [Order(DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule, self._chunks or 1)]
         kinds = map(schedule_type, schedule_names()) if asked.schedule == "auto" else [schedule_type(asked.schedule)]
@@ -205,7 +211,8 @@ class Candidates:
             count: microbatches per step.
             recompute: what is recomputed, which makes a backward longer.
         """
-        pp, usual = shape.pp, schedule_type(DEFAULT_SCHEDULE)
+        pp = shape.pp
+        usual = schedule_type(DEFAULT_SCHEDULE)
         is_plain = self.asked.compile is not True and self.config.training.precision != "fp8"
         is_alone = self.asked.gpus == pp and self.recompute == "none" and is_plain
         backward = 3 if recompute == "full" else 2
@@ -272,7 +279,9 @@ class Candidates:
         Raises:
             PlanError: if its choices exclude each other, or it cannot divide the model.
         """
-        shape, asked, config = variant.shape, self.asked, self.config
+        shape = variant.shape
+        asked = self.asked
+        config = self.config
         plan = ParallelPlan(
             tp=shape.tp,
             pp=shape.pp,

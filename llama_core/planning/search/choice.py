@@ -151,12 +151,17 @@ class _Reasons:
     """
 
     def __init__(self, search: Search, best: Option, others: Mapping[str, Option | None]) -> None:
-        self.search, self.best, self.others = search, best, others
-        self.candidates, self.fitting, self.asked = search.candidates, search.fitting, search.candidates.asked
+        self.search = search
+        self.best = best
+        self.others = others
+        self.candidates = search.candidates
+        self.fitting = search.fitting
+        self.asked = search.candidates.asked
 
     def sentences(self) -> dict[str, str]:
         """Return a sentence for each choice."""
-        variant, asked = self.best.variant, self.asked
+        variant = self.best.variant
+        asked = self.asked
         is_microbatch_asked = bool(asked.microbatch_size or asked.num_microbatches)
         given = {
             "tp": (f"tp {variant.shape.tp}", asked.tp != "auto"),
@@ -179,14 +184,16 @@ class _Reasons:
         return f"{plan.schedule} x {plan.num_chunks} chunks" if plan.num_chunks > 1 else plan.schedule
 
     def _asked_for(self, name: str) -> str:
-        tp, node_size = self.best.variant.shape.tp, self.candidates.node_size
+        tp = self.best.variant.shape.tp
+        node_size = self.candidates.node_size
         if name == "tp" and node_size % tp:
             return f"asked for; it crosses nodes of {node_size}, so every layer communicates over the slower network"
         return "asked for"
 
     def _compared(self, name: str) -> str:
         """Return the step time of the best alternative; if none fits, by how much the leanest one misses the limit."""
-        key, value = _KEYS[name], _KEYS[name](self.best.variant)
+        key = _KEYS[name]
+        value = _KEYS[name](self.best.variant)
         if name == "schedule" and self.best.plan.pp == 1:
             return "no effect with one pipeline rank"
         other = self.others[name]
@@ -229,7 +236,8 @@ class _Reasons:
 
     def rejected_stages(self) -> Iterator[str]:
         """Yield the lower ZeRO stages whose states alone exceed the limit at the same tp and pp, lowest first."""
-        plan, limit = self.best.plan, self.fitting.limit
+        plan = self.best.plan
+        limit = self.fitting.limit
         if self.asked.zero_stage != "auto" or plan.zero_backend == "deepspeed" or limit is None:
             return
         for stage in range(plan.effective_zero_stage):
@@ -245,7 +253,8 @@ def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str
     """Yield the schedules that are not tried, or do not fit, in the shape of the best pipeline."""
     if search.candidates.asked.schedule != "auto" or pipeline is None:
         return
-    plan, shape = pipeline.plan, pipeline.variant.shape
+    plan = pipeline.plan
+    shape = pipeline.variant.shape
     reasons: dict[str, list[str]] = {}
     for kind in map(schedule_type, schedule_names()):
         reason = search.candidates.refusal(kind, shape, plan.num_microbatches, plan.recompute)

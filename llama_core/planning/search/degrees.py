@@ -32,7 +32,8 @@ class Degrees:
     """
 
     def __init__(self, config: RunConfig, device: DeviceSpec | None) -> None:
-        self.config, self.asked = config, config.parallel
+        self.config = config
+        self.asked = config.parallel
         self.node_size = node_size(config, device.gpus_per_node if device else GPUS_PER_NODE)
         """Devices connected by a fast link."""
         self.data_parallel_only = self.asked.zero_backend == "deepspeed" or (
@@ -94,7 +95,8 @@ class Degrees:
     def _tp_refusal(self, size: int) -> str | None:
         if self.node_size % size:
             return f"crosses nodes of {self.node_size}"
-        spec, seq_len = self.config.spec, self.config.seq_len
+        spec = self.config.spec
+        seq_len = self.config.seq_len
         divided = {"key/value heads": spec.num_kv_heads, "feed-forward columns": spec.ffn_size}
         divided |= {"tokens of the vocabulary": spec.vocab_size}
         divided |= {"tokens of a sequence": seq_len} if self.asked.sequence_parallel else {}

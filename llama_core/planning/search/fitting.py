@@ -4,11 +4,11 @@ from collections import Counter
 from dataclasses import replace
 
 from llama_core.config.run import RecomputeMode, RunConfig
-from llama_core.planning.memory.estimate import estimate_ranks, sizes_of, tensors_by_layer
+from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
-from llama_core.planning.memory.tensors import Tensors
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.work import Work
 
 
 class Fitting:
@@ -20,7 +20,8 @@ class Fitting:
     """
 
     def __init__(self, config: RunConfig, memory_budget_bytes: int | None) -> None:
-        self.config, self.budget = config, memory_budget_bytes
+        self.config = config
+        self.budget = memory_budget_bytes
         self.limit = None if memory_budget_bytes is None else int(FILL_LIMIT * memory_budget_bytes)
         """Highest allowed peak of a rank, in bytes."""
         self._peaks: dict[ParallelPlan, tuple[int, ...]] = {}
@@ -37,7 +38,7 @@ class Fitting:
     def peaks(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the peak of every rank of the pipeline."""
         if plan not in self._peaks:
-            profiles = estimate_ranks(self.config.spec, plan, **sizes_of(self.config, plan))
+            profiles = estimate_ranks(Work.of(self.config, plan))
             self._peaks[plan] = tuple(self._held(profile, plan) for profile in profiles)
         return self._peaks[plan]
 
@@ -45,7 +46,7 @@ class Fitting:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
         if plan not in self._glances:
             ranks = {0, plan.pp // 2, plan.pp - 1}
-            profiles = estimate_ranks(self.config.spec, plan, pp_ranks=ranks, **sizes_of(self.config, plan))
+            profiles = estimate_ranks(Work.of(self.config, plan), pp_ranks=ranks)
             self._glances[plan] = max(self._held(profile, plan) for profile in profiles)
         return self._glances[plan]
 
@@ -61,12 +62,8 @@ class Fitting:
 
     def state_bytes(self, plan: ParallelPlan) -> int:
         """Return the bytes of weights, gradients and moments on the fullest rank."""
-        profiles = estimate_ranks(self.config.spec, plan, **sizes_of(self.config, plan))
+        profiles = estimate_ranks(Work.of(self.config, plan))
         return max(profile.state_bytes for profile in profiles)
-
-    def layers(self, plan: ParallelPlan) -> list[Tensors]:
-        """Return the tensor sizes of every layer of a plan."""
-        return tensors_by_layer(self.config.spec, plan, **sizes_of(self.config, plan))
 
     def with_least_recomputation(self, plan: ParallelPlan) -> ParallelPlan:
         """Return ``plan`` with the least recomputation that makes it fit; if nothing does, with as much as helps.
@@ -109,7 +106,8 @@ class _Bracket:
     """
 
     def __init__(self, most: int) -> None:
-        self.too_few, self.most = -1, most
+        self.too_few = -1
+        self.most = most
         self._excesses: dict[int, int] = {}
 
     @property
@@ -123,7 +121,8 @@ class _Bracket:
             return self.most
         if self.too_few < 0:
             return 0
-        over, under = self._excesses[self.too_few], -self._excesses[self.most]
+        over = self._excesses[self.too_few]
+        under = -self._excesses[self.most]
         guess = self.too_few + -(-over * (self.most - self.too_few) // max(1, over + under))
         return min(max(guess, self.too_few + 1), self.most - 1)
 

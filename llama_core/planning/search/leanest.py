@@ -9,8 +9,8 @@ from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import DoesNotFitError, PlanError
 from llama_core.planning.memory.peaks import FILL_LIMIT
-from llama_core.planning.memory.tensors import FP32_BYTES
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.schedules.registry import schedule_type
@@ -54,7 +54,8 @@ def leanest_plan(
     Raises:
         PlanError: if none of them is a valid plan.
     """
-    plans, problems = [], []
+    plans = []
+    problems = []
     for variant in _lean_variants(candidates, keep):
         try:
             plan = candidates.plan(variant)
@@ -113,17 +114,21 @@ def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> I
 def _held(candidates: Candidates, variant: Variant) -> tuple[float, ...]:
     """Return a sort key for memory: microbatch size, copies of a stage, microbatches in flight, deferred gradients."""
     (schedule, chunks), (_, pp, _, _) = variant.order, variant.shape
-    kind, count = schedule_type(schedule), candidates.num_microbatches(variant.shape, variant.microbatch_size)
+    kind = schedule_type(schedule)
+    count = candidates.num_microbatches(variant.shape, variant.microbatch_size)
     return variant.microbatch_size, kind.replicas, kind.in_flight(pp, count, chunks), kind.splits_backward
 
 
 def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | None) -> NothingFitsError:
     """Return the error that says by how much the leanest plan misses and what would fit; each remedy is computed."""
-    config, gpus = candidates.config, candidates.asked.gpus
+    config = candidates.config
+    gpus = candidates.asked.gpus
     leanest = leanest_plan(candidates, fitting)
     usable = round((fitting.limit or 0) / FILL_LIMIT)
-    label, trained = device.label if device else "devices", config.spec.num_trainable_parameters
-    frozen, terms = _frozen_bytes(config), f"{STATE_BYTES} bytes x {trained / GB:.2f}e9 parameters"
+    label = device.label if device else "devices"
+    trained = config.spec.num_trainable_parameters
+    frozen = _frozen_bytes(config)
+    terms = f"{STATE_BYTES} bytes x {trained / GB:.2f}e9 parameters"
     if frozen:
         terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
     message = (
@@ -163,7 +168,8 @@ def _adapters(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iter
 
 
 def _more_devices(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
-    devices, nodes = config.parallel.gpus, config.launch.nodes
+    devices = config.parallel.gpus
+    nodes = config.launch.nodes
     for halves in _HALVES_MORE:
         if devices * halves % 2 or (nodes > 1 and nodes * halves % 2):
             continue

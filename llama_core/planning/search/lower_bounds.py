@@ -1,7 +1,7 @@
 """A plan's memory and step time in closed form, in microseconds where the full estimates take milliseconds.
 
 The memory is that of the fullest pipeline rank: its states, and the layers of the microbatches it holds. Where some
-layers have experts, those of a pipeline rank are taken to have none. The time of a step of one microbatch, which is
+layers have experts, those of a pipeline rank are taken to have none. The time of a step of two microbatches, which is
 cheap to estimate, is extrapolated with the schedule's bubble. All stages are assumed to recompute alike, and a backward
 to take twice as long as its forward; where they do not, a bound is off by a few percent, either way.
 """
@@ -12,17 +12,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llama_core.config.run import RecomputeMode
-from llama_core.planning.memory.tensors import FP32_BYTES, Tensors
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.program.passes import Passes
 from llama_core.planning.search.candidates import Candidates, Order, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.time.step_time import StepTime
+from llama_core.planning.work import Work
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 """Recompute modes, cheapest first."""
-_SCATTER_SHARE = 2 / 3
-"""Share of ZeRO 2's traffic that every microbatch repeats: fp32 gradients. The bf16 weights are gathered once."""
+_SCATTERED = 2
+"""ZeRO 2's traffic of every microbatch, fp32 gradients, per traffic of once a step: the bf16 weights are gathered."""
 
 
 class Recomputed(NamedTuple):
@@ -65,14 +67,17 @@ class Bounds:
     """
 
     def __init__(self, candidates: Candidates, fitting: Fitting, clock: Callable[[ParallelPlan], StepTime]) -> None:
-        self.candidates, self.fitting, self.clock = candidates, fitting, clock
+        self.candidates = candidates
+        self.fitting = fitting
+        self.clock = clock
         self.spec = candidates.config.spec
-        self._paces: dict[tuple[Variant, RecomputeMode], _Pace] = {}
+        self._paces: dict[tuple[Variant, RecomputeMode, int], _Pace] = {}
         self._layers: dict[Variant, _Layer] = {}
 
     def seconds(self, variant: Variant, recomputed: Recomputed) -> float:
         """Return the approximate step time of ``variant``."""
-        count, pp = self._count(variant), variant.shape.pp
+        count = self._count(variant)
+        pp = variant.shape.pp
         once, slowest, others = self._pace(variant, "none")
         if recomputed.share:
             more = self._pace(variant, recomputed.mode)
@@ -82,7 +87,8 @@ class Bounds:
 
     def recomputed(self, variant: Variant) -> Recomputed | None:
         """Return the least recomputation that may be enough; None if recomputing all layers is not."""
-        limit, kept = self.fitting.limit, self._layer(variant).kept
+        limit = self.fitting.limit
+        kept = self._layer(variant).kept
         held = self._num_layers(variant) * in_flight(variant.order, variant.shape.pp, self._count(variant))
         states = self._states(variant)
         if limit is None or states + held * kept[self.candidates.recompute] <= limit:
@@ -97,7 +103,8 @@ class Bounds:
 
     def _num_layers(self, variant: Variant) -> float:
         """Return the fewest layers a rank may have: the embedding can take the place of some."""
-        spec, pp = self.spec, variant.shape.pp
+        spec = self.spec
+        pp = variant.shape.pp
         if pp == 1:
             return spec.num_layers
         sizes = [spec.active_parameters(layer) for layer in range(spec.num_layers)]
@@ -109,12 +116,15 @@ class Bounds:
         shape, (stage, copies) = variant.shape, variant.sharding
         if variant.offload != "none":
             return 0.0
-        layer, num_layers = self._layer(variant), self._num_layers(variant)
+        layer = self._layer(variant)
+        num_layers = self._num_layers(variant)
         if shape.pp > 1:
             num_layers *= schedule_type(variant.order.schedule).replicas
-        own, shared = num_layers * layer.parameters, num_layers * layer.shared
+        own = num_layers * layer.parameters
+        shared = num_layers * layer.shared
         shards = shape.dp // copies * shape.cp if stage else 1
-        lora, gradients = self.spec.lora, 0.0
+        lora = self.spec.lora
+        gradients = 0.0
         if self._count(variant) > shape.pp and not lora:  # else there may be none yet when the rank holds the most
             gradients = FP32_BYTES * (shared / shards if stage > 1 else own)
         gathered = 2 * own if stage in {1, 2} else 0
@@ -123,32 +133,42 @@ class Bounds:
 
     def _pace(self, variant: Variant, mode: RecomputeMode) -> _Pace:
         alone = _alone(variant)
-        if (alone, mode) not in self._paces:
-            plan = self.candidates.plan(alone, num_microbatches=1)
+        # a single microbatch does each time what several do once, such as casting weights
+        clocked = min(2, self._count(variant))
+        key = (alone, mode, clocked)
+        if key not in self._paces:
+            plan = self.candidates.plan(alone, num_microbatches=clocked)
             step = self.clock(plan if mode == "none" else replace(plan, recompute=mode))
-            parts, stage = step.parts, variant.sharding.zero_stage
+            parts = step.parts
             computing = parts["compute"] + parts["bubble"]
             through = computing + parts["tp"] + parts["cp"] + parts.get("ep", 0.0)
-            through += parts["dp"] * {2: _SCATTER_SHARE, 3: 1.0}.get(stage, 0.0)
+            match variant.sharding.zero_stage:
+                case 2:
+                    scattered = _SCATTERED * clocked
+                    through += parts["dp"] * scattered / (scattered + 1)
+                case 3:
+                    through += parts["dp"]
             slowest = through * parts["compute"] / computing
             others = (through - slowest) / max(1, variant.shape.pp - 1)
-            self._paces[alone, mode] = _Pace(step.total - through, slowest, others)
-        return self._paces[alone, mode]
+            self._paces[key] = _Pace(step.total - through, slowest / clocked, others)
+        return self._paces[key]
 
     def _layer(self, variant: Variant) -> _Layer:
         alone = _alone(variant)
         if alone not in self._layers:
-            kinds = Counter(self.fitting.layers(self.candidates.plan(alone, num_microbatches=1)))
+            plan = self.candidates.plan(alone, num_microbatches=1)
+            kinds = Counter(Work.of(self.candidates.config, plan).layers)
+            more = plan.fewer_expert_shards - 1  # a parameter that fewer ranks share counts as that many more
 
-            def typical(size: Callable[[Tensors], float]) -> float:
+            def typical(size: Callable[[Passes], float]) -> float:
                 if variant.shape.pp > 1:
                     return min(map(size, kinds))
                 return sum(count * size(kind) for kind, count in kinds.items()) / kinds.total()
 
             self._layers[alone] = _Layer(
-                parameters=typical(lambda kind: kind.layer_parameters),
-                shared=typical(lambda kind: kind.layer_divided),
-                kept={mode: typical(lambda kind, mode=mode: kind.layer(mode)) for mode in MODES},  # type: ignore[misc]
+                parameters=typical(lambda kind: kind.program.num_parameters),
+                shared=typical(lambda kind: kind.program.num_parameters + more * kind.program.num_of_experts),
+                kept={mode: typical(lambda kind, mode=mode: kind.kept(mode)) for mode in MODES},  # type: ignore[misc]
             )
         return self._layers[alone]
 

@@ -25,7 +25,8 @@ def plan_by_rules(candidates: Candidates, fitting: Fitting) -> ParallelPlan:
     Raises:
         PlanError: if no division of the devices is a valid plan; names the problem of the most data-parallel one.
     """
-    problems, unfit = [], []
+    problems = []
+    unfit = []
     for shape in candidates.shapes():
         try:
             plan = _of_shape(candidates, fitting, shape)
@@ -42,7 +43,8 @@ def plan_by_rules(candidates: Candidates, fitting: Fitting) -> ParallelPlan:
 
 def no_shape(candidates: Candidates) -> PlanError:
     """Return the error for a batch that no division of the devices can split."""
-    config, ranks = candidates.config, candidates.asked.most_data_parallel
+    config = candidates.config
+    ranks = candidates.asked.most_data_parallel
     nearest = -(-config.batch_size // ranks) * ranks
     return PlanError(
         f"training.batch_size={config.batch_size} cannot be divided among parallel.gpus={candidates.asked.gpus}; "
@@ -69,7 +71,8 @@ def _with_microbatch(candidates: Candidates, fitting: Fitting, shape: Shape, off
         for size in legal
         if shape.pp == 1 or candidates.num_microbatches(shape, size) >= BUSY_MICROBATCHES * shape.pp
     ]
-    sharding, order = _sharding(candidates, shape), _order(candidates, shape)
+    sharding = _sharding(candidates, shape)
+    order = _order(candidates, shape)
     ep = candidates.expert_parallel(shape, sharding)[0]  # one, if it is not asked for
     *larger, smallest = [
         candidates.plan(Variant(shape, sharding, ep, order, size, offload))

@@ -48,7 +48,10 @@ class Search:
     """
 
     def __init__(self, candidates: Candidates, fitting: Fitting, device: DeviceSpec, offload: Offload = "none") -> None:
-        self.candidates, self.fitting, self.device, self.offload = candidates, fitting, device, offload
+        self.candidates = candidates
+        self.fitting = fitting
+        self.device = device
+        self.offload = offload
         self.bounds = Bounds(candidates, fitting, self.step)
         self._closer: dict[Variant, float | None] = {}
         self._options: dict[Variant, Option | None] = {}
@@ -60,7 +63,9 @@ class Search:
         Raises:
             PlanError: if no division of the devices is a valid plan; names the problem of the most data-parallel one.
         """
-        problems, bounded, is_any_legal = [], {}, False
+        problems = []
+        bounded = {}
+        is_any_legal = False
         for variant in self.candidates.variants(self.offload):
             try:
                 recomputed = self.bounds.recomputed(variant)
@@ -107,7 +112,8 @@ class Search:
 
     def _recomputed(self, variant: Variant) -> Recomputed | None:
         """Return the recomputation a rank needs, in whole layers; None if no recomputation is enough."""
-        limit, pp = self.fitting.limit, variant.shape.pp
+        limit = self.fitting.limit
+        pp = variant.shape.pp
         plan = self.candidates.plan(variant)
         peak = 0 if limit is None else self.fitting.glance(plan)
         if limit is None or peak <= limit:
@@ -133,7 +139,8 @@ class Search:
         return [option for option in self._options.values() if option]
 
     def _option(self, variant: Variant) -> Option | None:
-        candidates, plan = self.candidates, self.candidates.plan(variant)
+        candidates = self.candidates
+        plan = self.candidates.plan(variant)
         if candidates.adapts_to(variant):
             plan = self.fitting.with_least_recomputation(plan)
         if not self.fitting.fits(plan):

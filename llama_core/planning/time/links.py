@@ -1,15 +1,11 @@
-"""Transfers between the ranks of a plan, and the time each takes over their links."""
+"""The links between the ranks of a plan, and the time that transfers take over them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-Axis = Literal["tp", "cp", "ep", "pp", "shard", "replicate"]
+from llama_core.planning.transfers import Axis, Traffic
 
 COLLECTIVE_SHARE = 0.8
 """Share of a link's rate that a collective reaches: 370 of 450 GB/s, by NCCL's authors (nccl-tests, issue 212)."""
@@ -27,32 +23,6 @@ def node_size(config: RunConfig, in_a_node: int) -> int:
     return max(1, min(in_a_node, config.parallel.gpus // config.launch.nodes))
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Transfers of one kind over one axis, as seen by one rank."""
-
-    collective: Collective
-    axis: Axis
-    num_ranks: int
-    """Ranks of the group; 2 for a send."""
-    count: int
-    """Transfers."""
-    num_bytes: float
-    """Bytes of the whole tensors: the output of a gather, the input of a reduction, the tensor sent."""
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each rank sends when the ranks form a ring."""
-        if self.collective == "send":
-            return self.num_bytes
-        passes = 2 if self.collective == "all_reduce" else 1
-        return passes * (self.num_ranks - 1) / self.num_ranks * self.num_bytes
-
-    def times(self, count: int) -> "Traffic":
-        """Return ``count`` times these transfers."""
-        return replace(self, count=self.count * count, num_bytes=self.num_bytes * count)
-
-
 class Links:
     """The links between the ranks of a plan, which are numbered in the order of ``plan.AXES``, node by node.
 
@@ -62,7 +32,8 @@ class Links:
     """
 
     def __init__(self, plan: ParallelPlan, device: DeviceSpec) -> None:
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
 
     def seconds(self, traffic: Iterable[Traffic]) -> float:
         """Return the time of the transfers, one after the other."""
@@ -74,7 +45,8 @@ class Links:
         in_a_node = min(size, max(1, device.gpus_per_node // stride))
         hops = traffic.num_ranks - 1
         hops_between_nodes = 0 if size <= in_a_node else max(1, traffic.num_ranks // in_a_node - 1)
-        bandwidth, latency = device.neighbour_bandwidth, LINK_SECONDS if device.link_bandwidth else PCIE_SECONDS
+        bandwidth = device.neighbour_bandwidth
+        latency = LINK_SECONDS if device.link_bandwidth else PCIE_SECONDS
         if hops_between_nodes:
             # a ring through a node uses as many NICs as it has devices there
             nics = 1 if traffic.collective == "send" else in_a_node

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.compute import Pass
+from llama_core.planning.time.kernels import Pass
 from llama_core.schedules.actions import Action, Kind, inputs
 from llama_core.schedules.registry import build_schedule
 
@@ -70,7 +70,8 @@ def _clock(plan: ParallelPlan, num_microbatches: int, passes: Sequence[Pass], ho
         Kind.INPUT_GRADIENT: halves,
         Kind.WEIGHT_GRADIENT: halves,
     }
-    free, busy = [0.0] * plan.pp, [0.0] * plan.pp
+    free = [0.0] * plan.pp
+    busy = [0.0] * plan.pp
     ends: list[float] = []
     for rank, stage, kind, waits in _order(plan.schedule, plan.pp, num_microbatches, plan.num_chunks):
         start = max(free[rank], *(ends[place] + hop * elsewhere for place, elsewhere in waits), 0.0)

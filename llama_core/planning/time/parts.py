@@ -6,18 +6,22 @@ its receiver does until it needs the data. Tensor- and expert-parallel communica
 keys and values.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from llama_core.config.hardware import PCIE_BANDWIDTH, DeviceSpec
-from llama_core.config.models import ModelSpec
-from llama_core.config.run import Precision, RecomputeMode
-from llama_core.planning.memory.tensors import FP32_BYTES
-from llama_core.planning.plan import DocumentAttention, ParallelPlan
-from llama_core.planning.time.communication import Messages, PassTraffic
-from llama_core.planning.time.compute import NO_TIME, Pass, StageCompute
-from llama_core.planning.time.links import Links, Traffic
+from llama_core.config.run import RecomputeMode
+from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.program.passes import Passes
+from llama_core.planning.time.communication import Messages
+from llama_core.planning.time.compute import StageCompute
+from llama_core.planning.time.kernels import NO_TIME, Pass
+from llama_core.planning.time.links import Links
 from llama_core.planning.time.makespan import span
+from llama_core.planning.transfers import PassTraffic, Traffic
+from llama_core.planning.work import Work
 from llama_core.units import GB
 
 Value = TypeVar("Value")
@@ -36,27 +40,15 @@ class StepParts:
     """The time of one step of a plan, by parts.
 
     Args:
-        spec: the architecture.
-        plan: the plan.
+        work: the model, the plan and the sequences.
         device: the device that runs it.
-        seq_len: tokens per sequence.
-        precision: the dtype of activations.
-        documents: how attention is kept inside packed documents.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        plan: ParallelPlan,
-        device: DeviceSpec,
-        *,
-        seq_len: int,
-        precision: Precision,
-        documents: DocumentAttention,
-    ) -> None:
-        self.plan, self.links = plan, Links(plan, device)
-        self.messages = Messages(spec, plan, seq_len=seq_len, precision=precision, documents=documents)
-        self.compute = StageCompute(spec, plan, device, seq_len=seq_len, precision=precision, documents=documents)
+    def __init__(self, work: Work, device: DeviceSpec) -> None:
+        self.plan = work.plan
+        self.links = Links(work.plan, device)
+        self.messages = Messages(replace(work, on_cuda=True))
+        self.compute = StageCompute(work, device)
         self._alike = self.messages.alike()
 
     def seconds(self) -> dict[Part, float]:
@@ -73,8 +65,10 @@ class StepParts:
             longer = self._with(added, passes)
             parts[axis] = 0.0
             if longer != passes:
-                before, makespan = makespan, span(self.plan, longer).makespan
-                parts[axis], passes = makespan - before, longer
+                before = makespan
+                makespan = span(self.plan, longer).makespan
+                parts[axis] = makespan - before
+                passes = longer
         with_hops = span(self.plan, passes, self.hop).makespan
         parts["tp"] += self._partial_per_step()
         parts["dp"] += self._weights_per_step(passes)
@@ -115,8 +109,8 @@ class StepParts:
     def _computing(self, stage: int) -> Pass:
         messages = self.messages
         return self.compute.stage(
+            messages.layers[stage],
             messages.modes[stage],
-            messages.traits(stage),
             is_first=messages.is_first(stage),
             is_last=messages.is_last(stage),
         )
@@ -125,10 +119,9 @@ class StepParts:
         """Return the time tensor parallelism adds to a pass."""
         if self.plan.tp == 1:
             return NO_TIME
-        added, modes = self._exchanged(self.messages.tensor_parallel_ends(stage)), self.messages.modes[stage]
-        of_layer = {mode: self._exchanged(self.messages.tensor_parallel(mode)) for mode in set(modes)}
-        for mode in modes:
-            added = added.plus(of_layer[mode])
+        added = self._exchanged(self.messages.transfers_of_ends(stage))
+        for (layer, mode), count in self._layers(stage):
+            added = added.plus(self._exchanged(layer.transfers(mode).on("tp")).times(count))
         if self.messages.sums_partial_every_pass:
             added = added.plus(Pass(0.0, self.links.seconds([self.messages.partial_gradients(stage)])))
         return added
@@ -153,17 +146,22 @@ class StepParts:
         """Return the time context parallelism adds to a pass."""
         added = NO_TIME
         if self.plan.cp > 1:
-            of_layer = self._gathering_of_layer if self.messages.gathers_keys else self._ring_of_layer
-            for mode in self.messages.modes[stage]:
-                added = added.plus(of_layer(mode))
+            of_layer = self._gathering_of_layer if self.messages.work.documents == "varlen" else self._ring_of_layer
+            for (layer, mode), count in self._layers(stage):
+                added = added.plus(of_layer(layer, mode).times(count))
         return added
 
-    def _gathering_of_layer(self, mode: RecomputeMode) -> Pass:
-        traffic = self.messages.gathered_keys(mode)
+    def _layers(self, stage: int) -> Iterable[tuple[tuple[Passes, RecomputeMode], int]]:
+        """Return the kinds of a stage's layers with their recomputation, and how many there are of each."""
+        return Counter(zip(self.messages.layers[stage], self.messages.modes[stage], strict=True)).items()
+
+    def _gathering_of_layer(self, layer: Passes, mode: RecomputeMode) -> Pass:
+        traffic = layer.transfers(mode).on("cp")
         return Pass(*(self.links.seconds(way) + self._copied(way) for way in (traffic.forward, traffic.backward)))
 
-    def _ring_of_layer(self, mode: RecomputeMode) -> Pass:
-        attention, ring = self.compute.attention(), self.messages.ring(mode)
+    def _ring_of_layer(self, layer: Passes, mode: RecomputeMode) -> Pass:
+        attention = self.compute.attention()
+        ring = layer.transfers(mode).on("cp")
         forward = self.links.seconds(ring.forward)
         # recomputation repeats the ring; if attention's output was kept, there is nothing to overlap it with
         again = forward if mode != "none" else 0.0
@@ -177,10 +175,9 @@ class StepParts:
     def _expert_parallel(self, stage: int, before: Pass) -> Pass:
         """Return the time the trips of tokens to experts on other ranks add to a pass."""
         added = NO_TIME
-        for mode, sparse in zip(self.messages.modes[stage], self.messages.sparse(stage), strict=True):
-            if sparse:
-                trips = self.messages.expert_parallel(mode)
-                added = added.plus(Pass(self.links.seconds(trips.forward), self.links.seconds(trips.backward)))
+        for (layer, mode), count in self._layers(stage):
+            trips = layer.transfers(mode).on("ep")
+            added = added.plus(Pass(self.links.seconds(trips.forward), self.links.seconds(trips.backward)).times(count))
         return added
 
     def _weights_per_pass(self, stage: int, before: Pass) -> Pass:

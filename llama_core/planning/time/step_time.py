@@ -14,10 +14,11 @@ from typing import Any
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import Precision, RecomputeMode, RunConfig
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
+from llama_core.config.run import RecomputeMode, RunConfig
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import node_size
 from llama_core.planning.time.parts import Part, StepParts
+from llama_core.planning.work import Work
 from llama_core.units import format_count, format_duration
 
 _SHOWN_SHARE = 0.005
@@ -133,43 +134,25 @@ class StepTime:
         }
 
 
-def step_time(
-    spec: ModelSpec,
-    plan: ParallelPlan,
-    device: DeviceSpec,
-    *,
-    seq_len: int,
-    precision: Precision = "auto",
-    documents: DocumentAttention = "none",
-) -> StepTime:
-    """Return the time of one optimizer step of ``plan`` on ``device``.
+def step_time(work: Work, device: DeviceSpec) -> StepTime:
+    """Return the time of one optimizer step on ``device``.
 
     Args:
-        spec: the architecture.
-        plan: how a batch is divided and what is recomputed; ``plan.check`` has to accept it.
+        work: the model, the plan, which has to be able to divide it (``plan.check``), and the sequences.
         device: the devices, all of one kind.
-        seq_len: tokens per sequence.
-        precision: the dtype of activations and products; ``auto`` counts as bf16.
-        documents: how attention is kept inside packed documents.
     """
-    parts = StepParts(spec, plan, device, seq_len=seq_len, precision=precision, documents=documents)
-    tokens = plan.batch_size * seq_len
+    plan = work.plan
+    tokens = plan.batch_size * work.seq_len
     return StepTime(
-        parts=parts.seconds(),
+        parts=StepParts(work, device).seconds(),
         tokens=tokens,
         num_devices=plan.world_size,
-        flops=tokens * flops_per_token(spec, seq_len),
+        flops=tokens * flops_per_token(work.spec, work.seq_len),
         peak_flops=plan.world_size * device.bf16_flops,
     )
 
 
 def step_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> StepTime:
     """Return the time of one optimizer step of a resolved ``config`` under ``plan`` on its nodes of ``device``."""
-    return step_time(
-        config.spec,
-        plan,
-        replace(device, gpus_per_node=node_size(config, device.gpus_per_node)),
-        seq_len=config.seq_len,
-        precision=config.training.precision,
-        documents=document_attention(config, plan),
-    )
+    on_its_nodes = replace(device, gpus_per_node=node_size(config, device.gpus_per_node))
+    return step_time(Work.of(config, plan), on_its_nodes)

@@ -1,0 +1,136 @@
+"""What the chain says about a run: each function prints its lines from the run's records, or returns one."""
+
+from contextlib import suppress
+
+from llama_core.chain.console import say
+from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
+from llama_core.chain.steps import estimate
+from llama_core.config.run import RANDOM_BASE
+from llama_core.config.settings import SAMPLE
+from llama_core.errors import RunDirectoryError
+from llama_core.launch.jobs.slurm_request import memory_request
+from llama_core.launch.jobs.submission import attach
+from llama_core.machine.validate import EnvironmentReport
+from llama_core.records.checkpoints import newest_step
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import intact, read_json
+from llama_core.records.goodput import read_goodput
+from llama_core.records.metrics import read_heartbeat
+
+
+def describe(run: RunDirectory) -> str:
+    """Return the run's path, and whether it is new, continued, finished or already running."""
+    if not any(path.exists() for path in (run.job, run.outcome, run.heartbeat)):
+        return f"{run.path}, new"
+    job = attach(run)
+    if job is not None:
+        return f"{run.path}: job {job.record.job_id} is already running; following it"
+    return f"{run.path}: {'already finished' if is_finished(run) else resume_point(run)}"
+
+
+def asked_memory(run: RunDirectory) -> str:
+    """Return how much memory the run's Slurm job asks for by default, and why; empty if it does not do so."""
+    config = load_config(run)
+    if config.launch.is_here or config.launch.memory_gb_per_node is not None:
+        return ""
+    asked = memory_request(config, config.parallel.gpus, estimate(run).host_bytes_to_ask_for)
+    if asked is None:
+        return ""
+    if asked == "0":  # Slurm's word for all of a node's memory
+        why = "all of the nodes it has to itself"
+    else:
+        why = "the partition's default is too little for the estimate"
+    return f"the job asks for --mem={asked}: {why}; launch.slurm.memory_gb_per_node chooses another value"
+
+
+def say_environment(report: EnvironmentReport) -> None:
+    """Print what was found on this machine, and every warning."""
+    say("validate", report.summary())
+    for warning in report.warnings:
+        say("warning", warning)
+
+
+def say_plan(run: RunDirectory) -> None:
+    """Print the run's plan and its notes."""
+    plan = load_plan(run)
+    say("plan", plan.summary())
+    for note in plan.notes:
+        say("note", note)
+    launch = load_config(run).launch
+    if launch.is_elastic:
+        say("note", f"the job starts with {launch.fewest_nodes} to {launch.nodes} nodes, as many as Slurm has free")
+
+
+def say_weights(run: RunDirectory) -> None:
+    """Print where the run's initial weights come from, and the defaults for fine-tuning."""
+    config = load_config(run)
+    if config.has_random_base:
+        say("weights", RANDOM_BASE)
+    elif config.training.init_from is not None:
+        say("weights", f"of {config.training.init_from}")
+    if config.spec.lora:
+        say("weights", config.spec.parameter_counts)
+    for key, value in config.fine_tuning_defaults.items():
+        say("default", f"training.{key}={value:g} (fine-tuning)")
+
+
+def say_data(run: RunDirectory) -> None:
+    """Print what is known of the run's data: their statistics, or the check of their first records."""
+    if not run.data.exists():
+        _say_first_records(run)
+        return
+    if load_config(run).data.source == SAMPLE:
+        say("data", "no data was given: this trains on the sample, the source of Python's standard library")
+    with intact(run.data):
+        data = read_json(run.data)
+        summary = str(data["summary"])
+        notes = [str(note) for note in data["notes"]]
+    say("data", summary)
+    for note in notes:
+        say("note", note)
+
+
+def _say_first_records(run: RunDirectory) -> None:
+    with intact(run.environment):
+        facts = dict(read_json(run.environment)["facts"])
+    if "data" in facts:
+        say("data", str(facts["data"]))
+
+
+def say_extension(run: RunDirectory) -> None:
+    """Print what a new number of steps means for the learning rate of a run that goes on."""
+    newest = read_heartbeat(run)
+    training = load_config(run).training
+    total = training.steps
+    if newest is None or total is None or total == newest.total_steps:
+        return
+    from llama_core.training.optimizer import learning_rate  # brings torch, which few runs need here
+
+    step = newest_step(run)
+    after = f"{learning_rate(step + 1, training, total):.2e} at step {step + 1}"
+    change = after
+    if step:
+        change = f"{learning_rate(step, training, newest.total_steps):.2e} at step {step}, {after}"
+    instead = f"{total} steps instead of {newest.total_steps}"
+    say("note", f"{instead}; learning rate on the {training.lr_schedule} schedule of {total} steps: {change}")
+
+
+def say_goodput(run: RunDirectory) -> None:
+    """Print the share of the run's wall time that became progress, where the rest went, and when it saved and why."""
+    with suppress(RunDirectoryError):  # damaged metrics; the report says so
+        goodput = read_goodput(run)
+        if goodput is not None:
+            say("goodput", goodput.summary())
+    if run.checkpoint_interval.exists() and load_config(run).training.checkpoint_every == "auto":
+        say("note", read_json(run.checkpoint_interval)["reason"])
+
+
+def say_metrics(run: RunDirectory) -> None:
+    """Print how to look at the run's metrics elsewhere than in its report."""
+    if run.tensorboard.exists():
+        say("metrics", f"tensorboard --logdir {run.tensorboard}")
+    if any(run.wandb.glob("offline-run-*")):
+        say("metrics", f"wandb sync {run.wandb}/offline-run-*")
+    elif run.wandb.exists():
+        project = load_config(run).tracking.wandb_project
+        say("metrics", f"Weights & Biases, project {project}; local files in {run.wandb}")

@@ -1,0 +1,106 @@
+"""The settings that a run was trained with: its newest checkpoint has a copy, whatever becomes of ``config.yaml``."""
+
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
+from llama_core.records.checkpoints import is_complete, list_checkpoints, recorded_sums
+from llama_core.records.checksums import find_damage
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import by_dotted_key, read_file
+
+LENGTH = {known.name for known in RunConfig.known_keys() if known.key.on_resume == "extend"}
+"""The keys that a run may change when it is resumed with a number of steps."""
+
+
+def settings_file(run: RunDirectory) -> Path | None:
+    """Return the newest intact copy of a run's settings in a checkpoint, or None."""
+    for checkpoint in reversed(list_checkpoints(run)):
+        copy = checkpoint / run.config.name
+        try:
+            sums = recorded_sums(checkpoint)
+        except CheckpointError:
+            continue
+        own = {name: written for name, written in sums.items() if name == copy.name}
+        if is_complete(checkpoint) and copy.exists() and not find_damage(checkpoint, own, below=run.path):
+            return copy
+    return None
+
+
+def trained_settings(run: RunDirectory) -> RunConfig | None:
+    """Return the settings that a run's newest checkpoint was trained with; None without one that can be read."""
+    copy = settings_file(run)
+    try:
+        return None if copy is None else RunConfig.load(copy, below=run.path)
+    except ConfigError:  # of another version
+        return None
+
+
+def load_recorded(run: RunDirectory) -> RunConfig:
+    """Return the settings in a run's ``config.yaml``.
+
+    Raises:
+        ConfigError: naming the file, every problem in it, and how to get the settings back.
+    """
+    try:
+        return RunConfig.load(run.config, below=run.path)
+    except ConfigError as error:
+        *others, last = (Problem(f"{run.config} is empty"),) if _is_empty(run) else error.records
+        raise ConfigError(*others, replace(last, remedy=how_to_restore(run))) from None
+
+
+def _is_empty(run: RunDirectory) -> bool:
+    try:
+        return not read_file(run.config, run.path).strip()
+    except OSError:
+        return False
+
+
+def how_to_restore(run: RunDirectory) -> str:
+    """Return what brings back the settings of a run, as a clause."""
+    copy = settings_file(run)
+    if copy is None:
+        return f"restore {run.config} from a backup, or start a new run"
+    return f"get the run's settings back with: cp {shlex.quote(str(copy))} {shlex.quote(str(run.config))}"
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, str]:
+    """Return each key in which what two runs train differs, with a clause that has both values."""
+    return dict(_differences(one, other))
+
+
+def _differences(one: RunConfig, other: RunConfig) -> Iterator[tuple[str, str]]:
+    left = by_dotted_key(one.identity())
+    right = by_dotted_key(other.identity())
+    for key in sorted(left | right):
+        if left.get(key) != right.get(key):
+            there, here = (repr(side[key]) if key in side else "unset" for side in (left, right))
+            yield key, f"{key} is {there} there, {here} here"
+
+
+def may_extend(config: RunConfig, changed: Iterable[str]) -> bool:
+    """Return whether a run goes on although some keys differ: they are only its length, and ``config`` has steps."""
+    return config.training.steps is not None and LENGTH.issuperset(changed)
+
+
+def refuse_edited(run: RunDirectory, config: RunConfig, trained: RunConfig | None) -> None:
+    """Refuse to go on with other settings than a run's newest checkpoint was trained with; it may get more steps.
+
+    Args:
+        run: the run.
+        config: what its ``config.yaml`` holds now.
+        trained: its ``trained_settings``.
+
+    Raises:
+        RunDirectoryError: naming what differs.
+    """
+    changed = {} if trained is None else differences(trained, config)
+    if not changed or may_extend(config, changed):
+        return
+    raise RunDirectoryError(
+        f"{run.config} has changed since {run.path} was trained ({'; '.join(changed.values())}); "
+        f"{how_to_restore(run)}, or choose another --run-dir to train with other settings"
+    )

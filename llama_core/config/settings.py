@@ -1,0 +1,354 @@
+"""The sections of a run's configuration, and the limits of their values. The text below a key is its help."""
+
+import math
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from llama_core.config.hardware import gpu_spec
+from llama_core.config.section import Key, Section
+from llama_core.config.slurm import SlurmConfig
+from llama_core.errors import did_you_mean
+from llama_core.schedules.registry import schedule_names
+
+SAMPLE = "sample"
+"""The data source that every machine has: the source files of Python's standard library."""
+DATALOADER = "dataloader"
+"""The data source of a run whose batches come from the caller's own code."""
+
+MOST_DEVICES = MOST_SEQUENCES = 2**20
+"""Most devices of a run, and most sequences of one of its steps: far more than any run has used."""
+MOST_MICROBATCHES = 2**13
+"""Most forward passes of a rank in one step. A rank lists all of them before it begins."""
+MOST_LAYERS = 2**8
+"""Most layers of a model: about twice those of LLaMA 3 405B."""
+MOST_TOKENS = 2**24
+"""Most tokens of a sequence."""
+MOST_WORKERS = 2**6
+"""Most threads of a rank that read data."""
+
+AttentionKernel = Literal["auto", "math"]
+Device = Literal["auto", "cpu", "cuda"]
+LauncherName = Literal["local", "slurm"]
+LrSchedule = Literal["cosine", "wsd", "constant"]
+OnBadStep = Literal["skip", "rollback", "stop"]
+GradientCompression = Literal["none", "bf16", "powersgd"]
+LossOn = Literal["assistant", "all"]
+Offload = Literal["none", "optimizer", "parameters"]
+Precision = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
+RecomputeMode = Literal["none", "selective", "full"]
+ZeroBackend = Literal["native", "deepspeed"]
+ZeroStage = Literal[0, 1, 2, 3]
+StrategyName = Literal["standard", "lora", "moe", "hybrid"]
+WandbMode = Literal["off", "offline", "online"]
+
+
+def literal_values(alias: Any) -> tuple[str, ...]:
+    """Return the values of a ``Literal`` type, such as ``Precision``."""
+    return get_args(alias)
+
+
+Auto = Literal["auto"]
+"""A choice left to the planner."""
+OffloadRequest = Literal["auto", Offload]
+RecomputeRequest = Literal["auto", "adaptive", RecomputeMode]
+ZeroStageRequest = Literal["auto", ZeroStage]
+
+
+def _count_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check a number that may be ``auto``, and report a wrong one in one line."""
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("count", "input should be 'auto' or an integer of at least 1") from None
+
+
+def _steps_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("steps", "input should be 'auto' or an integer of at least 0") from None
+
+
+StepsOrAuto = Annotated[Annotated[int, Field(ge=0)] | Auto, WrapValidator(_steps_or_auto)]
+"""A number of steps, or ``auto``."""
+
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_auto)]
+"""A number of at least 1, or ``auto``."""
+
+
+def _known_schedule(name: str) -> str:
+    known = ("auto", *schedule_names())
+    if name not in known:
+        raise PydanticCustomError("schedule", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+    return name
+
+
+ScheduleRequest = Annotated[
+    str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": ["auto", *schedule_names()]})
+]
+"""The name of a schedule, or ``auto``."""
+
+HOW = Key(on_resume="allow", changes="speed")
+"""A key that says how and where the work is done, not what is learnt."""
+
+
+class DataConfig(Section):
+    """The training data."""
+
+    source: str = SAMPLE
+    """'sample' (Python's own standard library), or a .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
+    validation: Annotated[str | None, Key(changes="held-out")] = None
+    """Held-out documents, in the same formats; default: a fraction of the source."""
+    validation_fraction: Annotated[float, Key(changes="held-out")] = Field(0.02, ge=0, lt=1)
+    """Fraction of the documents to hold out if no validation source is given."""
+    text_field: Annotated[str, Key(changes="held-out")] = "text"
+    """Field of each record that holds the text; a record with `messages` is a conversation."""
+    tokenizer: Annotated[str, Key(changes="held-out")] = "bytes"
+    """'bytes' (built in), or the path of a Hugging Face tokenizer.json or its folder."""
+    chat_template: Annotated[str | None, Key(changes="held-out")] = None
+    """Chat template: 'llama2', 'llama3' or a Jinja file; default: the tokenizer's, else the family's."""
+    loss_on: Annotated[LossOn, Key(changes="held-out")] = "assistant"
+    """Tokens of a conversation that count in the loss: assistant (its turns only) or all. Plain texts count in full."""
+    document_mask: bool = True
+    """Keep attention within each packed document; otherwise a sequence is one causal text."""
+    max_bad_lines: Annotated[int, Key(on_resume="allow")] = Field(100, ge=0)
+    """Unusable lines (not JSON or UTF-8, no text, no assistant turn, wrong type) tolerated before stopping."""
+    cache_dir: Annotated[str | None, Key(on_resume="allow")] = None
+    """Folder for token caches; default: $XDG_CACHE_HOME/llama-training-infra. Where others may write, each user has one
+    of their own in it."""
+    num_workers: Annotated[int | None, Key(on_resume="allow")] = Field(None, ge=0, le=MOST_WORKERS)
+    """Threads of each rank that read up to two steps ahead; 0: read when a step needs it. Default: half of the rank's
+    cores, at most 4. Your own dataloader has its own workers."""
+
+
+class TrainingConfig(Section):
+    """How the model is trained."""
+
+    seq_len: int | None = Field(None, ge=2, le=MOST_TOKENS)
+    """Tokens per sequence; default: the model's."""
+    batch_size: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
+    """Global batch: sequences per optimizer step over all devices; default: 8, rounded up to full microbatches."""
+    steps: Annotated[int | None, Key(on_resume="extend", changes="learning")] = Field(None, ge=1)
+    """Optimizer steps; default: as many as the epochs need."""
+    epochs: Annotated[float, Key(on_resume="extend", changes="learning")] = Field(1.0, gt=0)
+    """Passes over the training documents if steps is not given; default: 1, or 2 in fine-tuning."""
+    precision: Precision = "auto"
+    """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling), fp32, or fp8 (for the products of the blocks, on an
+    L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
+    learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
+    """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
+    lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"
+    """cosine, wsd (warm-up, stable, decay) or constant; each after a linear warm-up."""
+    warmup_steps: Annotated[int | None, Key(changes="learning")] = Field(None, ge=0)
+    """Steps of linear warm-up; default: a tenth of the steps, at most 2000."""
+    min_lr_ratio: Annotated[float, Key(changes="learning")] = Field(0.1, ge=0, le=1)
+    """Learning rate at the end of the decay, as a fraction of the peak."""
+    decay_fraction: Annotated[float, Key(changes="learning")] = Field(0.2, gt=0, le=1)
+    """Fraction of the steps that the wsd schedule spends decaying."""
+    weight_decay: Annotated[float, Key(changes="learning")] = Field(0.1, ge=0)
+    """Decoupled weight decay of the matrices; norm vectors are not decayed. Default: 0.1, for adapters 0."""
+    beta1: Annotated[float, Key(changes="learning")] = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    beta2: Annotated[float, Key(changes="learning")] = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    epsilon: Annotated[float, Key(changes="learning")] = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: Annotated[float, Key(changes="learning")] = Field(1.0, gt=0)
+    """Global gradient norm above which gradients are scaled down."""
+    max_skipped_steps: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(3, ge=0)
+    """Consecutive steps with a non-finite loss or gradient to skip before the run stops."""
+    on_bad_step: Annotated[OnBadStep, Key(on_resume="allow", changes="learning")] = "skip"
+    """After a non-finite step or a spike: skip (go on; a non-finite step updates no weight), rollback (to the newest
+    checkpoint, and leave out the data since then, the bad step's included) or stop."""
+    loss_spike_threshold: Annotated[float, Key(on_resume="allow", changes="learning")] = Field(10.0, gt=0)
+    """A loss is a spike if it is this many median absolute deviations above the median of the last steps."""
+    grad_norm_spike_threshold: Annotated[float | None, Key(on_resume="allow", changes="learning")] = Field(None, gt=0)
+    """The same for the gradient norm; default: its spikes are only clipped."""
+    spike_window: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(64, ge=2, le=2**16)
+    """Last steps that the median is taken over; no spike is found before that many."""
+    max_rollbacks: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(3, ge=0)
+    """Rollbacks of a run before a bad step stops it."""
+    seed: Annotated[int, Key(changes="learning")] = Field(0, ge=0, lt=2**63)
+    """Seed of the initial weights and of the data order."""
+    init_from: str | None = None
+    """Weights to start from: a Hugging Face or PEFT folder, or a run directory. Also sets the model, unless given."""
+    deterministic: bool = False
+    """Use only deterministic kernels on CUDA (the CPU's always are)."""
+    eval_every: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
+    """Steps between evaluations on held-out documents; 0: only after the last step."""
+    eval_sequences: Annotated[int, Key(on_resume="allow", changes="held-out")] = Field(64, ge=1)
+    """Held-out sequences in one evaluation."""
+    checkpoint_every: Annotated[StepsOrAuto, Key(on_resume="allow", changes="nothing")] = 100
+    """Steps between checkpoints; 0: only after the last step; auto: the interval that loses the least time, given the
+    measured time of a save and launch.node_mtbf_hours."""
+    keep_checkpoints: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(2, ge=1)
+    """Newest checkpoints kept on disk."""
+
+
+class ParallelConfig(Section):
+    """How the work is divided. For ``auto`` (or null), the planner chooses the fastest setting that fits."""
+
+    every_key: ClassVar[Key] = HOW
+
+    gpus: Annotated[int, Key(on_resume="allow", changes="batch")] = Field(1, ge=1, le=MOST_DEVICES)
+    """Total devices: GPUs, or processes with --device cpu."""
+    tp: Count = "auto"
+    """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
+    pp: Count = "auto"
+    """Pipeline-parallel ranks, which divide the layers."""
+    cp: Count = "auto"
+    """Context-parallel ranks, which divide every sequence."""
+    ep: Count = "auto"
+    """Expert-parallel ranks, which divide the experts of a mixture."""
+    dp_replicate: Annotated[Count, Key(on_resume="allow", changes="batch")] = "auto"
+    """Replicas of the sharding group (hybrid sharding); with zero_stage=0 every data-parallel rank is a replica."""
+    sequence_parallel: bool = True
+    """Divide the sequence over tensor-parallel ranks outside the matrix products; no effect with tp=1."""
+    zero_stage: ZeroStageRequest = "auto"
+    """What data-parallel ranks shard: 1 optimizer states, 2 also gradients, 3 also weights; no effect on one device."""
+    zero_backend: ZeroBackend = "native"
+    """Sharding implementation: native (torch's fully_shard) or deepspeed."""
+    offload: OffloadRequest = "auto"
+    """What DeepSpeed keeps in host memory: none, optimizer, or parameters (and the optimizer)."""
+    schedule: ScheduleRequest = "auto"
+    """Pipeline schedule; chimera becomes doubling or halving if memory allows. No effect with pp=1."""
+    num_chunks: Count = "auto"
+    """Stages per pipeline rank with the interleaved schedule."""
+    microbatch_size: Annotated[int | None, Key(on_resume="allow", changes="batch")] = Field(
+        None, ge=1, le=MOST_SEQUENCES
+    )
+    """Sequences per forward pass on each rank; default: chosen to fit memory and keep a pipeline busy."""
+    num_microbatches: Annotated[int | None, Key(on_resume="allow", changes="batch")] = Field(
+        None, ge=1, le=MOST_MICROBATCHES
+    )
+    """Forward passes per rank in one optimizer step (gradient accumulation); an alternative to microbatch_size.
+
+    With batch_size 32 on 4 data-parallel ranks, 8 microbatches have 1 sequence each.
+    """
+    recompute: RecomputeRequest = "auto"
+    """Activation checkpointing: none, selective, full, or adaptive (same as auto): the least of them that fits."""
+    gradient_compression: Annotated[GradientCompression, Key(on_resume="allow", changes="everything")] = "none"
+    """Compression of gradients between data-parallel ranks: none, bf16, or powersgd (low-rank factors)."""
+    compile: Auto | bool = "auto"
+    """Compile every block with torch.compile; auto: on CUDA, where the plan allows it."""
+    attention: AttentionKernel = "auto"
+    """Attention kernel: auto (chosen by torch and the data) or math, which keeps all scores in memory."""
+
+    @field_validator(
+        *("tp", "pp", "cp", "ep", "dp_replicate", "zero_stage", "offload", "schedule"),
+        *("num_chunks", "recompute", "compile"),
+        mode="before",
+    )
+    @classmethod
+    def _null_is_auto(cls, value: Any) -> Any:
+        return "auto" if value is None else value
+
+    @property
+    def inner(self) -> dict[str, int]:
+        """The requested tensor-, pipeline- and context-parallel degrees, without those left to the planner."""
+        degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        return {name: size for name, size in degrees.items() if isinstance(size, int)}
+
+    @property
+    def most_data_parallel(self) -> int:
+        """Most data-parallel ranks that the requested degrees leave."""
+        return max(1, self.gpus // math.prod(self.inner.values()))
+
+
+class LaunchConfig(Section):
+    """Where the run happens."""
+
+    every_key: ClassVar[Key] = HOW
+
+    launcher: LauncherName = "local"
+    """local (this machine) or slurm."""
+    device: Device = "auto"
+    """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
+    gpu_type: str | None = None
+    """GPU to plan for, such as h100, h200 or A100-SXM4-80GB; default: the one present, else h100."""
+    dollars_per_gpu_hour: float = Field(2.5, ge=0)
+    """Price of one GPU for an hour, for the cost of a plan; set your own: prices differ by a factor of three."""
+    nodes: int = Field(1, ge=1)
+    """Machines the devices are spread over."""
+    min_nodes: int | None = Field(None, ge=1)
+    """Fewest nodes that a Slurm job starts with, such as after it has lost one: it takes the free nodes, up to
+    `nodes`, and plans anew for them; default: all nodes."""
+    collective_timeout_s: int = Field(600, ge=1)
+    """Seconds that ranks wait for each other before the run counts as hung."""
+    hang_timeout_s: int = Field(1800, ge=1)
+    """Seconds without a step, after the first, before the run counts as hung."""
+    save_timeout_s: int = Field(300, ge=1)
+    """Seconds to finish a step and save a checkpoint when the run reaches its time limit or is cancelled."""
+    node_mtbf_hours: float = Field(6300.0, gt=0)
+    """Mean hours between failures of one node, for training.checkpoint_every=auto; default: that of the 2,048 nodes
+    that trained Llama 3 405B, with 419 unexpected interruptions in 54 days (arXiv:2407.21783, section 3.3.4)."""
+    force: bool = False
+    """Submit the run even if it does not fit in device or host memory, or its checkpoints on the disk."""
+    slurm: SlurmConfig = SlurmConfig()
+    """Settings of the Slurm job."""
+
+    @field_validator("gpu_type")
+    @classmethod
+    def _known_gpu(cls, name: str | None) -> str | None:
+        return None if name is None else gpu_spec(name).name
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks run on this machine."""
+        return self.launcher == "local"
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Fewest nodes that the job starts with."""
+        return self.min_nodes or self.nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job may start with fewer nodes than it asks for."""
+        return self.fewest_nodes < self.nodes
+
+    @property
+    def memory_gb_per_node(self) -> int | None:
+        """Memory requested on each node, in GiB; None for ranks on this machine, or if the job leaves it open."""
+        return None if self.is_here else self.slurm.memory_gb_per_node
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the console and the run directory's Parquet files."""
+
+    every_key: ClassVar[Key] = HOW
+
+    run_name: str | None = Field(None, pattern=r"^\w[\w.-]*$", max_length=80)
+    """Name of the run; the name of its directory begins with it. Default: the model's name."""
+    tensorboard: bool = True
+    """Write TensorBoard events to <run>/logs/tensorboard."""
+    wandb: WandbMode = "off"
+    """Weights & Biases: off, offline (needs no account) or online."""
+    wandb_project: str = "llama-training-infra"
+    """Weights & Biases project."""
+
+
+class BenchmarkConfig(Section):
+    """How the speed of a training step is measured."""
+
+    every_key: ClassVar[Key] = HOW
+
+    warmup_steps: int = Field(2, ge=0)
+    """Steps run before the clock starts."""
+    steps: int = Field(5, ge=0)
+    """Steps that are timed; with 0, a run ends with its training."""
+    profile: bool = False
+    """Watch the timed steps with torch's profiler, which slows them down: traces go to <run>/trace."""
+    history: str | None = None
+    """Folder, possibly shared, that keeps the results of benchmarks and sweeps for later ones to compare with; default:
+    `history` beside the run's or sweep's directory."""

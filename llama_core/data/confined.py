@@ -1,0 +1,117 @@
+"""Render chat templates in a process that has limits of time and memory, and nothing of ours but Jinja."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import IO, Any
+
+from llama_core.data import rendering
+from llama_core.data.rendering import REMEDY, InvalidTemplateError, Message, Spans, TemplateRefusalError
+from llama_core.errors import EnvironmentMismatchError
+
+_PROGRAM = (sys.executable, "-P", rendering.__file__)
+_NEEDED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+"""Variables without which Python may not start; the process gets no others, such as keys and tokens."""
+START_SECONDS = 60
+"""Most time that Python may take to start."""
+_AT_ONCE = 2**16
+
+
+class ConfinedRenderer:
+    """Does the same as ``rendering.Renderer``, in a process that is started when it is needed, and again when it ends.
+
+    Args:
+        source: the Jinja text.
+        variables: values that the template sees, by name.
+        today: the date that the template sees.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any], today: date) -> None:
+        self._template = (source, dict(variables), today.isoformat())
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return a conversation as text; see ``rendering.Renderer.render``."""
+        return self._ask(messages, add_generation_prompt, False)[0]
+
+    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """Return a conversation as text, and the assistant's spans; see ``rendering.Renderer.render_with_spans``."""
+        return self._ask(messages, False, True)
+
+    def _ask(self, *request: object) -> tuple[str, Spans]:
+        process = self._process or self._start()
+        ends_at = time.monotonic() + rendering.MOST_SECONDS
+        try:
+            _send(process, request)
+            answer = _receive(process, ends_at)
+        except (EOFError, BrokenPipeError):
+            self._end()
+            raise TemplateRefusalError(f"{rendering.TOO_LARGE}; {REMEDY}") from None
+        except TimeoutError:
+            self._end()
+            raise TemplateRefusalError(f"it takes more than {rendering.MOST_SECONDS} s; {REMEDY}") from None
+        except BaseException:  # an interrupt: the answer would be taken for that to the next request
+            self._end()
+            raise
+        for kind in (TemplateRefusalError, InvalidTemplateError):
+            if kind.__name__ in answer:
+                raise kind(answer[kind.__name__])
+        return answer["text"], tuple((begin, end) for begin, end in answer["spans"])
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(_PROGRAM, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+        self._finalizer = weakref.finalize(self, _end, process)
+        try:
+            _send(process, (*self._template, rendering.MOST_STEPS))
+            _receive(process, time.monotonic() + START_SECONDS)
+        except (EOFError, BrokenPipeError, TimeoutError):
+            said = (self._finalizer() or b"").decode(errors="replace").strip().rpartition("\n")[2]
+            raise EnvironmentMismatchError(
+                f"cannot start the process that renders chat templates ({' '.join(_PROGRAM)}): {said or 'no answer'}"
+            ) from None
+        self._process = process
+        return process
+
+    def _end(self) -> None:
+        self._finalizer()
+        self._process = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> bytes:
+    """End the process and return its errors."""
+    process.kill()
+    return process.communicate()[1]
+
+
+def _send(process: subprocess.Popen[bytes], request: object) -> None:
+    pipe: IO[bytes] = process.stdin  # type: ignore[assignment]
+    pipe.write(json.dumps(request, default=str).encode() + b"\n")
+    pipe.flush()
+
+
+def _receive(process: subprocess.Popen[bytes], ends_at: float) -> dict[str, Any]:
+    """Return the next answer of the process.
+
+    Raises:
+        EOFError: if the process ends, or its answer is too long.
+        TimeoutError: if it comes too late.
+    """
+    descriptor = process.stdout.fileno()  # type: ignore[union-attr]
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        if not select.select([descriptor], [], [], max(0.0, ends_at - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(descriptor, _AT_ONCE)
+        received += part
+        if not part or len(received) > rendering.MOST_ANSWER_BYTES:
+            raise EOFError
+    answer: dict[str, Any] = json.loads(received)
+    return answer

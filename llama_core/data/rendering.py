@@ -1,0 +1,262 @@
+"""Render chat templates in Jinja's sandbox; as a program, ``python -P rendering.py``, in a process with limits.
+
+A template comes with somebody's tokenizer. The sandbox keeps it from what is dangerous and counts its loops and calls.
+But a single filter over large values can take hours or all memory, and only a process can be stopped. The program needs
+nothing but Jinja, so that it starts at once.
+"""
+
+import json
+import math
+import re
+import resource
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from datetime import date
+from functools import cached_property
+from typing import IO, Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+"""``role``, ``content`` and any other keys that the template knows."""
+Spans = tuple[tuple[int, int], ...]
+"""The begin and end of each span of characters, in order."""
+
+MOST_STEPS = 1_000_000
+"""Most turns of loops, and calls, of one rendering; a conversation of a thousand messages takes thousands."""
+MOST_SECONDS = 60
+"""Most time of one answer of the process."""
+MOST_BYTES = 2**31
+"""Most memory of the process."""
+TOO_LARGE = f"it takes more than {MOST_BYTES / 2**30:g} GiB of memory"
+MOST_CHARACTERS = 2**24
+"""Most characters of a rendered conversation."""
+MOST_ANSWER_BYTES = 2**27
+"""Most bytes of an answer: several for a character, and the spans."""
+LARGEST_BITS = 4096
+"""Most bits of a number that a template computes."""
+REMEDY = "change the conversation, or name another data.chat_template"
+"""The end of every refusal."""
+_COUNTED = "counted"
+
+_BEGIN, _END = (f"\0{secrets.token_hex(8)}\0" for _ in range(2))  # no conversation holds these
+_HAS_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class TemplateRefusalError(ValueError):
+    """A template's reason for not rendering a conversation."""
+
+
+class InvalidTemplateError(ValueError):
+    """Why a template is not valid Jinja."""
+
+
+class Renderer:
+    """Renders conversations with one template.
+
+    The sandbox, its functions and its settings are those of transformers' ``apply_chat_template``, except for the date.
+
+    Args:
+        source: the Jinja text.
+        variables: values that the template sees, by name.
+        today: the date that the template sees.
+        most_steps: most turns of loops, and calls, of one rendering.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any], today: date, most_steps: int = MOST_STEPS) -> None:
+        self.source = source
+        self.variables = variables
+        self.today = today
+        self.most_steps = most_steps
+        self.marks_the_assistant = _HAS_GENERATION_TAG.search(source) is not None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return a conversation as text.
+
+        Raises:
+            InvalidTemplateError: if the template is not valid Jinja.
+            TemplateRefusalError: if the template raises.
+        """
+        return self._render(messages, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+
+    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """Return a conversation as text, and the assistant's spans: content and end of turn, without the header.
+
+        Raises:
+            InvalidTemplateError: if the template is not valid Jinja.
+            TemplateRefusalError: if the template raises, or the spans cannot be found.
+        """
+        if self.marks_the_assistant:
+            return _split_at_marks(self._render(messages, False))
+        whole = self.render(messages)
+        return whole, tuple(self._turns(messages, whole))
+
+    def _turns(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
+        """Yield each assistant turn's span: from the end of its prompt to the end of the conversation up to it."""
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self.render(messages[:index], add_generation_prompt=True)
+                turn = self.render(messages[: index + 1])
+                if not (turn.startswith(prompt) and whole.startswith(turn)):
+                    raise TemplateRefusalError(
+                        f"it renders message {index + 1} differently inside the conversation than at its end, so the "
+                        "assistant's text cannot be found; mark it in the template with {% generation %} and "
+                        "{% endgeneration %}, or set data.loss_on=all"
+                    )
+                yield len(prompt), len(turn)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        template = self._template
+        try:
+            self._sandbox.begin()
+            text = template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.variables)
+            if len(text) > MOST_CHARACTERS:
+                raise jinja2.TemplateError(f"it renders more than {MOST_CHARACTERS:,} characters")
+        except MemoryError:
+            raise TemplateRefusalError(f"{TOO_LARGE}; {REMEDY}") from None
+        except Exception as error:  # a template is a program and may raise anything
+            reason = " ".join(str(error).split())
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise TemplateRefusalError(f"{kind}{reason}; {REMEDY}") from None
+        return text
+
+    @cached_property
+    def _sandbox(self) -> "_Sandbox":
+        extensions = [_GenerationTag, jinja2.ext.loopcontrols]
+        sandbox = _Sandbox(self.most_steps, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        sandbox.filters["tojson"] = _to_json
+        sandbox.globals["raise_exception"] = _raise_exception
+        sandbox.globals["strftime_now"] = self.today.strftime
+        return sandbox
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        try:
+            return self._sandbox.from_string(self.source)
+        except Exception as error:  # Python's compiler, too, refuses some of what Jinja makes of a template
+            where = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise InvalidTemplateError(f"{where}{error}") from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, with a limit on the turns of loops and the calls of one rendering."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self, most_steps: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._steps = 0
+        self._most_steps = most_steps
+        self.filters[_COUNTED] = jinja2.pass_context(lambda context, value: self._count())
+
+    def begin(self) -> None:
+        """Count the steps of a rendering that begins now."""
+        self._steps = 0
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            step = nodes.Filter(nodes.Const(True), _COUNTED, [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(step).set_lineno(loop.lineno))
+            loop.test = loop.test and nodes.And(step, loop.test)
+        return tree
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call something in a template."""
+        self._count()
+        return super().call(context, called, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute a product, a power, a remainder or a formatted text, unless it may be very large."""
+        self._count()
+        if _is_large(operator, left, right):
+            raise jinja2.TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def _count(self) -> bool:
+        self._steps += 1
+        if self._steps > self._most_steps:
+            raise jinja2.TemplateError(f"it takes more than {self._most_steps:,} steps")
+        return True
+
+
+def _is_large(operator: str, left: Any, right: Any) -> bool:
+    if operator == "%":
+        return isinstance(left, str) and re.search(r"\*|\d{5}", left) is not None
+    if isinstance(left, int) and isinstance(right, int):
+        factor = right if operator == "**" else 1
+        return abs(factor) > LARGEST_BITS or left.bit_length() * abs(factor) + right.bit_length() > LARGEST_BITS
+    lengths = [len(side) for side in (left, right) if isinstance(side, Sized)]
+    numbers = [side for side in (left, right) if isinstance(side, int)]
+    return operator == "*" and math.prod([*lengths, *numbers]) > MOST_STEPS
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``: puts a mark before and after the assistant's text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _split_at_marks(rendered: str) -> tuple[str, Spans]:
+    text, *marked = rendered.split(_BEGIN)
+    spans = []
+    for part in marked:
+        inside, _, after = part.partition(_END)
+        spans.append((len(text), len(text) + len(inside)))
+        text += inside + after
+    return text, tuple(spans)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Do the same as Jinja's own filter, but without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def main(requests: Iterable[bytes], answers: IO[bytes]) -> None:
+    """Answer requests until there are no more: a template first, then conversations, each a line of JSON."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    renderer: Renderer | None = None
+    for line in requests:
+        request = json.loads(line)
+        if renderer is None:
+            source, variables, today, most_steps = request
+            renderer = Renderer(source, variables, date.fromisoformat(today), most_steps)
+            answer: dict[str, Any] = {}
+        else:
+            try:
+                answer = _answer(renderer, *request)
+            except (TemplateRefusalError, InvalidTemplateError) as error:
+                answer = {type(error).__name__: str(error)}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _answer(
+    renderer: Renderer, messages: Sequence[Message], add_generation_prompt: bool, with_spans: bool
+) -> dict[str, Any]:
+    if with_spans:
+        text, spans = renderer.render_with_spans(messages)
+    else:
+        text, spans = renderer.render(messages, add_generation_prompt=add_generation_prompt), ()
+    return {"text": text, "spans": spans}
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,275 @@
+"""The layer of a LLaMA model as a program of sizes; read it beside ``models/layers.py`` and ``models/moe.py``.
+
+Adapters, experts, partial training and parallelism change a few of its operations. Python's frames hold arguments and
+local variables until they return; ``end`` says so where that makes a tensor live longer than its last use.
+"""
+
+from functools import lru_cache
+
+from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
+from llama_core.config.strategy import MoE
+from llama_core.planning.program.model import ModelProgram
+from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Operation, Size
+from llama_core.planning.program.passes import Passes
+from llama_core.planning.program.setting import Setting
+from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic, Traffic
+
+ROTATION_ACCESSES = 11
+"""How often eager kernels read or write a number in fp32 to rotate it: casts, four products, two sums, and a copy."""
+ROTATION_KERNELS = 9
+COSTLY = frozenset({"q_proj", "v_proj", "o_proj", "gate_proj"})
+"""Matrices whose products selective recomputation keeps: Hugging Face's names of ``plan.KEPT_PRODUCTS``."""
+
+
+class Layer(ModelProgram):
+    """One layer on one rank and microbatch.
+
+    Args:
+        spec: the architecture.
+        traits: what is sparse, adapted and trained in this layer.
+        setting: how it is divided, and which kernels run.
+    """
+
+    def __init__(self, spec: ModelSpec, traits: LayerTraits, setting: Setting) -> None:
+        super().__init__(spec, setting)
+        self.traits = traits
+
+        x = self.input = self.stream()
+        x = self.add(x, self.attention(self.norm(x, is_trained=ATTENTION_NORM in traits.trained)))
+        normalised = self.norm(x, is_trained=FFN_NORM in traits.trained)
+        out = (
+            self.feed_forward(normalised)
+            if not traits.sparse or spec.moe is None
+            else self.mixture(normalised, spec.moe)
+        )
+        self.output = self.add(x, out)
+
+    # --- the parts of a block
+
+    def attention(self, x: int) -> int:
+        """Append causal self-attention."""
+        whole = self.gather(x)
+        q, k, v = (self.linear(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
+        rotated_q = self.rotate(q)
+        rotated_k = self.rotate(k)
+        attended = self.attend(rotated_q, rotated_k, v)
+        out = self.scatter(self.linear(attended, "o_proj"))
+        self.end(x, whole, q, k, v, rotated_q, rotated_k, attended)
+        return out
+
+    def feed_forward(self, x: int) -> int:
+        """Append SwiGLU: ``down(silu(gate x) * up x)``."""
+        whole = self.gather(x)
+        gate = self.linear(whole, "gate_proj")
+        up = self.linear(whole, "up_proj")
+        hidden = self.swiglu(gate, up)
+        out = self.scatter(self.linear(hidden, "down_proj"))
+        self.end(x, whole, hidden)
+        return out
+
+    def mixture(self, x: int, moe: MoE) -> int:
+        """Append a router, which sends copies of every token through some of the experts, and sums their results."""
+        whole = self.gather(x)
+        hidden = self.spec.hidden_size
+        copies = self.tokens * moe.experts_per_token
+        # every tensor-parallel rank routes all tokens, and gets a part of the router's gradient
+        size = Size(hidden * moe.num_experts, self.weight_itemsize)
+        router = self.weight(size, is_trained=True, is_partial=self.setting.tp > 1)
+        logits = self.product(self.cast(whole, FP32_BYTES), router, moe.num_experts)
+        best, chosen = self.add_operation("top", [logits], Size(copies, FP32_BYTES), Size(copies, INT64_BYTES))
+        gates = self.result("softmax", [best], self.sizes[best])
+        sums = self.result("log_sum_exp", [logits], Size(self.tokens, FP32_BYTES))
+        log_probabilities = self.result("add", [logits, sums], self.sizes[logits])
+        probabilities = self.result("exp", [log_probabilities], self.sizes[logits])
+        # the auxiliary losses join the gates here; their result is a view of the gates
+        self.operations.append(Operation("watch", (gates, probabilities, sums), (gates,)))
+        gates = self.cast(gates, self.itemsize)
+        order, place = self.sort(chosen, copies)
+        tokens = self.result("rearrange", [whole, place], Size(copies * hidden, self.itemsize))
+        sorted_results = self.run_experts(tokens, copies, moe)
+        results = self.result("rearrange", [sorted_results, order], self.sizes[tokens])
+        weighted = self.result("multiply", [results, gates], self.sizes[results])
+        out = self.result("reduce", [weighted], self.sizes[whole])
+        self.end(logits, gates, chosen, order, place, tokens, sorted_results, results)
+        out = self.scatter(out)
+        self.end(x, whole)
+        return out
+
+    def run_experts(self, tokens: int, copies: int, moe: MoE) -> int:
+        """Send sorted tokens through their experts, on this rank or on others."""
+        if self.setting.ep == 1:
+            return self.experts(tokens, moe)
+        arrived = self.exchange(tokens)
+        order, place = self.sort(arrived, copies)
+        results = self.experts(self.result("rearrange", [arrived, order], self.sizes[arrived]), moe)
+        return self.exchange(self.result("rearrange", [results, place], self.sizes[results]))
+
+    def experts(self, x: int, moe: MoE) -> int:
+        """Append SwiGLU with the matrices of each row's expert."""
+        gate = self.expert_linear(x, "gate_proj", moe)
+        up = self.expert_linear(x, "up_proj", moe)
+        return self.expert_linear(self.swiglu(gate, up), "down_proj", moe)
+
+    # --- their modules
+
+    def linear(self, x: int, name: str) -> int:
+        """Multiply by a matrix, and add the product of its adapter."""
+        columns, rows = self.local_shape(name)
+        out = self.product(x, self.matrix(name, columns * rows), rows)
+        self.matrix_products.add(out)
+        if name in COSTLY:
+            self.costly.add(out)
+        if self.spec.lora is None or name not in self.traits.adapted:
+            return out
+        adapter = self.adapter(name, self.spec.lora)
+        narrow = self.narrowed(x, adapter)
+        if self.setting.splits_backward:  # the product of B has a gradient that is deferred
+            added = self.product(narrow, adapter.b, rows)
+            total = self.add(out, added)
+            self.end(x, out, added)
+            return total
+        total = self.add_product(out, narrow, adapter.b)
+        self.end(x, out, narrow)
+        return total
+
+    def matrix(self, name: str, elements: int) -> int:
+        """Return a matrix of the block, on this rank."""
+        is_trained = name in self.traits.trained
+        has_copy = is_trained and self.setting.keeps_cast_weights and self.setting.is_narrow
+        itemsize = self.itemsize if not is_trained or has_copy else self.weight_itemsize
+        weight = self.weight(Size(elements, itemsize), is_trained=is_trained)
+        if has_copy:
+            self.copied.add(weight)
+        return weight
+
+    def expert_linear(self, x: int, name: str, moe: MoE) -> int:
+        """Multiply every row by the matrix of its expert."""
+        columns, rows = self.local_shape(name)
+        num_experts = moe.num_experts // self.setting.ep
+        weight = self.matrix(name, num_experts * columns * rows)
+        self.of_experts.add(weight)
+        if weight not in self.copied:
+            self.transposed.add(weight)
+        out = self.product(x, weight, rows, groups=num_experts)
+        if name in COSTLY:
+            self.costly.add(out)
+        return out
+
+    def swiglu(self, gate: int, up: int) -> int:
+        """Return ``silu(gate) * up``."""
+        if self.setting.compiles:
+            return self.result("swiglu", [gate, up], self.sizes[gate])
+        activated = self.result("silu", [gate], self.sizes[gate])
+        out = self.result("multiply", [activated, up], self.sizes[gate])
+        self.end(gate, up)
+        return out
+
+    def rotate(self, x: int) -> int:
+        """Rotate pairs of numbers in fp32: two halves, their four products with cosines and sines, two sums."""
+        narrow = self.num_bytes[x]
+        wide = self.sizes[x].elements * FP32_BYTES
+        held = BothWays(2 * wide - narrow, 2 * wide - narrow)
+        if self.setting.is_narrow:  # the input is cast; a gradient is dropped once it is cast
+            held = BothWays(held.forward + wide, held.backward + wide - narrow)
+        moved = 2 * narrow
+        num_kernels = 1
+        if not self.setting.compiles:
+            moved += ROTATION_ACCESSES * wide
+            num_kernels = ROTATION_KERNELS
+        traffic = BothWays(moved, moved)
+        return self.result("rotate", [x], self.sizes[x], workspace=held, traffic=traffic, num_kernels=num_kernels)
+
+    def attend(self, q: int, k: int, v: int) -> int:
+        """Append softmax attention."""
+        if self.setting.attention == "math":
+            return self.attend_with_all_scores(q, k, v)
+        cp = self.setting.cp
+        gathers_keys = self.setting.documents == "varlen"
+        if cp > 1 and not gathers_keys:
+            self.add_operation("ring", [k, v], sends=self.passed_around(k))
+        sums = Size(self.tokens * self.spec.num_heads // self.setting.tp, FP32_BYTES)
+        moved = 2 * self.num_bytes[q]  # the heads, to the end of a token's row
+        out, sum_of_exponentials = self.add_operation(
+            "attention",
+            [q, k, v],
+            self.sizes[q],
+            sums,
+            workspace=self.held_by_kernel(self.num_bytes[q], self.num_bytes[k], sums.num_bytes),
+            scores=4 * self.sizes[q].elements * self.setting.seq_len,
+            sends=self.gathered_keys(k) if gathers_keys else NO_TRAFFIC,
+            traffic=BothWays(moved, moved),
+        )
+        self.costly.update((out, sum_of_exponentials))
+        if cp > 1 and not gathers_keys:
+            # around a ring, attention to the block of each other rank has a result of its own, over half of the queries
+            result = (self.num_bytes[q] + sums.num_bytes) // 2
+            self.costly.add(self.result("decide", [], Size((cp - 1) * result, 1)))
+        return out
+
+    def passed_around(self, keys: int) -> PassTraffic:
+        """Return the hops of keys and values around a ring; in the backward their fp32 gradients follow."""
+        hops = self.setting.cp - 1
+        elements = 2 * self.sizes[keys].elements
+        blocks = Traffic("send", "cp", 2, 1, elements * self.itemsize).times(hops)
+        gradients = Traffic("send", "cp", 2, 1, elements * FP32_BYTES).times(hops)
+        return PassTraffic((blocks,), (blocks, gradients))
+
+    def gathered_keys(self, keys: int) -> PassTraffic:
+        """Return the gathers of keys and values, which the backward repeats, and the sums of their fp32 gradients."""
+        cp = self.setting.cp
+        elements = 2 * cp * self.sizes[keys].elements
+        gather = Traffic("all_gather", "cp", cp, 2, elements * self.itemsize)
+        sums = Traffic("reduce_scatter", "cp", cp, 2, elements * FP32_BYTES)
+        return PassTraffic((gather,), (gather, sums))
+
+    def held_by_kernel(self, queries: int, keys: int, sums: int) -> BothWays:
+        """Return the bytes that attention's kernel holds beside inputs and outputs."""
+        cp = self.setting.cp
+        if self.setting.documents != "varlen":
+            return BothWays(0, sums)
+        # the keys or values that a rank's queries see
+        seen = keys * (2 * cp + 1) // 2 if cp > 1 else keys
+        # the kernel's backward makes the gradients of keys and values for every query head, and then sums the heads
+        # that share them; it adds up the queries' gradients in fp32
+        repeated = seen * queries // keys if queries > keys else 0
+        backward = queries * FP32_BYTES // self.itemsize + 2 * repeated + sums + 2 * (seen - keys)
+        if cp == 1:
+            return BothWays(0, backward)
+        # what is gathered: in the forward the last keys or values, and the keys before their rotation
+        stream = self.num_bytes[self.input]
+        return BothWays((cp + 1) * keys + 2 * seen + stream, backward + 2 * seen)
+
+    def attend_with_all_scores(self, q: int, k: int, v: int) -> int:
+        """Append attention as torch's math kernel computes it: in fp32, with as many key heads as query heads."""
+        wide = Size(self.sizes[q].elements, FP32_BYTES)
+        scores = Size(self.tokens * self.setting.seq_len * self.spec.num_heads // self.setting.tp, FP32_BYTES)
+        q, k, v = held = [self.cast(x, FP32_BYTES) for x in (q, k, v)]
+        q = self.result("scale", [q], wide)
+        bias = self.result("decide", [], Size(self.setting.seq_len**2, FP32_BYTES))
+        if self.sizes[k].elements < self.sizes[q].elements:
+            k = self.result("repeat", [k], wide)
+            v = self.result("repeat", [v], wide)
+        k = self.result("scale", [k], wide)
+        flops = 2 * self.sizes[q].elements * self.setting.seq_len
+        masked = self.result("add", [self.result("product", [q, k], scores, scores=flops), bias], scores)
+        weights = self.result("softmax", [masked], scores)
+        out = self.cast(self.result("product", [weights, v], wide, scores=flops), self.itemsize)
+        self.end(*held, q, k, v)
+        return out
+
+    def exchange(self, x: int) -> int:
+        """Send tokens to other ranks, and get as many."""
+        trip = (Traffic("all_to_all", "ep", self.setting.ep, 1, self.num_bytes[x]),)
+        return self.result("exchange", [x], self.sizes[x], sends=PassTraffic(trip, trip))
+
+    def sort(self, keys: int, copies: int) -> tuple[int, int]:
+        """Sort, and return the order and its inverse."""
+        order, place = self.add_operation("decide", [keys], Size(copies, INT64_BYTES), Size(copies, INT64_BYTES))
+        return order, place
+
+
+@lru_cache(maxsize=4096)
+def layer_passes(spec: ModelSpec, traits: LayerTraits, setting: Setting, *, follows_trained: bool = True) -> Passes:
+    """Return the forward and the backward of a layer; a search asks for the same few again and again."""
+    layer = Layer(spec, traits, setting)
+    return Passes(layer, follows_trained=follows_trained, splits_backward=setting.splits_backward)

@@ -1,0 +1,175 @@
+"""The operations that the parts of a model share: norms, products with cast weights, adapters, collectives."""
+
+from typing import NamedTuple
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.strategy import EMBEDDING, LoRA
+from llama_core.planning.program.operations import (
+    FP32_BYTES,
+    NOTHING,
+    BothWays,
+    Product,
+    Program,
+    Size,
+)
+from llama_core.planning.program.setting import Setting
+from llama_core.planning.transfers import Collective, PassTraffic, Traffic
+
+DIVIDED_INPUT = frozenset({"o_proj", "down_proj", EMBEDDING})
+"""The matrices whose input tensor-parallel ranks divide; of the others they divide the output."""
+
+
+class Adapter(NamedTuple):
+    """The weights of an adapter, ``B A``."""
+
+    a: int
+    b: int
+    lora: LoRA
+
+
+class ModelProgram(Program):
+    """A part of a model on one rank and microbatch.
+
+    Args:
+        spec: the architecture.
+        setting: how it is divided, and which kernels run.
+    """
+
+    def __init__(self, spec: ModelSpec, setting: Setting) -> None:
+        super().__init__()
+        self.spec = spec
+        self.setting = setting
+        self.itemsize = setting.itemsize
+        self.tokens = setting.tokens
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes per element of a trained weight where it is read; ``fully_shard`` gathers in the activations' dtype."""
+        return self.itemsize if self.setting.uses_fully_shard else FP32_BYTES
+
+    def stream(self) -> int:
+        """Return a new residual stream."""
+        return self.tensor(Size(self.setting.stream_tokens * self.spec.hidden_size, self.itemsize))
+
+    def local_shape(self, name: str) -> tuple[int, int]:
+        """Return the columns and rows of a matrix on this rank."""
+        columns, rows = self.spec.target_shapes[name]
+        if name in DIVIDED_INPUT:
+            return columns // self.setting.tp, rows
+        return columns, rows // self.setting.tp
+
+    def norm(self, x: int, *, is_trained: bool) -> int:
+        """Normalise every token, in fp32."""
+        hidden = self.spec.hidden_size
+        size = Size(hidden, self.weight_itemsize if is_trained else self.itemsize)
+        weight = self.weight(size, is_trained=is_trained, is_partial=self.setting.sharded_sequence)
+        weight = self.cast(weight, self.itemsize)
+        scales = Size(self.sizes[x].elements // hidden, FP32_BYTES)
+        if self.setting.fuses_norms:
+            return self.result("fused_norm", [x, weight], self.sizes[x], scales)
+        wide = self.cast(x, FP32_BYTES)
+        squares = self.num_bytes[wide]
+        scale = self.result("inverse_rms", [wide], scales, workspace=BothWays(squares, 3 * squares))
+        normalised = self.result("multiply", [wide, scale], self.sizes[wide])
+        return self.cast(self.result("multiply", [normalised, weight], self.sizes[wide]), self.itemsize)
+
+    def adapter(self, name: str, lora: LoRA) -> Adapter:
+        """Return the weights of a matrix's adapter."""
+        columns, rows = self.local_shape(name)
+        rank = lora.lora_rank
+        is_divided = self.setting.tp > 1
+        divides_input = name in DIVIDED_INPUT
+        # one of the two is whole on every rank, and each rank has a part of its gradient
+        size_of_a = Size(columns * rank, self.weight_itemsize)
+        size_of_b = Size(rows * rank, self.weight_itemsize)
+        a = self.weight(size_of_a, is_trained=True, is_partial=is_divided and not divides_input)
+        b = self.weight(size_of_b, is_trained=True, is_partial=is_divided and divides_input)
+        return Adapter(a, b, lora)
+
+    def narrowed(self, x: int, adapter: Adapter) -> int:
+        """Multiply by A, after a dropout, and scale where it is narrow."""
+        dropped = x
+        if adapter.lora.lora_dropout:
+            mask = Size(self.sizes[x].elements, 1)
+            dropped = self.result("dropout", [x], self.sizes[x], mask)
+        narrow = self.product(dropped, adapter.a, adapter.lora.lora_rank)
+        return self.result("scale", [narrow], self.sizes[narrow])
+
+    def add_product(self, out: int, x: int, weight: int) -> int:
+        """Return ``out`` plus the product of ``x`` and a matrix, made by one kernel."""
+        columns = self.sizes[weight].elements * self.tokens // self.sizes[out].elements
+        rows = self.sizes[weight].elements // columns
+        product = Product(self.sizes[x].elements // columns, columns, rows)
+        inputs = [out, x, self.cast(weight, self.itemsize)]
+        # a product as narrow as an adapter's takes as long as reading and writing the result
+        moved = BothWays(2 * self.sizes[out].num_bytes, 0)
+        return self.result("add_product", inputs, self.sizes[out], products=(product,), traffic=moved)
+
+    def add(self, x: int, y: int) -> int:
+        """Add two tensors."""
+        return self.result("add", [x, y], self.sizes[x])
+
+    def cast(self, x: int, itemsize: int) -> int:
+        """Cast a tensor, unless it has that dtype."""
+        if self.sizes[x].itemsize == itemsize:
+            return x
+        return self.result("cast", [x], Size(self.sizes[x].elements, itemsize))
+
+    def product(self, x: int, weight: int, outputs: int, *, groups: int = 0) -> int:
+        """Multiply by a matrix, cast to the dtype of ``x``; with ``groups``, rows of each by a matrix of its own."""
+        num_matrices = groups or 1
+        size = self.sizes[weight]
+        columns = size.elements // (outputs * num_matrices)
+        rows = self.sizes[x].elements // columns
+        narrow = size.elements * self.itemsize
+        # the operator of a split backward casts a weight that has no copy, again in the backward
+        casts_inside = self.setting.splits_backward and size.itemsize > self.sizes[x].itemsize
+        # CUDA multiplies half precision into fp32, but not in groups
+        multiplies_into_fp32 = self.setting.on_cuda and not groups
+        is_widened = (casts_inside or weight in self.copied) and not multiplies_into_fp32
+        return self.result(
+            "grouped_product" if groups else "product",
+            [x, weight if casts_inside else self.cast(weight, self.sizes[x].itemsize)],
+            Size(rows * outputs, self.sizes[x].itemsize),
+            products=(Product(rows / num_matrices, columns, outputs, num_matrices),),
+            workspace=BothWays(narrow, narrow) if casts_inside else NOTHING,
+            narrow_gradient=narrow if is_widened and weight in self.trained else 0,
+        )
+
+    # --- between ranks
+
+    def gather(self, x: int) -> int:
+        """Gather the sequence; without sequence parallelism it is whole, but ranks sum its gradient."""
+        tp = self.setting.tp
+        if self.setting.sharded_sequence:
+            whole = Size(self.sizes[x].elements * tp, self.itemsize)
+            copy = BothWays(whole.num_bytes, whole.num_bytes)  # the sequence is not the outermost dim
+            sends = self.tensor_parallel("all_gather", "reduce_scatter", whole.num_bytes)
+            return self.result("gather", [x], whole, workspace=copy, sends=sends)
+        if tp > 1:
+            self.add_operation("share", [x], sends=self.tensor_parallel(None, "all_reduce", self.num_bytes[x]))
+        return x
+
+    def scatter(self, x: int) -> int:
+        """Sum the ranks' parts of a product, into this rank's part of the sequence."""
+        num_bytes = self.num_bytes[x]
+        if self.setting.sharded_sequence:
+            part = Size(self.sizes[x].elements // self.setting.tp, self.itemsize)
+            copy = BothWays(num_bytes, num_bytes)
+            sends = self.tensor_parallel("reduce_scatter", "all_gather", num_bytes)
+            return self.result("scatter", [x], part, workspace=copy, sends=sends)
+        if self.setting.tp > 1:
+            return self.result("sum", [x], self.sizes[x], sends=self.tensor_parallel("all_reduce", None, num_bytes))
+        return x
+
+    def tensor_parallel(self, forward: Collective | None, backward: Collective | None, num_bytes: int) -> PassTraffic:
+        """Return a collective of the tensor-parallel ranks, and the one that its gradient takes."""
+
+        def sent(collective: Collective | None) -> tuple[Traffic, ...]:
+            return (Traffic(collective, "tp", self.setting.tp, 1, num_bytes),) if collective else ()
+
+        return PassTraffic(sent(forward), sent(backward))
+
+    def end(self, *held: int) -> None:
+        """End a function, which has held its arguments and variables until here."""
+        self.add_operation("end", held)

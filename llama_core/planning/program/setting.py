@@ -1,0 +1,85 @@
+"""What the programs of a plan's rank depend on beside the model."""
+
+from typing import NamedTuple, Self
+
+from llama_core.config.run import AttentionKernel
+from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.planning.program.operations import FP32_BYTES
+
+
+class Setting(NamedTuple):
+    """All that the programs depend on beside the model: the tokens of a rank, how it is divided, its kernels."""
+
+    rows: int
+    """Sequences of one forward."""
+    seq_len: int
+    """Tokens per sequence, over all context-parallel ranks."""
+    itemsize: int
+    """Bytes per element of activations."""
+    documents: DocumentAttention = "none"
+    """How attention is kept inside packed documents."""
+    on_cuda: bool = False
+    """Whether CUDA's kernels run."""
+    compiles: bool = False
+    attention: AttentionKernel = "auto"
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sharded_sequence: bool = False
+    """Whether tensor-parallel ranks divide the residual stream along the sequence."""
+    uses_fully_shard: bool = False
+    keeps_cast_weights: bool = False
+    splits_backward: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        plan: ParallelPlan,
+        *,
+        seq_len: int,
+        itemsize: int,
+        documents: DocumentAttention = "none",
+        on_cuda: bool = False,
+    ) -> Self:
+        """Return the setting under a plan."""
+        return cls(
+            rows=plan.rows_per_forward,
+            seq_len=seq_len,
+            itemsize=itemsize,
+            documents=documents,
+            on_cuda=on_cuda,
+            compiles=plan.compile,
+            attention=plan.attention,
+            tp=plan.tp,
+            cp=plan.cp,
+            ep=plan.ep,
+            sharded_sequence=plan.sharded_sequence,
+            uses_fully_shard=plan.uses_fully_shard,
+            keeps_cast_weights=plan.keeps_cast_weights,
+            splits_backward=plan.splits_backward,
+        )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether activations have fewer bits than the weights."""
+        return self.itemsize < FP32_BYTES
+
+    @property
+    def fuses_norms(self) -> bool:
+        """Whether a norm is one kernel: CUDA's, or what a compiled block makes of it."""
+        return self.on_cuda or self.compiles
+
+    @property
+    def widens_norms(self) -> bool:
+        """Whether a norm writes its input and its result in more bits than activations have."""
+        return self.is_narrow and not self.fuses_norms
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward on this rank."""
+        return self.rows * self.seq_len // self.cp
+
+    @property
+    def stream_tokens(self) -> int:
+        """Those of them whose residual stream this rank has."""
+        return self.tokens // self.tp if self.sharded_sequence else self.tokens

@@ -1,0 +1,216 @@
+"""The time of a program's forward and backward on a device, kernel by kernel.
+
+Matrix products run at a measured share of the device's peak, slower if a side is short. Attention runs at the rate of a
+flash kernel, over the scores it does not skip. Everything else runs at the speed of memory, by the bytes its kernels
+read and write. The kernels are this engine's on CUDA: norms in torch's fused kernel; rotation and activation in eager
+kernels, or fused if the plan compiles; a linear cross-entropy that computes its gradients in the forward.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llama_core.config.run import RecomputeMode
+from llama_core.planning.program.operations import (
+    BACKWARD_PRODUCTS,
+    FP32_BYTES,
+    READ_BY_GRADIENT,
+    SHARES_GRADIENT,
+    Operation,
+    Product,
+)
+from llama_core.planning.program.passes import Passes
+
+HALF_RATE_DIM = 128
+"""Shortest side at which a matrix product reaches half of its rate; at 4096 it reaches 97 %.
+
+A product is computed in tiles of about this many rows and columns. NVIDIA 2023, *Matrix Multiplication Background
+User's Guide*, sections 3 and 4.
+"""
+KERNEL_SECONDS = 5e-6
+"""Shortest time of a kernel: its launch from Python."""
+FP8_ROUNDING_BYTES = {False: 9, True: 5}
+"""Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,
+and written in one byte; in eager mode the scaled number is also written and read."""
+FUSED = frozenset({"fused_norm", "swiglu"})
+"""Operations of which a compiled block makes all gradients in one kernel."""
+
+
+class Pass(NamedTuple):
+    """Seconds of a forward and of its backward."""
+
+    forward: float
+    backward: float
+
+    def plus(self, other: "Pass") -> "Pass":
+        """Return the seconds of both passes, one after the other."""
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, count: int) -> "Pass":
+        """Return the seconds of ``count`` such passes."""
+        return Pass(count * self.forward, count * self.backward)
+
+
+NO_TIME = Pass(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device runs the kernels of a plan."""
+
+    product_flops: float
+    """FLOP/s of a large matrix product."""
+    fp8_flops: float | None
+    """The same of a product with a whole matrix of a block, if that is in fp8."""
+    attention_flops: float
+    """FLOP/s of attention's kernel, over the scores that it computes."""
+    visible_share: float
+    """Share of the scores that it computes."""
+    bandwidth: float
+    """Bytes per second that kernels read or write."""
+    compiles: bool
+    """Whether blocks are compiled."""
+    accumulates: bool
+    """Whether gradients of weights are added to those of earlier microbatches; ``fully_shard`` reduces them instead."""
+
+
+class ProgramTime:
+    """The time of a program's forward and backward.
+
+    Args:
+        passes: its forward and its backward.
+        rates: of the device.
+    """
+
+    def __init__(self, passes: Passes, rates: Rates) -> None:
+        self.passes = passes
+        self.program = passes.program
+        self.rates = rates
+
+    def seconds(self, mode: RecomputeMode = "none") -> Pass:
+        """Return the time of both, with recomputation in the backward, and not less than the launches take."""
+        launches = KERNEL_SECONDS * sum(
+            operation.num_kernels for operation in self.passes.operations if operation.outputs
+        )
+        forward = max(self._forward(self.passes.operations), launches)
+        return Pass(forward, max(self._backward(), 2 * launches) + self._forward(self.passes.repeated(mode)))
+
+    def attention(self) -> Pass:
+        """Return the time of attention's kernel alone."""
+        forward = sum(map(self._attending, self.passes.operations))
+        return Pass(forward, BACKWARD_PRODUCTS["attention"] * forward)
+
+    def _forward(self, operations: Iterable[Operation]) -> float:
+        return sum(map(self._forward_of, operations))
+
+    def _forward_of(self, operation: Operation) -> float:
+        seconds = sum(self._multiplying(product, operation) for product in operation.products)
+        seconds += self._attending(operation)
+        if operation.traffic is not None:
+            return seconds + self._copying(operation.traffic.forward)
+        if operation.products:
+            return seconds + self._rounding(operation.products, operation, operands=("x", "weight"))
+        if not operation.outputs or operation.communicates:
+            return seconds
+        read = self._num_bytes(operation.inputs)
+        written = self._num_bytes(operation.outputs)
+        if self.rates.compiles and operation.kind == "add":
+            written = 0  # the next norm has the sum at hand
+        return seconds + self._copying(read + written)
+
+    def _backward(self) -> float:
+        """Return the time of a backward without recomputation."""
+        seconds = 0.0
+        received: Counter[int] = Counter()
+        for operation in reversed(self.passes.operations):
+            needing = [place for place, tensor in enumerate(operation.inputs) if tensor in self.passes.needing]
+            if not needing or not operation.outputs:
+                continue
+            seconds += self._making_gradients(operation, needing)
+            for place in needing:
+                tensor = operation.inputs[place]
+                received[tensor] += 1
+                seconds += self._adding_gradient(tensor, received[tensor])
+        return seconds
+
+    def _making_gradients(self, operation: Operation, needing: Sequence[int]) -> float:
+        """Return the time to make the gradients of some inputs of an operation."""
+        seconds = BACKWARD_PRODUCTS.get(operation.kind, 0.0) * self._attending(operation)
+        if operation.kind not in BACKWARD_PRODUCTS:
+            shares = SHARES_GRADIENT.get(operation.kind, ())
+            num_products = sum(place not in shares for place in needing)
+            seconds += num_products * sum(self._multiplying(product, operation) for product in operation.products)
+        if operation.traffic is not None:
+            return seconds + self._copying(operation.traffic.backward)
+        if operation.products:
+            return seconds + self._rounding_for_gradients(operation, needing)
+        if operation.communicates:
+            return seconds
+        return seconds + self._copying(self._moved_for_gradients(operation, needing))
+
+    def _moved_for_gradients(self, operation: Operation, needing: Sequence[int]) -> int:
+        """Return the bytes that the kernels of some gradients move: each reads what it needs, and writes one."""
+        if operation.kind in SHARES_GRADIENT:
+            return 0
+        reads = READ_BY_GRADIENT.get(operation.kind)
+        kernels = [{operation.tensors[read] for read in reads[place]} if reads else set() for place in needing]
+        if self.rates.compiles and operation.kind in FUSED:
+            kernels = [set().union(*kernels)]
+        gradient = self._num_bytes(operation.outputs[:1])
+        written = self._num_bytes(operation.inputs[place] for place in needing)
+        return sum(gradient + self._num_bytes(kernel) for kernel in kernels) + written
+
+    def _adding_gradient(self, tensor: int, count: int) -> float:
+        """Return the time to add the ``count``-th gradient of a tensor to the one that is there."""
+        if tensor in self.program.trained:  # that of an earlier microbatch
+            return self._copying(3 * FP32_BYTES * self.program.trained[tensor]) if self.rates.accumulates else 0.0
+        if count == 1:
+            return 0.0
+        # in a compiled block, the kernel that reads the sum makes it
+        return self._copying((1 if self.rates.compiles else 3) * self._num_bytes([tensor]))
+
+    # --- rates
+
+    def _multiplying(self, product: Product, operation: Operation) -> float:
+        """Return the time of a matrix product."""
+        peak = self.rates.product_flops
+        if self.rates.fp8_flops and self._is_of_matrix(operation):
+            peak = self.rates.fp8_flops
+        shortest = min(product.rows, product.columns, product.outputs)
+        return product.flops / (peak * shortest / (shortest + HALF_RATE_DIM))
+
+    def _attending(self, operation: Operation) -> float:
+        """Return the time of the scores of an operation, and of their products with the values."""
+        return self.rates.visible_share * operation.scores / self.rates.attention_flops
+
+    def _rounding_for_gradients(self, operation: Operation, needing: Sequence[int]) -> float:
+        """Return the time to round the operands of a product's gradients to fp8."""
+        operands = ["result", "weight"]
+        if operation.inputs[1] in map(operation.inputs.__getitem__, needing):
+            operands += ["result", "x"]
+        return self._rounding(operation.products, operation, operands=operands)
+
+    def _rounding(self, products: Sequence[Product], operation: Operation, *, operands: Sequence[str]) -> float:
+        """Return the time to round some operands of products to fp8."""
+        if not self.rates.fp8_flops or not self._is_of_matrix(operation):
+            return 0.0
+        elements = 0.0
+        for product in products:
+            sizes = {
+                "x": product.rows * product.columns,
+                "weight": product.columns * product.outputs,
+                "result": product.rows * product.outputs,
+            }
+            elements += sum(sizes[operand] for operand in operands)
+        return self._copying(FP8_ROUNDING_BYTES[self.rates.compiles] * elements)
+
+    def _is_of_matrix(self, operation: Operation) -> bool:
+        return not self.program.matrix_products.isdisjoint(operation.outputs)
+
+    def _copying(self, num_bytes: float) -> float:
+        return num_bytes / self.rates.bandwidth
+
+    def _num_bytes(self, tensors: Iterable[int]) -> int:
+        """Return the bytes of tensors, weights among them."""
+        return sum(self.program.sizes[tensor].num_bytes for tensor in tensors)

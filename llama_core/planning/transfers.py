@@ -1,0 +1,69 @@
+"""Transfers between the ranks of a plan: how often, of what kind and how much."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Axis = Literal["tp", "cp", "ep", "pp", "shard", "replicate"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Transfers of one kind over one axis, as seen by one rank."""
+
+    collective: Collective
+    axis: Axis
+    num_ranks: int
+    """Ranks of the group; 2 for a send."""
+    count: int
+    """Transfers."""
+    num_bytes: float
+    """Bytes of the whole tensors: the output of a gather, the input of a reduction, the tensor sent."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each rank sends when the ranks form a ring."""
+        if self.collective == "send":
+            return self.num_bytes
+        passes = 2 if self.collective == "all_reduce" else 1
+        return passes * (self.num_ranks - 1) / self.num_ranks * self.num_bytes
+
+    def times(self, count: int) -> "Traffic":
+        """Return ``count`` times these transfers."""
+        return replace(self, count=self.count * count, num_bytes=self.num_bytes * count)
+
+
+@dataclass(frozen=True)
+class PassTraffic:
+    """The transfers of one forward and its backward."""
+
+    forward: tuple[Traffic, ...] = ()
+    backward: tuple[Traffic, ...] = ()
+
+    def __iter__(self) -> Iterator[Traffic]:
+        yield from self.forward
+        yield from self.backward
+
+    def on(self, axis: Axis) -> "PassTraffic":
+        """Return those of one axis."""
+        return PassTraffic(
+            tuple(part for part in self.forward if part.axis == axis),
+            tuple(part for part in self.backward if part.axis == axis),
+        )
+
+
+NO_TRAFFIC = PassTraffic()
+
+
+def merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Return the same transfers, one record per collective, axis and group size."""
+    sums: dict[tuple[Collective, Axis, int], list[Traffic]] = defaultdict(list)
+    for part in traffic:
+        if part.num_ranks > 1 and part.count:
+            sums[part.collective, part.axis, part.num_ranks].append(part)
+    return tuple(
+        Traffic(*key, sum(part.count for part in parts), sum(part.num_bytes for part in parts))
+        for key, parts in sorted(sums.items())
+    )

@@ -1,0 +1,132 @@
+"""Whose a file is, and who else may change it."""
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llama_core.errors import RunDirectoryError
+from llama_core.records.directory import RunDirectory
+
+
+def other_owner(run: RunDirectory) -> str | None:
+    """Return the name of the user who owns a run, or has recorded its job; None if that is this user.
+
+    The records of somebody else may name any job and process of ours.
+    """
+    for path in (run.path, run.job):
+        try:
+            owner = path.stat().st_uid
+        except FileNotFoundError:
+            continue
+        if owner != os.getuid():
+            return _name_of(owner)
+    return None
+
+
+def stranger(path: Path) -> str | None:
+    """Return the name of the user who owns a file, if that is neither this user nor root; None if there is no file."""
+    try:
+        owner = path.stat().st_uid
+    except FileNotFoundError:
+        return None
+    return None if owner in {os.getuid(), 0} else _name_of(owner)
+
+
+def refuse_foreign(run: RunDirectory, what: str) -> None:
+    """Refuse to act on what a run of somebody else records.
+
+    Args:
+        run: the run.
+        what: completes "only they can", such as ``continue it``.
+
+    Raises:
+        RunDirectoryError: if the run is not this user's.
+    """
+    owner = other_owner(run)
+    if owner is not None:
+        raise RunDirectoryError(
+            f"{run.path} belongs to {owner}: only they can {what}; copy it to a folder of your own to go on from it"
+        )
+
+
+_WITH_LINKS = ("logs/wandb", "logs/submitit/submission-*")
+
+
+def refuse_links(run: RunDirectory) -> None:
+    """Refuse to write into a run that holds a link: its files may come from an archive, and would lead us elsewhere.
+
+    Below ``_WITH_LINKS``, wandb and submitit make links of their own, and each start of a run writes new files only.
+
+    Raises:
+        RunDirectoryError: naming the link.
+    """
+    for parent, folders, names in os.walk(run.path):
+        links = [path for path in (Path(parent, name) for name in (*folders, *names)) if path.is_symlink()]
+        if links:
+            raise RunDirectoryError(
+                f"{links[0]} is a link, and a run writes through none; put what it leads to in its place, or remove it"
+            )
+        folders[:] = [name for name in folders if not any(map(Path(parent, name).match, _WITH_LINKS))]
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"
+
+
+def is_private(path: Path) -> bool:
+    """Return whether only this user and the administrator can replace ``path``."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return True
+    if found.st_uid not in {os.getuid(), 0}:
+        return False
+    return not _others_may_write(found) or bool(found.st_mode & stat.S_ISVTX)
+
+
+def own_folder(folder: Path) -> Path:
+    """Return ``folder``, or one of this user in it if others may put files into ``folder``; it is made if missing.
+
+    Raises:
+        OSError: if it cannot be made, or somebody else has made it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid in {os.getuid(), 0} and not _others_may_write(found):
+        return folder
+    own = folder / f"user-{os.getuid()}"
+    with suppress(FileExistsError):
+        own.mkdir(mode=0o700)
+    found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != _own_id_in(folder) or _others_may_write(found):
+        raise OSError(errno.EPERM, f"{own} is not ours alone", str(own))
+    return own
+
+
+def _own_id_in(folder: Path) -> int:
+    """Return the user to whom files belong that we make in ``folder``: some network file systems show another one."""
+    with TemporaryDirectory(dir=folder) as made:
+        return Path(made).stat().st_uid
+
+
+def _others_may_write(found: os.stat_result) -> bool:
+    group = found.st_mode & stat.S_IWGRP and not _is_group_of_one(found.st_gid)
+    return bool(found.st_mode & stat.S_IWOTH or group)
+
+
+def _is_group_of_one(group: int) -> bool:
+    """Return whether a group is the user's private group, which many systems create for every user."""
+    user = pwd.getpwuid(os.getuid())
+    try:
+        found = grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}

@@ -1,0 +1,309 @@
+"""What a run did by step: each subject's figure beside the panel that shows it.
+
+A figure is a pure function from the steps to a Plotly figure. ``PANELS`` is the order on the page. Unknown values are
+NaN and leave a gap in the line.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from llama_core.records.measurements import BenchmarkRecord
+from llama_core.units import format_bytes
+from training_reports.contents import RunContents
+from training_reports.downsampling import MOST_POINTS, kept
+from training_reports.figures import (
+    BLUE,
+    GREY,
+    OLIVE,
+    ORANGE,
+    PINK,
+    PURPLE,
+    RED,
+    STEEL,
+    TAUPE,
+    TEAL,
+    add_level,
+    add_line,
+    memory_unit,
+    styled_figure,
+)
+from training_reports.layout import Panel
+
+REST = "everything else"
+"""The part of a step's time that is not measured."""
+
+PART_COLORS = {
+    "forward + backward": BLUE,
+    "forward": BLUE,
+    "backward": PURPLE,
+    "computing": STEEL,
+    "communication": OLIVE,
+    "pipeline bubble": PINK,
+    "optimizer": TEAL,
+    "waiting for data": ORANGE,
+    "idle": TAUPE,
+    REST: GREY,
+}
+"""Colour of each part of a step's time, in stacking order."""
+
+
+def panels_by_step(contents: RunContents) -> list[Panel]:
+    """Return the panels of the run's steps, that of the loss first; a single one without a figure if it has no step."""
+    if contents.steps.empty:
+        return [Panel("Training by step", None, "", [contents.missing["steps"]], wide=True)]
+    panels = [panel(contents) for panel in PANELS]
+    return [panel for panel in panels if panel is not None]
+
+
+def _loss_panel(contents: RunContents) -> Panel:
+    steps = contents.steps
+    unigram = contents.training.unigram_entropy if contents.training else None
+    bigram = contents.training.bigram_entropy if contents.training else None
+    first = steps["loss"].iloc[0]
+    last = steps["loss"].iloc[-1]
+    return Panel(
+        "Loss",
+        loss(steps, unigram, bigram),
+        f"{_range(steps)}: training loss from {first:.4f} to {last:.4f} nats per token.",
+        [*_loss_notes(steps, unigram, bigram), *_left_out(steps)],
+        wide=True,
+    )
+
+
+def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entropy: float | None = None) -> go.Figure:
+    """Return training and held-out loss by step, with the entropies of the corpus as reference lines.
+
+    A skipped step is marked at its loss, or at the nearest finite loss if its own is not finite.
+    """
+    figure = styled_figure("loss (nats per token)")
+    add_line(figure, steps["step"], steps["loss"], "training", color=BLUE, hover="%{y:.4f}")
+    held_out = steps[steps["eval_loss"].notna()]
+    if not held_out.empty:
+        add_line(
+            figure, held_out["step"], held_out["eval_loss"], "held-out", color=ORANGE, hover="%{y:.4f}", marked=True
+        )
+    skipped = steps[steps["skipped"].astype(bool)]
+    if not skipped.empty:
+        finite = steps["loss"].where(steps["loss"].abs() < float("inf"))
+        nearest = finite.ffill().bfill().fillna(0.0)[skipped.index]
+        drawn = kept(nearest)
+        figure.add_scatter(
+            x=skipped["step"].iloc[drawn],
+            y=nearest.iloc[drawn],
+            name="skipped step",
+            mode="markers",
+            marker={"color": RED, "symbol": "x", "size": 9},
+            hovertemplate="not finite, update left out",
+        )
+    for entropy, name, dash in ((unigram_entropy, "unigram", "dash"), (bigram_entropy, "bigram", "dot")):
+        if entropy is not None:
+            add_level(figure, entropy, f"byte-{name} entropy {entropy:.3f}", GREY, dash)
+    _label_steps(figure, steps)
+    return figure
+
+
+def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None) -> Iterator[str]:
+    if unigram is not None and bigram is not None:
+        yield (
+            "The byte-unigram entropy is the loss of a model that knows only the frequency of each byte; the"
+            " byte-bigram entropy, of one that also knows the previous byte."
+        )
+    skipped = int(steps["skipped"].sum())
+    if skipped:
+        yield f"Updates skipped because the loss or the gradient was not finite: {skipped}."
+
+
+def _left_out(steps: pd.DataFrame) -> Iterator[str]:
+    """Yield a sentence on the steps that the figures leave out, if they do."""
+    if len(steps) > MOST_POINTS:
+        yield (
+            f"The figures by step draw at most {MOST_POINTS} of {len(steps):,} steps: the lowest and the highest of "
+            "every few, so that no spike is lost."
+        )
+
+
+def _throughput_panel(contents: RunContents) -> Panel:
+    steps = contents.steps
+    return Panel(
+        "Throughput",
+        throughput(steps, contents.benchmark),
+        f"{_range(steps)}: median {steps['tokens_per_second'].median():,.0f} tokens/s.",
+        ["All devices together." if contents.benchmark else contents.missing["benchmark"]],
+    )
+
+
+def throughput(steps: pd.DataFrame, benchmark: BenchmarkRecord | None = None) -> go.Figure:
+    """Return tokens/s by step, with the benchmark's median as a line and its interquartile range as a band."""
+    figure = styled_figure("throughput (tokens/s)")
+    add_line(
+        figure, steps["step"], steps["tokens_per_second"], "training steps", color=BLUE, hover="%{y:,.0f} tokens/s"
+    )
+    if benchmark is not None:
+        slow, fast = benchmark.throughput_quartiles
+        figure.add_hrect(
+            slow,
+            fast,
+            name="benchmark, middle half",
+            showlegend=True,
+            fillcolor=ORANGE,
+            opacity=0.3,
+            line_width=0,
+        )
+        median = benchmark.tokens_per_second
+        add_level(figure, median, f"benchmark, median {median:,.0f}", ORANGE, "solid")
+    figure.update_yaxes(rangemode="tozero", tickformat="~s")
+    _label_steps(figure, steps)
+    return figure
+
+
+def _step_time_panel(contents: RunContents) -> Panel:
+    steps = contents.steps
+    shares = _time_shares(steps)
+    return Panel("Where the time of a step goes", step_time(steps), f"{_range(steps)}. {shares}", [shares])
+
+
+def step_time(steps: pd.DataFrame) -> go.Figure:
+    """Return the seconds of every step as a stack: the measured parts and the rest."""
+    parts = measured_parts(steps)
+    drawn = kept(steps["step_seconds"], *parts.values())
+    figure = styled_figure("time (s per step)")
+    for name, seconds in parts.items():
+        x = steps["step"].iloc[drawn]
+        y = seconds.iloc[drawn]
+        add_line(figure, x, y, name, color=PART_COLORS[name], hover="%{y:.3f} s", stack="step")
+    figure.update_yaxes(rangemode="tozero")
+    _label_steps(figure, steps)
+    return figure
+
+
+def measured_parts(steps: pd.DataFrame) -> dict[str, "pd.Series[float]"]:
+    """Return the measured parts of every step and the rest, in seconds, in stacking order."""
+    both = steps["forward_backward_seconds"]
+    backward = steps["backward_seconds"]
+    parts = {"forward + backward": both}
+    if backward.notna().all():  # else some steps are of a version that did not tell them apart
+        parts = {"forward": both - backward, "backward": backward}
+    parts |= {"optimizer": steps["optimizer_seconds"], "waiting for data": steps["data_seconds"]}
+    # The parts are timed separately and may exceed the whole by a hair; a stack cannot go down.
+    rest = (steps["step_seconds"] - sum(parts.values())).clip(lower=0.0)
+    return parts | {REST: rest}
+
+
+def _time_shares(steps: pd.DataFrame) -> str:
+    whole = steps["step_seconds"].sum()
+    parts = measured_parts(steps)
+    del parts[REST]
+    shares = (f"{name} {seconds.sum() / whole:.1%}" for name, seconds in parts.items())
+    return f"Share of the time of all steps: {', '.join(shares)}."
+
+
+def _learning_rate_panel(contents: RunContents) -> Panel:
+    steps = contents.steps
+    return Panel(
+        "Learning rate and gradient norm",
+        learning_rate_and_gradient_norm(steps),
+        f"{_range(steps)}: learning rate up to {steps['learning_rate'].max():.3g}, "
+        f"median gradient norm {steps['grad_norm'].median():.4g}.",
+        ["The gradient norm is global, before clipping."],
+    )
+
+
+def learning_rate_and_gradient_norm(steps: pd.DataFrame) -> go.Figure:
+    """Return two rows by step: the learning rate, and below it the global gradient norm before clipping."""
+    figure = _two_rows(
+        steps,
+        ("learning_rate", "learning rate", "learning rate", "%{y:.3g}"),
+        ("grad_norm", "gradient norm", "gradient norm", "%{y:.4g}"),
+    )
+    figure.update_yaxes(exponentformat="power", row=1)
+    return figure
+
+
+def _memory_panel(contents: RunContents) -> Panel:
+    steps = contents.steps
+    return Panel(
+        "Memory by step",
+        memory_by_step(steps),
+        f"{_range(steps)}: up to {format_bytes(steps['memory_peak_bytes'].max())}.",
+        [f"Memory is {contents.measure_of_memory}, including what was held before the model was built."],
+    )
+
+
+def memory_by_step(steps: pd.DataFrame) -> go.Figure:
+    """Return the memory alive at the end of every step, and its peak and the memory taken for it up to that step."""
+    taken = steps["memory_reserved_bytes"].fillna(0)
+    size, unit = memory_unit(max(steps["memory_peak_bytes"].max(), taken.max()))
+    figure = styled_figure(f"memory ({unit})")
+    lines = [("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")]
+    if taken.max() > 0:  # else nobody recorded it
+        lines.insert(0, ("reserved", "taken so far", GREY, None))
+    # The peak is drawn last and dotted, so that both lines show where they coincide.
+    for column, name, color, dash in lines:
+        held = steps[f"memory_{column}_bytes"] / size
+        add_line(figure, steps["step"], held, name, color=color, hover=f"%{{y:.3f}} {unit}", dash=dash)
+    figure.update_yaxes(rangemode="tozero")
+    _label_steps(figure, steps)
+    return figure
+
+
+def _routing_panel(contents: RunContents) -> Panel | None:
+    """Return a panel if the run has experts."""
+    steps = contents.steps
+    if steps["expert_load"].isna().all():
+        return None
+    last = steps.iloc[-1]
+    return Panel(
+        "Routing to experts",
+        routing(steps),
+        f"At the last step the busiest expert got {last['expert_load']:.3g} times the tokens of an average one; the "
+        f"routers' entropy was {last['router_entropy']:.3g} nats.",
+        [
+            "The load is the largest of any layer; 1 means that all experts get the same.",
+            "The entropy is a mean over layers and tokens. The logarithm of the number of experts means no preference; "
+            "0 means that every token has one expert.",
+        ],
+        wide=True,
+    )
+
+
+def routing(steps: pd.DataFrame) -> go.Figure:
+    """Return two rows by step: the load of the busiest expert, and below it the entropy of the routers."""
+    return _two_rows(
+        steps,
+        ("expert_load", "busiest expert", "load (x mean)", "%{y:.3g} x mean"),
+        ("router_entropy", "entropy", "entropy (nats)", "%{y:.3g} nats"),
+    )
+
+
+PANELS: tuple[Callable[[RunContents], Panel | None], ...] = (
+    _loss_panel,
+    _throughput_panel,
+    _step_time_panel,
+    _learning_rate_panel,
+    _memory_panel,
+    _routing_panel,
+)
+"""The panels in their order on the page; a panel that cannot apply to the run is None."""
+
+
+def _range(steps: pd.DataFrame) -> str:
+    return f"Steps {steps['step'].iloc[0]} to {steps['step'].iloc[-1]}"
+
+
+def _two_rows(steps: pd.DataFrame, *rows: tuple[str, str, str, str]) -> go.Figure:
+    """Return two lines, one above the other; each row is the column, the line's name, the axis title and the hover."""
+    figure = styled_figure("", rows=2)
+    for row, (column, name, title, hover), color in zip((1, 2), rows, (BLUE, TEAL), strict=True):
+        add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
+        figure.update_yaxes(title_text=title, rangemode="tozero", row=row)
+    figure.update_layout(showlegend=False)
+    _label_steps(figure, steps, lowest_row=2)
+    return figure
+
+
+def _label_steps(figure: go.Figure, steps: pd.DataFrame, lowest_row: int = 1) -> None:
+    """Label the lowest x axis; with few steps, set a tick for each, so that the axis shows no half steps."""
+    figure.update_xaxes(tickformat="d", dtick=1 if len(steps) <= 10 else None)
+    figure.update_xaxes(title_text="optimizer step", row=lowest_row)

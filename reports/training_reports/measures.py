@@ -1,0 +1,118 @@
+"""The results by which runs are compared, each with the value of every run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llama_core.units import format_bytes, format_count, format_duration
+from training_reports.compared_run import ComparedRun
+from training_reports.layout import NOTHING
+
+Best = Literal["low", "high", ""]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A result of every run."""
+
+    name: str
+    values: tuple[float | None, ...]
+    """One for each run; None if it is unknown."""
+    text: Callable[[float], str]
+    """How a value is written."""
+    best: Best = ""
+    """Which value is better; empty if neither is."""
+    by_difference: bool = False
+    """Whether a run is compared with the first by difference, not by ratio."""
+    ranges: tuple[tuple[float, float] | None, ...] = ()
+    """The middle half of the samples of each value, if there are any."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the value of any run is known."""
+        return any(value is not None for value in self.values)
+
+    @property
+    def winner(self) -> int | None:
+        """The place of the best run; None if it equals the next, or their ranges overlap."""
+        known = {place: value for place, value in enumerate(self.values) if value is not None}
+        if not self.best or len(known) < 2:
+            return None
+        best_first = sorted(known, key=lambda place: known[place], reverse=self.best == "high")
+        best, second = best_first[:2]
+        if known[best] == known[second] or self._overlap(best, second):
+            return None
+        return best
+
+    def _overlap(self, one: int, other: int) -> bool:
+        if not self.ranges:
+            return False
+        first = self.ranges[one]
+        second = self.ranges[other]
+        if first is None or second is None:
+            return False
+        return first[0] <= second[1] and second[0] <= first[1]
+
+    def cells(self) -> list[str]:
+        """Return the values as text; those after the first with their change against it."""
+        first, *others = self.values
+        return [self._cell(first), *(self._cell(value) + self._change(value, first) for value in others)]
+
+    def _cell(self, value: float | None) -> str:
+        return NOTHING if value is None else self.text(value)
+
+    def _change(self, value: float | None, first: float | None) -> str:
+        if value is None or not first or not self.best:
+            return ""
+        if self.by_difference:
+            return f" ({value - first:+.4f})"
+        return f" ({value / first - 1:+.1%})"
+
+
+def measures(runs: Sequence[ComparedRun]) -> list[Measure]:
+    """Return the results of which that of any run is known, in the order of the table."""
+    return [measure for measure in _every(runs) if measure.is_known]
+
+
+def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
+    def measure(
+        name: str,
+        value: Callable[[ComparedRun], float | None],
+        text: Callable[[float], str],
+        best: Best = "",
+    ) -> Measure:
+        return Measure(name, tuple(map(value, runs)), text, best)
+
+    yield measure("steps", lambda run: run.num_steps, "{:,.0f}".format)
+    yield measure("tokens", lambda run: run.num_tokens, format_count)
+    yield measure("time in steps", lambda run: run.num_seconds, format_duration)
+    yield from _losses(runs)
+    yield Measure(
+        "tokens/s",
+        tuple(run.tokens_per_second for run in runs),
+        "{:,.0f}".format,
+        "high",
+        ranges=tuple(run.throughput_quartiles for run in runs),
+    )
+    yield measure("MFU", lambda run: run.mfu, "{:.1%}".format, "high")
+    yield measure("peak memory", lambda run: run.memory_peak_bytes, format_bytes, "low")
+    yield measure("device hours", lambda run: run.device_hours, "{:,.3g}".format, "low")
+    yield measure("cost", lambda run: run.dollars, "${:,.2f}".format, "low")
+    yield measure("cost of 1B tokens", lambda run: run.dollars_per_billion_tokens, "${:,.0f}".format, "low")
+
+
+def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
+    """Yield training losses at half and all of the tokens that every run has reached, and after the shortest time."""
+
+    def loss(name: str, value: Callable[[ComparedRun], float | None]) -> Measure:
+        return Measure(name, tuple(map(value, runs)), "{:.4f}".format, "low", by_difference=True)
+
+    trained = [run for run in runs if run.is_trained]
+    if trained:
+        tokens = min(run.tokens.iloc[-1] for run in trained)
+        half = 0.5 * tokens
+        seconds = min(run.seconds.iloc[-1] for run in trained)
+        yield loss(f"loss at {format_count(half)} tokens", lambda run: run.loss_at(half, run.tokens))
+        yield loss(f"loss at {format_count(tokens)} tokens", lambda run: run.loss_at(tokens, run.tokens))
+        yield loss(f"loss after {format_duration(seconds)}", lambda run: run.loss_at(seconds, run.seconds))
+    yield loss("held-out loss", lambda run: run.held_out_loss)

@@ -1,0 +1,142 @@
+"""Runs side by side: where their settings differ, their results, and what cannot be compared."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.records.directory import RunDirectory
+from llama_core.sweep.directory import SweepDirectory
+from llama_core.sweep.grid import HELD_OUT
+from training_reports.compared_run import SOFTWARE, ComparedRun
+from training_reports.contents import RunContents
+from training_reports.layout import NOTHING
+from training_reports.measures import Measure, measures
+
+_FOUND = (*SOFTWARE, "device")
+"""What was found on the machines, if a record says it."""
+_NO_SETTING = {"plan.notes", "tracking.run_name"}
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Runs side by side."""
+
+    runs: tuple[ComparedRun, ...]
+    differences: tuple[tuple[str, tuple[str, ...]], ...]
+    """Each setting that is not the same in all runs, with its values."""
+    measures: tuple[Measure, ...]
+    notes: tuple[str, ...]
+    """Why some of the results cannot be compared."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the comparison as a record."""
+        return {
+            "runs": {run.name: str(run.path) for run in self.runs},
+            "differences": {key: self._by_run(values) for key, values in self.differences},
+            "measures": {one.name: self._by_run(one.values) for one in self.measures},
+            "notes": list(self.notes),
+        }
+
+    def _by_run(self, values: Sequence[Any]) -> dict[str, Any]:
+        return {run.name: value for run, value in zip(self.runs, values, strict=True)}
+
+
+def compare_runs(paths: Sequence[Path]) -> RunComparison:
+    """Compare two runs or more, in the order given.
+
+    Raises:
+        ConfigError: if there is only one, or one is given twice.
+        RunDirectoryError: if a directory holds no run, or its run has neither metrics nor timed steps.
+    """
+    _refuse_repeats(paths)
+    names = [path.resolve().name for path in paths]
+    runs = tuple(
+        ComparedRun(name if names.count(name) == 1 else str(path), path, _contents(path))
+        for name, path in zip(names, paths, strict=True)
+    )
+    settings = [run.settings for run in runs]
+    return RunComparison(
+        runs,
+        differences=tuple(_differences(settings)),
+        measures=tuple(measures(runs)),
+        notes=(*_notes_on_settings(settings), *_notes_on_runs(runs)),
+    )
+
+
+def _refuse_repeats(paths: Sequence[Path]) -> None:
+    if len(paths) < 2:
+        raise ConfigError(f"{paths[0]} is only one run; name at least two to compare")
+    order = sorted(paths, key=lambda path: str(path.resolve()))
+    twice = [other for one, other in pairwise(order) if one.resolve() == other.resolve()]
+    if twice:
+        raise ConfigError(*(f"{path} is given twice; name each run once" for path in dict.fromkeys(twice)))
+
+
+def _contents(path: Path) -> RunContents:
+    run = RunDirectory(path)
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path} is not a directory; give the directory of a run, such as runs/mine")
+    if SweepDirectory(path).record.exists():
+        elements = sorted((path / "runs").glob("*"))
+        such_as = f", such as {elements[0]}" if elements else ""
+        raise RunDirectoryError(f"{path} is a sweep, which has a report of its own; give runs of it{such_as}")
+    if not run.config.exists():
+        raise RunDirectoryError(f"{path} holds no run (no {run.config.name})")
+    contents = RunContents.read(run)
+    if contents.steps.empty and contents.benchmark is None:
+        raise RunDirectoryError(f"{path} has no metrics: no step was completed; train it first, or leave it out")
+    return contents
+
+
+def _differences(settings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each key whose value is not the same in all runs, with the values as text."""
+    keys: dict[str, None] = {}
+    for own in settings:
+        keys |= dict.fromkeys(own)
+    for key in keys:
+        if key not in _NO_SETTING and _differ(settings, key):
+            yield key, tuple(_text(own.get(key)) for own in settings)
+
+
+def _differ(settings: Sequence[Mapping[str, Any]], key: str) -> bool:
+    values = {_text(own.get(key)) for own in settings}
+    if key in _FOUND:  # an unknown value is not a difference
+        values.discard(NOTHING)
+    return len(values) > 1
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or NOTHING
+    return str(value)
+
+
+def _notes_on_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each kind of result that the settings make incomparable."""
+    other_tokens = [key for key in sorted(HELD_OUT | {"data.source"}) if _differ(settings, key)]
+    if _differ(settings, "data.tokenizer"):
+        yield "The tokenizers differ: losses per token cannot be compared."
+    elif other_tokens:
+        yield f"Held-out losses are not over the same tokens: {', '.join(other_tokens)} differ."
+    if _differ(settings, "device") or _differ(settings, "launch.device"):
+        yield "The devices differ: so do tokens/s and memory, whatever the settings."
+
+
+def _notes_on_runs(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield a sentence if some runs alone were timed, and one for each run that has not finished."""
+    untimed = [run.name for run in runs if run.contents.benchmark is None]
+    if untimed and len(untimed) < len(runs):
+        yield f"Tokens/s come from timed steps, but from training steps for {', '.join(untimed)}."
+    for run in runs:
+        outcome = run.contents.outcome
+        if outcome is None:
+            yield f"{run.name} has not finished: no outcome yet."
+        elif outcome.status != "finished":
+            yield f"{run.name} has not finished: {outcome.status}."

@@ -1,0 +1,173 @@
+"""The page that compares the elements of a sweep, measured or predicted."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_core.sweep.grid import SweepConfig
+from llama_core.sweep.judgement import Judgement
+from llama_core.units import format_bytes
+from training_reports import sweep_figures
+from training_reports.layout import Card, Panel, write_page
+from training_reports.sweep_history import COLUMNS as HISTORY_COLUMNS
+from training_reports.sweep_history import history_panel, history_rows, shown_time
+from training_reports.sweep_pareto import pareto_panel
+from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_scaling import COLUMN as SCALING
+from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
+from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A table of the elements without a result, and why."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str | None, ...]]
+
+
+@dataclass(frozen=True)
+class ElementsPage:
+    """What the page says about the elements of a sweep."""
+
+    kind: str
+    """``sweep`` or ``predicted sweep``."""
+    how: str
+    """Whether the figures are measured or predicted."""
+    status: str
+    """How many elements have a result."""
+    style: str
+    """The CSS class of the status."""
+    facts: Mapping[str, object]
+    ranking: Ranking
+    skipped: Sequence[Row]
+    """The elements that cannot run."""
+    details: Mapping[str, Mapping[str, Cell]]
+    """The last columns of the table: the cells of elements by name, by the title of the column."""
+    left_out: Mapping[str, Sequence[str]]
+    """The elements that have no point in the figure of throughput against memory, by the reason."""
+    memory: Panel
+    """The peak memory of the elements."""
+    problems: Sequence[Problems]
+    cards: Sequence[Card] = ()
+    """More cards than those of the ranking."""
+    summary: Sequence[tuple[str, str]] = ()
+    """Paragraphs, each with its heading."""
+    judgement: Judgement | None = None
+    """How the elements compare with earlier sweeps of them."""
+
+
+def write_elements(path: Path, page: ElementsPage, config: SweepConfig, *, name: str, source: Path) -> Path:
+    """Write the page and return its path.
+
+    Args:
+        path: the file to write.
+        page: what the page says.
+        config: the sweep.
+        name: the title.
+        source: the directory that the page is about.
+
+    Raises:
+        RunDirectoryError: if the page cannot be written.
+    """
+    ranking = page.ranking
+    judgement = page.judgement
+    lines = scaling_lines(list(_sized(ranking.ranked)))
+    return write_page(
+        path,
+        "sweep.html",
+        kind=page.kind,
+        name=name,
+        source=source,
+        status=page.status,
+        style=page.style,
+        facts=page.facts,
+        summary=page.summary,
+        cards=[*ranking.cards, *page.cards],
+        panels=[
+            *ranking.panels,
+            *_pareto(page),
+            *scaling_panel(lines, page.how),
+            page.memory,
+            *(history_panel(judgement) if judgement else ()),
+        ],
+        table=_table(page, lines),
+        judgement=judgement,
+        since=shown_time(judgement.since) if judgement else "",
+        history_columns=HISTORY_COLUMNS,
+        history=list(history_rows(judgement)) if judgement else [],
+        changes=_changes(judgement) if judgement else [],
+        problems=[problems for problems in page.problems if problems.rows],
+        config=config,
+    )
+
+
+def _changes(judgement: Judgement) -> list[tuple[str, str, str, str]]:
+    return [(one.key, one.before, one.now, ", ".join(one.elements) or "all") for one in judgement.changes]
+
+
+def _sized(rows: Sequence[Row]) -> Iterator[Sized]:
+    """Yield the elements whose plan and throughput are known."""
+    for row in rows:
+        if row.plan is not None and row.tokens_per_second:
+            yield Sized(row.name, row.settings, row.plan, row.tokens_per_second)
+
+
+def _table(page: ElementsPage, lines: Sequence[Line]) -> Table:
+    """Return the table of all elements: results, then scaling if there is a line, then details."""
+    ranking = page.ranking
+    columns: dict[str, Mapping[str, Cell]] = {}
+    for place, title in enumerate(ranking.columns):
+        columns[title] = {name: cells[place] for name, cells in ranking.results.items()}
+    if lines:
+        columns[SCALING] = scaling_cells(lines)
+    columns |= page.details
+    best = ranking.ranked[0].name if ranking.results else None
+    rows = [
+        TableRow(
+            row.name,
+            row.status,
+            row.style,
+            [cells.get(row.name, UNKNOWN) for cells in columns.values()],
+            href=row.href,
+            is_best=row.name == best,
+        )
+        for row in (*ranking.rows, *page.skipped)
+    ]
+    return Table(ranking.title, list(columns), ranking.order, rows)
+
+
+def _pareto(page: ElementsPage) -> Iterator[Panel]:
+    points = {
+        row.name: (float(row.memory_bytes), row.tokens_per_second)
+        for row in page.ranking.ranked
+        if row.memory_bytes is not None and row.tokens_per_second
+    }
+    settings = {row.name: row.settings for row in page.ranking.rows}
+    return pareto_panel(points, settings, page.left_out, page.how)
+
+
+def memory_panel(rows: Sequence[Row], notes: Sequence[str], *, nothing: str, lines_per_element: int) -> Panel:
+    """Return the peak memory of the elements of which one is known.
+
+    Args:
+        rows: the elements.
+        notes: sentences below the figure.
+        nothing: what to say if no peak is known.
+        lines_per_element: height of each element beyond its name, in lines.
+    """
+    title = "Peak memory by element"
+    peaks = {row.name: row.peaks for row in rows if any(row.peaks.values())}
+    if not peaks:
+        return Panel(title, None, "", [nothing], wide=True)
+    drawn = sweep_figures.first_drawn(peaks)
+    summary = ", ".join(f"{name} {format_bytes(max(filter(None, by.values())))}" for name, by in drawn.items())
+    return Panel(
+        title,
+        sweep_figures.memory_by_element(drawn),
+        summary,
+        [*sweep_figures.not_drawn(peaks), *notes],
+        wide=True,
+        height_px=sweep_figures.height_px(drawn, extra_lines=lines_per_element),
+    )

@@ -1,0 +1,127 @@
+"""A layer's program keeps, holds and multiplies what the layer itself does, counted on fake tensors."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from blocks import counted
+from width import wide
+
+from llama_core.config.models import model_spec
+from llama_core.config.strategy import MATRICES, LoRA, MoE
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.layer import Layer
+from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.program.passes import Passes
+from llama_core.planning.program.setting import Setting
+
+MODELS = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
+TRAINED_BESIDE = ("*ffn_norm*", "*attention_norm*", "*.wq.*", "*.wv.*", "*.wo.*", "*.w1.*", "*.w2.*", "*.w3.*")
+
+
+def drawn(seed, *, moe=False, math=False):
+    """Return a random layer: a model of it, its setting, what is recomputed, and whether its input has a gradient."""
+    draw = random.Random(seed)
+    spec = replace(model_spec(draw.choice(MODELS)), num_layers=1)
+    if moe:
+        spec = replace(spec, moe=MoE(num_experts=draw.choice([4, 8]), experts_per_token=draw.choice([1, 2])))
+    if draw.random() < 0.5:
+        targets = tuple(draw.sample(MATRICES, draw.randint(1, 7)))
+        trained = tuple(draw.sample(TRAINED_BESIDE, draw.choice([0, 0, 1, 2])))
+        lora = LoRA(lora_rank=16, lora_dropout=draw.choice([0.0, 0.1]), target_modules=targets)
+        spec = replace(spec, lora=lora, trainable=trained)
+    mode = draw.choice(["none", "selective", "full"])
+    plan = ParallelPlan(
+        microbatch_size=draw.choice([1, 2]),
+        num_microbatches=draw.choice([1, 2]),
+        compile=draw.random() < 0.25,
+        attention="math" if math else "auto",
+        recompute=mode,
+    )
+    setting = Setting.of(
+        plan,
+        seq_len=draw.choice([128, 512, 2048]),
+        itemsize=draw.choice([2, 2, 4]),
+        on_cuda=draw.random() < 0.5,
+    )
+    follows_trained = spec.lora is None or draw.random() < 0.7
+    return spec, setting, mode, follows_trained
+
+
+def assert_equal(passes, mode, real, *, uncounted=0, peaks=1e-3):
+    """Assert that a program says what was counted.
+
+    Args:
+        passes: of the program.
+        mode: what is recomputed.
+        real: what was counted.
+        uncounted: bytes of scalars that a program leaves out.
+        peaks: relative tolerance of the peaks.
+    """
+    assert passes.kept(mode) == pytest.approx(real.kept, abs=uncounted)
+    assert passes.forward_flops() == real.forward_flops
+    assert passes.backward_flops(mode) == real.backward_flops
+    assert max(at.kept + at.temporaries for at in passes.forward(mode)) == pytest.approx(real.forward, rel=peaks)
+    in_backward = [at.kept + at.temporaries + FP32_BYTES * (at.made + at.making) for at in passes.backward(mode)]
+    assert max(in_backward, default=0) == pytest.approx(real.backward, rel=peaks)
+
+
+def check(layer, **tolerances):
+    spec, setting, mode, follows_trained = layer
+    real = counted(spec, setting, mode=mode, follows_trained=follows_trained)
+    passes = Passes(Layer(spec, spec.layers[0], setting), follows_trained=follows_trained)
+    assert_equal(passes, mode, real, **tolerances)
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(wide(seed) for seed in range(8, 160))])
+def test_a_layer_keeps_holds_and_multiplies_what_its_program_says(seed):
+    check(drawn(seed))
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(wide(seed) for seed in range(4, 60))])
+def test_a_layer_of_experts_does_too(seed):
+    """But for the scalars of its auxiliary losses."""
+    check(drawn(seed, moe=True), uncounted=128)
+
+
+@pytest.mark.parametrize("seed", [0, *(wide(seed) for seed in range(1, 40))])
+def test_a_layer_that_holds_all_scores_does_too(seed):
+    """But for the peaks: the program has its operations in another order than torch's math kernel."""
+    check(drawn(seed, math=True), peaks=0.11)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(wide(seed) for seed in range(2, 40))])
+def test_a_split_backward_keeps_what_the_program_says_until_the_weight_gradients_are_made(seed):
+    spec, setting, _, follows_trained = drawn(seed, moe=seed % 4 == 1)
+    setting = setting._replace(splits_backward=True, compiles=False)
+    real = counted(spec, setting, mode="none", follows_trained=follows_trained)
+    layer = Layer(spec, spec.layers[0], setting)
+    passes = Passes(layer, follows_trained=follows_trained, splits_backward=True)
+    assert_equal(passes, "none", real, uncounted=128)
+    assert passes.held_for(passes.deferred) == pytest.approx(real.deferred, abs=128)
+    instants = list(passes.weight_gradients())
+    at_once = layer.num_trained - sum(at.making for at in instants)
+    held = [at.kept + at.temporaries + FP32_BYTES * (at_once + at.made + at.making) for at in instants]
+    assert max(held, default=0) == pytest.approx(real.weight_gradients, rel=1e-3)
+
+
+FORGOTTEN = {
+    "an adapter": lambda traits: traits._replace(adapted=traits.adapted - {"up_proj"}),
+    "a trained matrix": lambda traits: traits._replace(trained=traits.trained - {"q_proj"}),
+    "a trained norm": lambda traits: traits._replace(trained=traits.trained - {"post_attention_layernorm"}),
+    "experts": lambda traits: traits._replace(sparse=False),
+}
+
+
+@pytest.mark.parametrize("forget", FORGOTTEN.values(), ids=FORGOTTEN)
+def test_a_program_without_a_trait_of_its_layer_is_found_out(forget):
+    lora = LoRA(lora_rank=16, target_modules=("up_proj", "k_proj"))
+    trainable = ("*.wq.*", "*ffn_norm*")
+    moe = MoE(num_experts=4) if forget is FORGOTTEN["experts"] else None
+    spec = replace(model_spec("llama3_2_1b"), num_layers=1, lora=lora, trainable=trainable, moe=moe)
+    setting = Setting(rows=1, seq_len=128, itemsize=2)
+    traits = spec.layers[0]
+    real = counted(spec, setting, mode="none", follows_trained=True)
+    assert_equal(Passes(Layer(spec, traits, setting)), "none", real, uncounted=128)
+    with pytest.raises(AssertionError):
+        assert_equal(Passes(Layer(spec, forget(traits), setting)), "none", real, uncounted=128)

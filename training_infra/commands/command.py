@@ -1,0 +1,85 @@
+"""A command as data, and the arguments that several commands take."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_core.units import parse_count
+from training_infra.flags import Flag
+from training_infra.parser import Parser
+
+
+class Argument:
+    """An argument of a command, as ``argparse.ArgumentParser.add_argument`` takes it."""
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        self.names = names
+        self.options = options
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``training-infra``."""
+
+    name: str
+    help: str
+    """What it does, without a capital letter and a full stop."""
+    run: Callable[[argparse.Namespace], int | None]
+    """Returns the exit code; None means 0."""
+    examples: Sequence[str]
+    """Arguments of the command, for its help."""
+    arguments: Sequence[Argument] = ()
+    flags: Sequence[Flag] = ()
+    """The flags of a run, if it takes a configuration; ``--config``, ``--set`` and ``--json`` come with them."""
+
+    def add_to(self, parsers: "argparse._SubParsersAction[Parser]") -> None:
+        """Add the parser of the command to those of the others."""
+        sentence = f"{self.help[0].upper()}{self.help[1:]}."
+        parser = parsers.add_parser(self.name, description=sentence, examples=self.examples, flags=self.flags)
+        parser.set_defaults(command=self, parser=parser)
+        if self.flags:
+            parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        # SUPPRESS: without the flag here, the value of --debug before the command's name stays.
+        parser.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback with an error"
+        )
+        for argument in self.arguments:
+            parser.add_argument(*argument.names, **argument.options)
+
+
+def _count(text: str) -> float:
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 15T, 200B or 1e9") from None
+
+
+RUN_DIR = Argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+"""The run that a command is about."""
+
+NEW_RUN_DIR = Argument(
+    "--run-dir", type=Path, metavar="runs/mine", help="the run's directory; default: runs/<model>-<date>-<fingerprint>"
+)
+"""Where a run goes that may be new."""
+
+RESUME = Argument(
+    "--resume",
+    action="store_true",
+    help="continue the run in --run-dir, or else the newest unfinished run of this configuration, or with --steps "
+    "the newest that took fewer",
+)
+
+TOKENS = Argument(
+    "--tokens",
+    type=_count,
+    metavar="15T",
+    help="tokens to train on, for the days and the price; default: those of --steps or --data",
+)
+
+FAIL_ON_REGRESSION = Argument(
+    "--fail-on-regression",
+    action="store_true",
+    help="exit with 4 if a result is slower than earlier ones of the same work on this kind of machine",
+)

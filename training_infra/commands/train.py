@@ -1,0 +1,60 @@
+"""The command ``train``: the whole chain, in this process or as a Prefect flow."""
+
+import argparse
+
+from llama_core.config.run import RunConfig
+from training_infra.commands.command import NEW_RUN_DIR, RESUME, Argument, Command
+from training_infra.commands.configuration import requested_config
+from training_infra.commands.planning import rehearse
+from training_infra.flags import FLAGS
+from training_infra.lines import print_json, print_text
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = requested_config(options)
+    if options.dry_run:
+        return rehearse(config, here=True, as_json=options.json)
+    if options.print_sbatch:
+        from llama_core.chain.preview import preview_sbatch
+
+        print_text(preview_sbatch(config, options.run_dir))
+    elif options.flow:
+        from training_infra.commands.flow import run_flow
+
+        run_flow(config, options.run_dir, resume=options.resume, debug=options.debug)
+    else:
+        _run_chain(config, options)
+    return 0
+
+
+def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
+    from llama_core.chain import steps
+    from llama_core.chain.chain import run_chain
+    from llama_core.chain.console import say
+    from training_infra.local import local_steps
+
+    with say.silenced(options.json):
+        run = run_chain(local_steps(config, options.run_dir, resume=options.resume))
+    if options.json:
+        print_json(steps.records(run))
+
+
+TRAIN = Command(
+    "train",
+    "run the whole chain: validate, estimate, rehearse, train, benchmark, report",
+    _train,
+    examples=(
+        "--model tiny_llama3_150m --data texts.jsonl --batch-size 32",
+        "--init-from ~/Llama-3.2-1B --strategy lora --data chats.jsonl",
+        "--model llama3_8b --gpus 16 --nodes 2 --launcher slurm --partition gpu --time 12:00:00",
+        "--resume --run-dir runs/mine",
+    ),
+    arguments=(
+        NEW_RUN_DIR,
+        RESUME,
+        Argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing"),
+        Argument("--print-sbatch", action="store_true", help="print the Slurm script of the job; submit nothing"),
+        Argument("--flow", action="store_true", help="run the steps as a Prefect flow"),
+    ),
+    flags=FLAGS,
+)
