@@ -12,10 +12,22 @@ from pathlib import Path
 
 TIMEOUT_SECONDS = 300
 
-# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds. The compiler
-# is imported too, because DeepSpeed and compiled blocks need it.
+# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds. A rank imports
+# the module of its test, and so what tests import; DeepSpeed and compiled blocks need the compiler.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["llama_core.training.trainer", "torch._inductor.compile_fx"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "llama_core.training.trainer",
+        "llama_core.rehearsal.dry_run",
+        "torch._inductor.compile_fx",
+        "torch.testing._internal.distributed.fake_pg",
+        "pytest",
+        "hypothesis",
+        "jinja2",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.mixtral.modeling_mixtral",
+    ]
+)
 
 
 def run_ranks(world_size, function, *args, timeout=TIMEOUT_SECONDS):

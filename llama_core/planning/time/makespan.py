@@ -58,8 +58,12 @@ def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_
     if clocked == count:
         return shorter
     longer = _clock(plan, clocked + period, passes, hop)
-    periods = (count - clocked) / period
-    return Span(*(short + periods * (long - short) for short, long in zip(shorter, longer, strict=True)))
+    later_periods = (count - clocked) / period - 1
+    more_work = longer.busy - shorter.busy
+    # Stages of unequal times wait less and less for each other (interleaved 1F1B still does after many units), so that the
+    # last period may seem to cost less than its work; every later one costs at least that.
+    pace = max(longer.makespan - shorter.makespan, more_work)
+    return Span(longer.makespan + later_periods * pace, longer.busy + later_periods * more_work)
 
 
 def _clock(plan: ParallelPlan, num_microbatches: int, passes: Sequence[Pass], hop: float) -> Span:
