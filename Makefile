@@ -1,7 +1,7 @@
 # make demo       the whole pipeline on real text, on the CPU; needs nothing but Python 3.11 or newer
 # make serve      a Prefect server, every deployment and a worker, until Ctrl-C
 # make test       every law in its cheapest form: under ten minutes on two cores
-# make test-wide  the other tests: wide matrices, kills, real Slurm, PostgreSQL, a browser (all of it needs Debian and root)
+# make test-wide  the other tests: wide matrices, new draws, kills, real Slurm, PostgreSQL, a browser (Debian, as root)
 # make faults     breaks real runs in every phase, one fault at a time (FAULTS_PAGE=docs/reliability.md writes its table)
 # make fuzz       tries malformed files and command lines: no traceback, no writes elsewhere, no hang (FUZZ_CASES=3000)
 # make constraints  looks for newer versions of all packages and writes them to constraints.txt
@@ -38,8 +38,9 @@ test: $(VENV)/installed-dev
 
 # tests with Slurm and Prefect mostly wait
 test-wide: PROCESSES = $(shell echo $$(($(JOBS) + 1)))
+test-wide: SEED = $(shell shuf -i 1-999999999 -n 1)
 test-wide: $(VENV)/installed-dev
-	$(PYTEST) -m wide $(PYTEST_ARGS)
+	$(PYTEST) -m "wide or hypothesis" --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 faults: $(VENV)/installed-dev
 	FAULTS_PAGE=$(FAULTS_PAGE) $(PYTEST) tests/faults -m fault $(PYTEST_ARGS)

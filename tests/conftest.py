@@ -1,14 +1,30 @@
 """Settings that every test shares."""
 
+import shlex
 import subprocess
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
-settings.register_profile("untimed", deadline=None)  # no test asserts a wall-clock time, not even Hypothesis' own
-settings.load_profile("untimed")
+# No test asserts a wall-clock time, not even Hypothesis' own, and none depends on draws of an earlier run.
+settings.register_profile("same draws", deadline=None, database=None, derandomize=True, max_examples=30)
+settings.register_profile("new draws", deadline=None, database=None)
 
 WIDE_FOLDERS = {"slurm"}
+
+
+def pytest_configure(config):
+    settings.load_profile("same draws" if config.getoption("--hypothesis-seed") is None else "new draws")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    seed = item.config.getoption("--hypothesis-seed")
+    if report.failed and seed is not None and is_hypothesis_test(getattr(item, "obj", None)):
+        test = shlex.quote(f"{item.location[0]}::{item.name}")
+        report.sections.append(("Draw it again", f"python -m pytest {test} --hypothesis-seed={seed}"))
+    return report
 
 
 def pytest_collection_modifyitems(items):

@@ -33,7 +33,7 @@ def loss_and_gradients(loss_function, hidden, weight, targets):
     return loss, *torch.autograd.grad(loss, (hidden, weight))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(2, 50)),
     chunk_tokens=st.integers(1, 50),

@@ -12,7 +12,7 @@ times = st.floats(0.5, 2.0)
 
 
 @given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(2, EXACT_UNITS), times, times)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_even_stages_take_as_long_as_the_schedules_clock_says(name, pp, units, forward, backward):
     chunks = 2 if name == "interleaved" else 1
     plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
@@ -30,7 +30,7 @@ def test_the_bubble_of_even_stages_is_the_fill_and_drain_of_the_pipeline(num_mic
 
 
 @given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(7, 12), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_extrapolating_a_long_pipeline_of_uneven_stages_is_within_a_percent(name, pp, units, data):
     chunks = 2 if name == "interleaved" else 1
     plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)

@@ -115,7 +115,7 @@ asked = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     st.sampled_from([("llama3_8b", "h100"), ("llama2_7b", "a100_40gb"), ("tiny_llama3_150m", "rtx4090")]),
     st.sampled_from([4, 8, 16]),
@@ -165,7 +165,7 @@ def test_chimera_is_dominated_exactly_when_1f1b_is_no_slower_on_the_clock(pp, nu
     assert beaten == (spans[0] >= spans[1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(schedule_names()),
     st.sampled_from([2, 4, 6, 8]),

@@ -42,8 +42,6 @@ EXPERTS = st.fixed_dictionaries(
 )
 SLOW = settings(
     max_examples=8,
-    deadline=None,
-    derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # to shrink a plan takes minutes, and makes it no clearer
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
