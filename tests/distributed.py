@@ -12,8 +12,8 @@ from pathlib import Path
 
 TIMEOUT_SECONDS = 300
 
-# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds. A rank imports
-# the module of its test, and so what tests import; DeepSpeed and compiled blocks need the compiler.
+# A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds. A rank also
+# imports the module of its test, and so what tests import. DeepSpeed and compiled blocks need the compiler.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [

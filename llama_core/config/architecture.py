@@ -6,14 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from llama_core.config.hugging_face import absolute_path, folder_name, is_folder, read_folder
-from llama_core.config.models import (
-    LONGEST_DEFAULT,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    model_spec,
-)
+from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_spec
+from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling
 from llama_core.config.section import Key, Section
 from llama_core.errors import ConfigError
 

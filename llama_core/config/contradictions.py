@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from llama_core.config.hardware import gpu_spec
-from llama_core.config.models import ModelSpec
-from llama_core.config.parameters import matches, parameter_shapes
+from llama_core.config.models import ModelSpec, matches
 from llama_core.config.section import Section
 from llama_core.config.settings import MOST_LAYERS, LaunchConfig, ParallelConfig, StrategyName, TrainingConfig
 from llama_core.config.strategy import PARTS, LoRA
@@ -59,7 +58,7 @@ def misfits_of_adapters(spec: ModelSpec, lora: LoRA, trainable: Sequence[str]) -
     """Yield what a model has no place for: adapters, or weights to train in full beside them."""
     for text in lora.misfits(spec.target_shapes, tied=spec.tied_embeddings):
         yield Problem(text, keys=("lora", *_ADAPTED))
-    names = parameter_shapes(spec)
+    names = spec.parameter_shapes
     for pattern in trainable:
         if not any(matches(name, pattern) for name in names):
             examples = [name for name in names if name.startswith("layers.0.") or not name.startswith("layers.")]

@@ -16,14 +16,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from llama_core.config.models import (
-    LONGEST_DEFAULT,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    model_names,
-)
+from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_names
+from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
 from llama_core.records.files import read_file, user_path

@@ -1,12 +1,13 @@
-"""The model registry: every LLaMA variant, its sizes and its exact parameter count."""
+"""The models: their weights, one row each, and every LLaMA variant with its sizes and exact parameter count."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from llama_core.config import parameters
-from llama_core.config.parameters import is_of_experts, matches, matrix_name, parameter_shapes
+from llama_core.config.rope import Llama3Scaling, RopeScaling
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.units import format_count
@@ -18,61 +19,106 @@ LONGEST_DEFAULT = 8192
 """Upper limit on the default sequence length of a model from a folder, in tokens."""
 
 
-@dataclass(frozen=True)
-class LinearScaling:
-    """Scaling of the rotary embedding that divides all positions by ``factor``.
+Size = Literal["hidden_size", "q_size", "kv_size", "ffn_size", "vocab_size", "num_experts"]
+"""A size of a model: the attribute of ``ModelSpec`` that says how large it is."""
+Division = Literal["vocabulary", "outputs", "inputs", "stream", "router"]
+"""How tensor-parallel ranks divide a weight.
 
-    Raises:
-        ConfigError: if ``factor`` is below 1.
-
-    Source: Chen et al. 2023, arXiv:2306.15595 (position interpolation).
-    """
-
-    kind: Literal["linear"] = field(default="linear", init=False)
-    """Its ``rope_type`` in Hugging Face."""
-    factor: float
-
-    def __post_init__(self) -> None:
-        _refuse_to_shorten(self.factor)
+* vocabulary: a table, by its rows
+* outputs: a matrix, by its rows; each rank computes some of the outputs
+* inputs: a matrix, by its columns; each rank has some of the inputs, and the ranks sum up what they compute
+* stream: not at all; it is applied to the residual stream
+* router: not at all; it is applied to whole tokens, but gets only a part of its gradient
+"""
+Beginning = Literal["ones", "normal", "residual"]
+"""Initial values: ones, normal, or normal and smaller the deeper the model, for what writes to the residual stream."""
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's frequency-dependent stretching of the rotary embedding.
+class Weight:
+    """A weight of the model, or one that every layer has."""
 
-    Wavelengths above ``original_context / low_freq_factor`` are stretched by ``factor``, those below
-    ``original_context / high_freq_factor`` are kept, and those between are blended.
+    name: str
+    """Our name; in a layer, the part after its number."""
+    theirs: str
+    """Hugging Face's name, likewise; ``{}`` stands for the number of an expert, each of which has a tensor there."""
+    shape: tuple[Size, ...]
+    """Rows and columns of a matrix, the length of a vector; experts come first."""
+    divided: Division
+    begins: Beginning = "normal"
+    decayed: bool = True
+    """Whether it is subject to weight decay."""
+
+
+# fmt: off
+_EMBEDDING = Weight("tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary")
+_FINAL_NORM = Weight("norm.weight", "model.norm.weight", ("hidden_size",), "stream", "ones", decayed=False)
+_HEAD = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
+_ATTENTION = (
+    Weight("attention_norm.weight", "input_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False),
+    Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
+    Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
+    Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False),
+)
+_FEED_FORWARD = (
+    Weight("feed_forward.w1.weight", "mlp.gate_proj.weight", ("ffn_size", "hidden_size"), "outputs"),
+    Weight("feed_forward.w2.weight", "mlp.down_proj.weight", ("hidden_size", "ffn_size"), "inputs", "residual"),
+    Weight("feed_forward.w3.weight", "mlp.up_proj.weight", ("ffn_size", "hidden_size"), "outputs"),
+)
+_MIXTURE = (
+    Weight("feed_forward.router.weight", "block_sparse_moe.gate.weight", ("num_experts", "hidden_size"), "router"),
+    Weight("feed_forward.experts.w1.weight", "block_sparse_moe.experts.{}.w1.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+    Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight", ("num_experts", "hidden_size", "ffn_size"), "inputs", "residual"),
+    Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+)
+# fmt: on
+_IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE)}
+_OUTSIDE_LAYERS = {weight.name: weight for weight in (_EMBEDDING, _FINAL_NORM, _HEAD)}
+_OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
+
+
+def weight_of(name: str) -> Weight:
+    """Return the row of the parameter that we call ``name``, such as ``'layers.0.attention.wq.weight'``.
 
     Raises:
-        ConfigError: unless ``factor >= 1`` and ``0 < low_freq_factor < high_freq_factor``.
-
-    Source: Meta's llama-models reference code, ``apply_scaling``.
+        NotImplementedError: if it has none. Neither do the weights of adapters.
     """
-
-    kind: Literal["llama3"] = field(default="llama3", init=False)
-    """Its ``rope_type`` in Hugging Face."""
-    factor: float
-    original_context: int
-    """Longest sequence before the stretching, in tokens."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-
-    def __post_init__(self) -> None:
-        _refuse_to_shorten(self.factor)
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} must be above "
-                f"low_freq_factor={self.low_freq_factor:g}, and both above 0"
-            )
+    row = _OUTSIDE_LAYERS.get(name) or _IN_LAYERS.get(_in_layer(name))
+    if row is None:
+        raise NotImplementedError(f"{name} has no row among the weights in config/models.py")
+    return row
 
 
-def _refuse_to_shorten(factor: float) -> None:
-    if factor < 1:
-        raise ConfigError(f"rope_scaling.factor={factor:g} would shorten the context; use at least 1")
+def _in_layer(name: str) -> str:
+    """Return the part of a weight's name after the number of its layer."""
+    return name.split(".", 2)[-1]
 
 
-RopeScaling = LinearScaling | Llama3Scaling
-"""Scaling of a rotary embedding, for sequences longer than the model was first trained on."""
+def hugging_face_name(name: str) -> str:
+    """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``.
+
+    For a tensor of experts, it has ``{}`` in place of the expert's number.
+    """
+    theirs = weight_of(name).theirs
+    return theirs if name in _OUTSIDE_LAYERS else f"model.layers.{name.split('.')[1]}.{theirs}"
+
+
+def matrix_name(path: str) -> str:
+    """Return Hugging Face's name for our matrix within its layer: ``q_proj`` for ``'layers.0.attention.wq'``."""
+    return hugging_face_name(f"{path}.weight").split(".")[-2]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a glob pattern matches our name or Hugging Face's of a parameter, with or without ``.weight``."""
+    names = (name, hugging_face_name(name))
+    return any(fnmatchcase(one, pattern) or fnmatchcase(one.removesuffix(".weight"), pattern) for one in names)
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter belongs to a mixture: its router, or a matrix of its experts."""
+    return name not in _OUTSIDE_LAYERS and _in_layer(name) in _OF_EXPERTS
 
 
 ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
@@ -144,15 +190,39 @@ class ModelSpec:
         """Parameters of the token embedding; an untied head has as many."""
         return self.vocab_size * self.hidden_size
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has some; 1 without experts."""
+        return self.moe.num_experts if self.moe else 1
+
+    def shape_of(self, weight: Weight) -> tuple[int, ...]:
+        """Return the shape of a weight in this model."""
+        return tuple(getattr(self, size) for size in weight.shape)
+
+    def _weights(self) -> Iterator[tuple[str, Weight]]:
+        """Yield every weight of the model with its whole name, without adapters or a tied head, in the model's order."""
+        yield _EMBEDDING.name, _EMBEDDING
+        for layer in range(self.num_layers):
+            for weight in (*_ATTENTION, *(_MIXTURE if self.has_experts(layer) else _FEED_FORWARD)):
+                yield f"layers.{layer}.{weight.name}", weight
+        yield _FINAL_NORM.name, _FINAL_NORM
+        if not self.tied_embeddings:
+            yield _HEAD.name, _HEAD
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by our names, without adapters or a tied head."""
+        return {name: self.shape_of(weight) for name, weight in self._weights()}
+
     @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Columns and rows of each matrix of one layer, counting only one of its experts."""
-        h = self.hidden_size
-        q = self.q_size
-        kv = self.kv_size
-        ffn = self.ffn_size
-        attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-        return attention | {"gate_proj": (h, ffn), "up_proj": (h, ffn), "down_proj": (ffn, h)}
+        """Columns and rows of each matrix of a dense layer, by Hugging Face's names."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for weight in (*_ATTENTION, *_FEED_FORWARD):
+            match self.shape_of(weight):
+                case rows, columns:
+                    shapes[weight.theirs.split(".")[-2]] = (columns, rows)
+        return shapes
 
     @property
     def target_shapes(self) -> dict[str, tuple[int, int]]:
@@ -163,13 +233,12 @@ class ModelSpec:
     @cached_property
     def layer_matmul_parameters(self) -> int:
         """Parameters of one dense layer that are multiplied with activations: attention and feed-forward matrices."""
-        h = self.hidden_size
-        return h * self.q_size + 2 * h * self.kv_size + self.q_size * h + 3 * h * self.ffn_size
+        return sum(map(math.prod, self.matrix_shapes.values()))
 
     @cached_property
     def layer_parameters(self) -> int:
-        """All parameters of one dense layer, with its two norm vectors but without adapters."""
-        return self.layer_matmul_parameters + 2 * self.hidden_size
+        """All parameters of one dense layer, without adapters."""
+        return sum(math.prod(self.shape_of(weight)) for weight in (*_ATTENTION, *_FEED_FORWARD))
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -181,7 +250,7 @@ class ModelSpec:
         """Names of the parameters that are trained themselves: all, or experts and ``trainable`` beside adapters."""
         return frozenset(
             name
-            for name in parameter_shapes(self)
+            for name in self.parameter_shapes
             if self.lora is None or is_of_experts(name) or any(matches(name, pattern) for pattern in self.trainable)
         )
 
@@ -189,7 +258,7 @@ class ModelSpec:
     def adapted(self) -> frozenset[str]:
         """Names of the matrices that have an adapter: the targets that are not trained in full."""
         targets = self.lora.target_modules if self.lora else ()
-        frozen = parameter_shapes(self).keys() - self.trained_in_full
+        frozen = self.parameter_shapes.keys() - self.trained_in_full
         return frozenset(name for name in frozen if matrix_name(name.removesuffix(".weight")) in targets)
 
     @cached_property
@@ -209,27 +278,27 @@ class ModelSpec:
     @property
     def trains_embedding(self) -> bool:
         """Whether the embedding, or an adapter on it, gets gradients."""
-        return parameters.EMBEDDING in self.trained_in_full or parameters.EMBEDDING in self.adapted
+        return _EMBEDDING.name in self.trained_in_full or _EMBEDDING.name in self.adapted
 
     @property
     def trains_table(self) -> bool:
         """Whether the embedding is trained in full."""
-        return parameters.EMBEDDING in self.trained_in_full
+        return _EMBEDDING.name in self.trained_in_full
 
     @property
     def trains_head(self) -> bool:
         """Whether the head, or an embedding in its place, is trained in full."""
-        return (parameters.EMBEDDING if self.tied_embeddings else parameters.HEAD) in self.trained_in_full
+        return (_EMBEDDING.name if self.tied_embeddings else _HEAD.name) in self.trained_in_full
 
     @property
     def trains_final_norm(self) -> bool:
         """Whether the norm before the head is trained."""
-        return parameters.FINAL_NORM in self.trained_in_full
+        return _FINAL_NORM.name in self.trained_in_full
 
     @property
     def adapted_tables(self) -> frozenset[str]:
         """The matrices outside the layers that have an adapter: ``embed_tokens``, ``lm_head``, both or none."""
-        names = {parameters.EMBEDDING: EMBEDDING, parameters.HEAD: HEAD}
+        names = {_EMBEDDING.name: EMBEDDING, _HEAD.name: HEAD}
         return frozenset(names[name] for name in self.adapted.intersection(names))
 
     @property
@@ -257,9 +326,7 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """All parameters of the model, adapters and experts included; a tied head counts once."""
-        tables = 1 if self.tied_embeddings else 2
-        dense = tables * self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
-        return dense + self.num_adapter_parameters + self._beside_one_expert(self.moe.num_experts if self.moe else 1)
+        return sum(map(math.prod, self.parameter_shapes.values())) + self.num_adapter_parameters
 
     @property
     def num_trainable_parameters(self) -> int:
@@ -269,8 +336,7 @@ class ModelSpec:
     @property
     def num_trained_in_full(self) -> int:
         """Parameters that are trained themselves: all but adapters and frozen ones."""
-        shapes = parameter_shapes(self)
-        return sum(math.prod(shapes[name]) for name in self.trained_in_full)
+        return sum(math.prod(self.parameter_shapes[name]) for name in self.trained_in_full)
 
     @property
     def num_frozen_parameters(self) -> int:

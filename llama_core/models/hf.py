@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from llama_core.config.models import ModelSpec
-from llama_core.config.parameters import hugging_face_name, parameter_shapes
+from llama_core.config.models import ModelSpec, hugging_face_name
 from llama_core.errors import WeightsError
 
 HEAD = "lm_head.weight"
@@ -34,7 +33,7 @@ def hugging_face_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight that Hugging Face stores for a model, by its names."""
     return {
         name: shape[1:] if "{}" in hugging_face_name(ours) else shape
-        for ours, shape in parameter_shapes(spec).items()
+        for ours, shape in spec.parameter_shapes.items()
         for name in hugging_face_names(ours, spec)
     }
 

@@ -20,7 +20,8 @@ from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.config.models import LinearScaling, ModelSpec
+from llama_core.config.models import ModelSpec
+from llama_core.config.rope import LinearScaling
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_linear
 from llama_core.models.cpu_attention import cpu_attention, is_faster

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import ModelSpec, weight_of
 from llama_core.models.batch import Documents
 from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, rotation
 from llama_core.models.loss import linear_cross_entropy
@@ -183,11 +183,7 @@ def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: in
 
 
 def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:
-    if name.endswith("norm.weight"):
-        nn.init.ones_(parameter)
-    elif parameter.ndim == 1:
-        raise NotImplementedError(f"{name} has no initial values yet")
-    elif name == "tok_embeddings.lora_B.weight":
+    if name == "tok_embeddings.lora_B.weight":
         _draw_truncated_normal_(parameter, 1.0, generator)
     elif name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":
         nn.init.zeros_(parameter)
@@ -195,9 +191,13 @@ def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Gener
         bound = parameter.shape[1] ** -0.5
         parameter.uniform_(-bound, bound, generator=generator)
     else:
-        is_residual = name.endswith(("wo.weight", "w2.weight"))
-        std = INIT_STD / math.sqrt(2 * spec.num_layers) if is_residual else INIT_STD
-        _draw_truncated_normal_(parameter, std, generator)
+        match weight_of(name).begins:
+            case "ones":
+                nn.init.ones_(parameter)
+            case "normal":
+                _draw_truncated_normal_(parameter, INIT_STD, generator)
+            case "residual":
+                _draw_truncated_normal_(parameter, INIT_STD / math.sqrt(2 * spec.num_layers), generator)
 
 
 def _draw_truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from llama_core.config.models import ModelSpec
-from llama_core.config.parameters import hugging_face_name, matrix_name, parameter_shapes
+from llama_core.config.models import ModelSpec, hugging_face_name, matrix_name
 from llama_core.config.strategy import EMBEDDING, TARGETS, LoRA
 from llama_core.errors import WeightsError
 from llama_core.models.hf import check_shapes
@@ -75,7 +74,7 @@ def peft_name(name: str) -> str:
 def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return the shape of every A and B by our names; empty for a model without adapters."""
     shapes: dict[str, tuple[int, int]] = {}
-    for name in parameter_shapes(spec):
+    for name in spec.parameter_shapes:
         path = name.removesuffix(".weight")
         if spec.lora is not None and name in spec.adapted:
             columns, rows = spec.target_shapes[matrix_name(path)]

@@ -6,8 +6,8 @@ from itertools import chain
 from pathlib import Path
 
 from llama_core.config.hugging_face import read_folder
-from llama_core.config.models import ModelSpec, RopeScaling
-from llama_core.config.parameters import parameter_shapes
+from llama_core.config.models import ModelSpec
+from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import check_weights, hugging_face_names, hugging_face_shapes
@@ -237,7 +237,7 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[Store
     _check_fixed(spec, theirs, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored = {
-        name: tuple(tensors[theirs] for theirs in hugging_face_names(name, spec)) for name in parameter_shapes(spec)
+        name: tuple(tensors[theirs] for theirs in hugging_face_names(name, spec)) for name in spec.parameter_shapes
     }
     for tensor in chain.from_iterable(stored.values()):
         if tensor.dtype not in FLOAT_BYTES:

@@ -21,15 +21,12 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import ModelSpec, weight_of
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
-from llama_core.models.moe import NUM_SUMS, Experts, mixtures, rearrange
+from llama_core.models.moe import NUM_SUMS, ExpertLinear, Experts, mixtures, rearrange
 from llama_core.planning.plan import ParallelPlan
 from llama_core.units import divisors
-
-_DIVIDED_DIMS = {"ep": {"w1": 0, "w2": 0, "w3": 0}, "tp": {"w1": 1, "w2": 2, "w3": 1}}
-"""The dim of each matrix of the experts that an axis of ranks divides."""
 
 
 def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
@@ -41,13 +38,17 @@ def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
         model: the model, or a part of it, on the meta device or with the same values on every rank.
         mesh: the ranks; it may lack the axis ep.
     """
-    axes = [axis for axis in _DIVIDED_DIMS if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1]
-    for mixture in mixtures(model) if axes else ():
-        for name, matrix in mixture.experts.named_children():
-            places = [Shard(_DIVIDED_DIMS[axis][name]) for axis in axes]
-            weight = distribute_tensor(matrix.get_parameter("weight"), mesh[tuple(axes)], places, src_data_rank=None)
+    axes = [axis for axis in ("ep", "tp") if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1]
+    if not axes:
+        return
+    for name, matrix in model.named_modules():
+        if isinstance(matrix, ExpertLinear):
+            dims = {"ep": 0, "tp": 1 if weight_of(f"{name}.weight").divided == "outputs" else 2}
+            places = [Shard(dims[axis]) for axis in axes]
+            weight = distribute_tensor(matrix.weight, mesh[tuple(axes)], places, src_data_rank=None)
             matrix.register_parameter("weight", nn.Parameter(weight))
-        if "ep" in axes:
+    if "ep" in axes:
+        for mixture in mixtures(model):
             mixture.run_experts = partial(run_experts_elsewhere, group=mesh.get_group("ep"))
 
 

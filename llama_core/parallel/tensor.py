@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: one table says how every matrix is divided over the ranks.
+"""Tensor and sequence parallelism: how every matrix is divided over the ranks.
 
 Attention and feed-forward divide the outputs of their first matrices and the inputs of their last one, so the ranks
 communicate twice: to gather the input, and to sum the output. With sequence parallelism, the residual stream between
@@ -11,7 +11,6 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 # Shape suffixes: B batch, S sequence, D model dim, V vocabulary
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -28,7 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llama_core.models.layers import Linear, LowRank, TokenEmbedding, local_part
+from llama_core.config.models import Division, is_of_experts, weight_of
+from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, TokenEmbedding, local_part
 from llama_core.models.llama import Llama, logits
 from llama_core.models.lora import AdaptedEmbedding
 from llama_core.models.loss import linear_cross_entropy
@@ -36,32 +36,29 @@ from llama_core.models.moe import MixtureOfExperts
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
 
 
-def tensor_parallel_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Return how each module of a model is divided, by name; ``*`` stands for every layer.
-
-    Experts in place of a feed-forward have the name ``experts``.
-    """
+def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Return how each module of ``model`` is divided, by name: one with a weight as the weight's row says."""
     stream = Shard(1) if sequence_parallel else Replicate()
-    norm = SequenceParallel() if sequence_parallel else Replicated()
-    return {
-        "tok_embeddings": VocabularyParallel(stream),
-        "layers.*.attention_norm": norm,
-        "layers.*.attention": PrepareModuleInput(
+    of_weights: dict[Division, ParallelStyle] = {
+        "vocabulary": VocabularyParallel(stream),
+        "outputs": Columns(),
+        "inputs": Rows(output_layouts=stream),
+        "stream": SequenceParallel() if sequence_parallel else Replicated(),
+    }
+    of_modules = {
+        Attention: PrepareModuleInput(
             input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
         ),
-        "layers.*.attention.wq": Columns(),
-        "layers.*.attention.wk": Columns(),
-        "layers.*.attention.wv": Columns(),
-        "layers.*.attention.wo": Rows(output_layouts=stream),
-        "layers.*.ffn_norm": norm,
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
-        "layers.*.feed_forward.w1": Columns(),
-        "layers.*.feed_forward.w2": Rows(output_layouts=stream),
-        "layers.*.feed_forward.w3": Columns(),
-        "experts": RoutedAlike(stream),
-        "norm": norm,
-        "output": VocabularyParallel(stream),
+        FeedForward: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        MixtureOfExperts: RoutedAlike(stream),
     }
+    modules = dict(model.named_modules())
+    styles = {name: of_modules[type(module)] for name, module in modules.items() if type(module) in of_modules}
+    for name in model.spec.parameter_shapes:
+        module, _, _ = name.rpartition(".")
+        if module in modules and not is_of_experts(name):  # a mixture divides its own
+            styles[module] = of_weights[weight_of(name).divided]
+    return styles
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -74,20 +71,18 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
         model: the model, or a part of it, on the meta device or with the same values on every rank.
         mesh: the tensor-parallel ranks.
         sequence_parallel: divide the residual stream along the sequence.
+
+    Raises:
+        NotImplementedError: if a weight has no row that says how it is divided.
     """
-    styles = tensor_parallel_styles(sequence_parallel=sequence_parallel)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    by_name = {name: styles.get(_kind(name, module)) for name, module in model.named_modules()}
-    parallelize_module(model, mesh, {name: style for name, style in by_name.items() if style is not None})
+    parallelize_module(model, mesh, tensor_parallel_styles(model, sequence_parallel=sequence_parallel))
     for name, parameter in model.named_parameters():  # these are new ones
+        if not isinstance(parameter, DTensor):
+            raise NotImplementedError(f"{name} is not divided: it has no row among the weights in config/models.py")
         parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
     model.head = partial(_head, mesh)
-
-
-def _kind(name: str, module: nn.Module) -> str:
-    """Return the name of a module in the table of styles."""
-    return "experts" if isinstance(module, MixtureOfExperts) else re.sub(r"^layers\.\d+\.", "layers.*.", name)
 
 
 class Columns(ColwiseParallel):

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llama_core.config.models import ModelSpec
-from llama_core.config.parameters import ROUTER, parameter_shapes
+from llama_core.config.models import ModelSpec, weight_of
 from llama_core.config.strategy import LoRA
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.models.hf import dense_name, hugging_face_names, hugging_face_shapes
@@ -91,7 +90,7 @@ class Pretrained:
         copied = stored.moe != spec.moe
         base = _Copied(_base(stored, origin)) if copied else _base(stored, origin)
         self._sources: dict[str, _Source] = dict.fromkeys(
-            (name for name in parameter_shapes(spec) if not (copied and ROUTER in name)), base
+            (name for name in spec.parameter_shapes if not (copied and weight_of(name).divided == "router")), base
         )
         if origin.adapters is not None:
             self._sources |= dict.fromkeys(names_beside_base(spec, origin), _adapters(spec, origin.adapters))
@@ -179,7 +178,7 @@ class _PerExpert:
 
     def __init__(self, source: _Source, spec: ModelSpec) -> None:
         self._source = source
-        self._shapes = parameter_shapes(spec)
+        self._shapes = spec.parameter_shapes
         self._places = {
             theirs: (name, expert)
             for name in self._shapes

@@ -6,7 +6,8 @@ import pytest
 
 from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hugging_face import is_folder, read_folder
-from llama_core.config.models import LinearScaling, ModelSpec
+from llama_core.config.models import ModelSpec
+from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 

@@ -1,6 +1,7 @@
 import pytest
 
-from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
+from llama_core.config.models import model_names, model_spec
+from llama_core.config.rope import LinearScaling, Llama3Scaling
 from llama_core.errors import ConfigError
 
 PARAMETERS = {

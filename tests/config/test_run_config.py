@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from llama_core.config.hardware import gpu_names
-from llama_core.config.models import LinearScaling, Llama3Scaling
 from llama_core.config.names import ALSO_CALLED
+from llama_core.config.rope import LinearScaling, Llama3Scaling
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.strict_yaml import parse_yaml
 from llama_core.errors import ConfigError

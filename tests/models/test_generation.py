@@ -11,7 +11,7 @@ from test_hf import hugging_face_config, load, model_with_large_weights, random_
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from llama_core.config.models import LinearScaling
+from llama_core.config.rope import LinearScaling
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.generation import Cache, Sampling, generate_tokens, up_to
 

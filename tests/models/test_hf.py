@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama_core.config.hugging_face import read_folder
-from llama_core.config.models import LinearScaling, Llama3Scaling, model_names, model_spec
-from llama_core.config.parameters import hugging_face_name, parameter_shapes
+from llama_core.config.models import hugging_face_name, model_names, model_spec
+from llama_core.config.rope import LinearScaling, Llama3Scaling
 from llama_core.errors import WeightsError
 from llama_core.models.hf import check_weights, config_json
 from llama_core.models.layers import rope_frequencies
@@ -179,7 +179,7 @@ def test_packed_documents_match_transformers_on_each_alone(name):
 def test_shapes_are_known_without_building_the_model(name):
     with torch.device("meta"):
         built = {name: tuple(parameter.shape) for name, parameter in Llama(model_spec(name)).named_parameters()}
-    assert list(parameter_shapes(model_spec(name)).items()) == list(built.items())
+    assert list(model_spec(name).parameter_shapes.items()) == list(built.items())
 
 
 def shapes_of_transformers(spec):
@@ -191,7 +191,7 @@ def test_names_and_shapes_match_transformers(name):
     spec = shrunk(name)
     shapes = shapes_of_transformers(spec)
     check_weights(spec, shapes, source="there")
-    ours = {hugging_face_name(name): shape for name, shape in parameter_shapes(spec).items()}
+    ours = {hugging_face_name(name): shape for name, shape in spec.parameter_shapes.items()}
     assert ours.items() <= shapes.items()
     assert ("lm_head.weight" in ours) == (not spec.tied_embeddings)
 
@@ -255,7 +255,7 @@ def test_weights_of_another_model_are_refused_in_one_line(change, complaint):
 
 def test_a_405b_checkpoint_with_16_key_value_heads_is_refused_for_its_head_count():
     spec = model_spec("llama3_405b")
-    first_release = parameter_shapes(replace(spec, num_kv_heads=16))
+    first_release = replace(spec, num_kv_heads=16).parameter_shapes
     theirs = {hugging_face_name(name): shape for name, shape in first_release.items()}
     with pytest.raises(WeightsError, match="16 key/value heads instead of 8"):
         check_weights(spec, theirs, source="there")

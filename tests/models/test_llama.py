@@ -131,8 +131,8 @@ def test_initial_weights_have_the_stated_moments_and_cut():
         assert weight.abs().max().item() <= expected[2] * (1 + 1e-6), name
 
 
-def test_a_vector_that_is_not_a_norms_gets_no_initial_values_by_accident():
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.attention\.wq\.bias has no initial values"):
+def test_a_weight_without_a_row_gets_no_initial_values_by_accident():
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.attention\.wq\.bias has no row among the weights"):
         initialize_parameter("layers.0.attention.wq.bias", torch.empty(4), TIED, seed=0)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_hf import model_with_large_weights, renamed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_core.config.models import LinearScaling
+from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.hf import config_json

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from llama_core.config.architecture import ArchitectureConfig
-from llama_core.config.models import LinearScaling
+from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingFailedError
 from llama_core.planning.plan import ParallelPlan

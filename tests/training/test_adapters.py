@@ -32,7 +32,7 @@ from test_weights import (
 from transformers import LlamaForCausalLM
 
 from llama_core.chain.export import export_run
-from llama_core.config.parameters import hugging_face_name
+from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
 from llama_core.models.pretrained import check_pretrained

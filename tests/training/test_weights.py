@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.export import export_run, only_one
-from llama_core.config.parameters import hugging_face_name, parameter_shapes
+from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
 from llama_core.models.hf import config_json
@@ -605,4 +605,4 @@ def test_one_process_reads_and_exports_a_checkpoint_of_two_deepspeed_ranks(tmp_p
         read = dict(filled(config.spec, source).named_parameters())
         for name, weight in weights.items():
             assert torch.equal(read[name], torch.from_numpy(weight)), name
-    assert weights.keys() == (set(adapter_shapes(config.spec)) or set(parameter_shapes(config.spec)))
+    assert weights.keys() == (set(adapter_shapes(config.spec)) or set(config.spec.parameter_shapes))

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from llama_core.config.parameters import parameter_shapes
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.transfers import PassTraffic, Traffic, merged
@@ -255,7 +254,7 @@ class Messages:
     def _trained_shapes(self) -> Iterator[tuple[int, ...]]:
         """Yield the shapes of the model's parameters that get gradients."""
         spec = self.spec
-        yield from (shape for name, shape in parameter_shapes(spec).items() if name in spec.trained_in_full)
+        yield from (shape for name, shape in spec.parameter_shapes.items() if name in spec.trained_in_full)
         if spec.lora is None:
             return
         for matrix in (*spec.adapted_tables, *(matrix for traits in spec.layers for matrix in traits.adapted)):

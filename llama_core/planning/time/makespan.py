@@ -60,8 +60,8 @@ def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_
     longer = _clock(plan, clocked + period, passes, hop)
     later_periods = (count - clocked) / period - 1
     more_work = longer.busy - shorter.busy
-    # Stages of unequal times wait less and less for each other (interleaved 1F1B still does after many units), so that the
-    # last period may seem to cost less than its work; every later one costs at least that.
+    # Stages of unequal times wait less and less for each other (in interleaved 1F1B still after many units), so that
+    # the last period may seem to cost less than its work. Every later one costs at least that.
     pace = max(longer.makespan - shorter.makespan, more_work)
     return Span(longer.makespan + later_periods * pace, longer.busy + later_periods * more_work)
 
