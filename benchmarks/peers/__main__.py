@@ -26,11 +26,11 @@ import torch
 
 from benchmarks.pages import rewrite_between
 from benchmarks.peers.turns import BATCHES, STEP
+from llama_core.config.hugging_face import config_json
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, worker_environment
 from llama_core.machine.detect import available_cores, cpu_model
-from llama_core.models.hf import config_json
 from llama_core.planning.time.step_time import flops_per_token
 from llama_core.training.measure import product_rate
 from llama_core.units import GIB

@@ -14,13 +14,13 @@ from typing import Any
 from uuid import uuid4
 
 from llama_core.chain.runs import find_checkpoint, load_config
+from llama_core.config.hugging_face import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.tokenizer import BYTES, load_tokenizer
 from llama_core.errors import CheckpointError, DataError, WeightsError
 from llama_core.imports import importing_torch
-from llama_core.models.hf import config_json
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, saved_run
 from llama_core.records.directory import RunDirectory
@@ -60,7 +60,7 @@ def export_run(
         run: a run that trains a full model or adapters, under any plan.
         out: a folder that does not exist or is empty.
         step: step of the checkpoint; by default the newest intact one.
-        dtype: one of ``hf.DTYPES``; training keeps its weights in fp32.
+        dtype: one of ``hugging_face.DTYPES``; training keeps its weights in fp32.
         merged: add the adapters to the weights that the run started from, and write a full model.
         tell: called with a line for each thing written or left out.
 

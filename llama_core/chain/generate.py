@@ -66,7 +66,7 @@ def generate(
         seed: repeats a draw.
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
         device: cpu or cuda; by default cuda if present.
-        dtype: dtype of the weights and of the arithmetic, one of ``hf.DTYPES``.
+        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
         tell: called with a line about what is generated from, and about each damaged checkpoint that is passed over.
 
     Raises:

@@ -147,3 +147,9 @@ class ArchitectureConfig(Section):
         traits = {"max_context": int(max_context * longer)} | given
         traits |= {"rope_scaling": scaling, "default_seq_len": min(spec.default_seq_len, traits["max_context"])}
         return replace(spec, **traits)
+
+
+_NOT_SET_HERE = {"name", "family", "default_seq_len", "lora", "moe", "trainable"}
+"""Traits that follow from the model's name, or have sections of their own."""
+if _NOT_SET_HERE | ArchitectureConfig.model_fields.keys() - {"recorded_from"} != _TRAITS:
+    raise NotImplementedError("a trait of ModelSpec has no key in ArchitectureConfig, so a run would not record it")

@@ -1,4 +1,4 @@
-"""Read the architecture of a Llama or Mixtral from the ``config.json`` of a Hugging Face folder, without transformers.
+"""Read and write the ``config.json`` of a Hugging Face folder: the architecture of a Llama or Mixtral.
 
 Keys have the meaning and the defaults of transformers' ``LlamaConfig`` or ``MixtralConfig``, in the spelling of
 version 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the
@@ -10,6 +10,7 @@ weights compute is refused. Other keys are ignored: ``attention_dropout``, ``ini
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -28,6 +29,10 @@ _THETA = 10_000.0
 """Default of ``rope_theta`` in transformers."""
 _MIXTRAL_THETA = 1_000_000.0
 """The same for Mixtral."""
+
+_ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes that weights can be written in, with transformers' names for them."""
 
 _Size = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
@@ -97,6 +102,59 @@ def read_folder(model: str) -> ModelSpec:
         instruct=_has_chat_template(folder),
         moe=config.moe,
     )
+
+
+def config_json(
+    spec: ModelSpec, dtype: str = "fp32", *, bos_id: int | None = None, eos_id: int | None = None
+) -> dict[str, Any]:
+    """Return ``config.json`` for transformers 4 and 5, with the rotary embedding and the dtype under both their keys.
+
+    Args:
+        spec: the architecture.
+        dtype: dtype of the weights beside it, one of ``DTYPES``.
+        bos_id: the token that begins a document; None if unknown.
+        eos_id: the token that ends a document; None if unknown.
+    """
+    scaling = None
+    if spec.rope_scaling is not None:
+        scaling = {_ROPE_KEYS.get(name, name): value for name, value in asdict(spec.rope_scaling).items()}
+    mixture: dict[str, Any] = {}
+    if spec.moe is not None:
+        mixture = {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": spec.moe.num_experts,
+            "num_experts_per_tok": spec.moe.experts_per_token,
+            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_context,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": spec.rope_theta} | (scaling or {"rope_type": "default"}),
+        "tie_word_embeddings": spec.tied_embeddings,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "dtype": DTYPES[dtype],
+        "torch_dtype": DTYPES[dtype],
+    } | mixture
 
 
 def _folder(model: str) -> Path:

@@ -8,11 +8,11 @@ import pytest
 import tokenizers
 from malformed import cases, changed, damaged, damaged_json, keep_the_law, naming, write
 
-from llama_core.config.hugging_face import read_folder
+from llama_core.config.hugging_face import config_json, read_folder
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.hf import config_json, hugging_face_shapes
+from llama_core.models.hf import hugging_face_shapes
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_shapes, peft_name
 from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.models.weight_files import INDEX, WHOLE, new_header, read_tensors

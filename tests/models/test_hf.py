@@ -6,11 +6,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from llama_core.config.hugging_face import read_folder
+from llama_core.config.hugging_face import config_json, read_folder
 from llama_core.config.models import hugging_face_name, model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling
 from llama_core.errors import WeightsError
-from llama_core.models.hf import check_weights, config_json
+from llama_core.models.hf import check_weights
 from llama_core.models.layers import rope_frequencies
 from llama_core.models.llama import Llama
 

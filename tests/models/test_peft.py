@@ -13,10 +13,10 @@ from test_hf import model_with_large_weights, renamed
 from test_pretrained import CONFIG, SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llama_core.config.hugging_face import config_json
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA
 from llama_core.errors import WeightsError
-from llama_core.models.hf import config_json
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_shapes, adapter_weights, peft_name
 from llama_core.models.pretrained import check_pretrained, origin_of
 from llama_core.records.checkpoints import STATE, checkpoint_name

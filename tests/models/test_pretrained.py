@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from test_hf import model_with_large_weights, renamed
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llama_core.config.hugging_face import config_json
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.hf import config_json
 from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.models.weight_files import read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name

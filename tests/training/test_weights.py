@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.export import export_run, only_one
+from llama_core.config.hugging_face import config_json
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
-from llama_core.models.hf import config_json
 from llama_core.models.llama import Llama, build_llama
 from llama_core.models.lora import with_adapters
 from llama_core.models.peft import adapter_shapes

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from llama_core.models.hf import DTYPES
+from llama_core.config.hugging_face import DTYPES
 from llama_core.records.directory import RunDirectory
 from training_infra.commands.command import RUN_DIR, Argument, Command
 from training_infra.flags import LONG_NAMES
