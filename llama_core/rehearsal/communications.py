@@ -46,8 +46,8 @@ from llama_core.rehearsal.call_order import (
     mismatches,
 )
 from llama_core.rehearsal.recorder import BACKEND, Recorder
+from llama_core.rehearsal.small_plan import shrunk
 from llama_core.rehearsal.trace import alone_among
-from llama_core.rehearsal.twin import shrunk
 from llama_core.schedules.actions import Action, Kind
 from llama_core.training import engine as native
 from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step

@@ -8,8 +8,8 @@ by about 1e-16, a mistake in dividing the work by far more.
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.dry_run import RankResult, rehearse
 from llama_core.rehearsal.rank_processes import run_ranks
+from llama_core.rehearsal.small_plan import shrunk
 from llama_core.rehearsal.trace import trace_steps
 from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
 from llama_core.training.optimizer import build_optimizer
-from llama_core.units import divisors, format_duration
+from llama_core.units import format_duration
 
 MAX_RANKS = 16
 TIMEOUT_S = 300
@@ -34,8 +35,6 @@ LARGEST_DIFFERENCE = 1e-8
 LARGEST_BYTES_DIFFERENCE = 0.05
 """The same for peak bytes. With tensor and pipeline parallelism combined, results of real collectives that nobody has
 waited for yet live a little longer than rehearsed ones, and are a few percent of a tiny model."""
-CUTS = (("dp_replicate", 2), ("dp_shard", 2), ("pp", 2), ("tp", 2), ("cp", 2), ("dp_replicate", 1))
-"""Which axes of a plan a twin cuts, in this order, and to how many ranks."""
 _SEED = 1
 
 
@@ -126,49 +125,6 @@ def twin(
         rehearsed_bytes=tuple(result.profile.peak_bytes for result in rehearsed),
         seconds=time.perf_counter() - started,
     )
-
-
-def shrunk(plan: ParallelPlan, max_ranks: int, cuts: Sequence[tuple[str, int]] = CUTS) -> ParallelPlan:
-    """Return ``plan`` with at most ``max_ranks`` ranks, few and small microbatches, and no setting that rounds.
-
-    Args:
-        plan: the plan.
-        max_ranks: most ranks.
-        cuts: axes to cut, one after the other while there are too many ranks, each with the ranks to leave.
-
-    Raises:
-        PlanError: if that is not enough.
-    """
-    small = replace(
-        plan,
-        num_microbatches=min(plan.num_microbatches, 2 * plan.pp),
-        microbatch_size=min(plan.microbatch_size, 2),
-        gradient_compression="none",
-        compile=False,
-    )
-    for axis, size in cuts:
-        if small.world_size > max_ranks and getattr(small, axis) > size:
-            small = _cut(small, axis, size)
-    if small.world_size > max_ranks:
-        raise PlanError(f"the twin of this plan needs {small.world_size} processes, more than {max_ranks}")
-    return small
-
-
-def _cut(plan: ParallelPlan, axis: str, size: int) -> ParallelPlan:
-    """Return ``plan`` with ``size`` ranks on an axis, and what follows from that."""
-    cut: dict[str, Any] = {axis: size}
-    if axis == "pp":  # the stages change; an interleaved pipeline needs as many microbatches for each of its ranks
-        num_microbatches = min(plan.num_microbatches, 2 * size)
-        cut |= {"recomputed_layers": None, "num_microbatches": num_microbatches + -num_microbatches % size}
-    if axis.startswith("dp"):
-        sizes = {"dp_shard": plan.dp_shard, "dp_replicate": plan.dp_replicate} | cut
-        cut["ep"] = max(ep for ep in divisors(plan.ep) if _divides_experts(ep, **sizes))
-    return replace(plan, **cut)
-
-
-def _divides_experts(ep: int, dp_shard: int, dp_replicate: int) -> bool:
-    """Return whether ``ep`` neighbours among these data-parallel ranks can divide experts."""
-    return dp_shard * dp_replicate % ep == 0 and 0 in {dp_shard % ep, ep % dp_shard}
 
 
 def _changes(plan: ParallelPlan, small: ParallelPlan) -> Iterator[str]:

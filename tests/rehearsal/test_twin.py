@@ -11,7 +11,8 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingFailedError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.rank_processes import run_ranks
-from llama_core.rehearsal.twin import _tiny_config, shrunk, twin
+from llama_core.rehearsal.small_plan import shrunk
+from llama_core.rehearsal.twin import _tiny_config, twin
 
 pytestmark = pytest.mark.wide
 
