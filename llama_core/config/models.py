@@ -199,11 +199,15 @@ class ModelSpec:
         """Return the shape of a weight in this model."""
         return tuple(getattr(self, size) for size in weight.shape)
 
+    def _weights_of_layer(self, *, sparse: bool) -> tuple[Weight, ...]:
+        """Return the weights of a layer with experts, or of a dense one, in the model's order."""
+        return (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD))
+
     def _weights(self) -> Iterator[tuple[str, Weight]]:
         """Yield every weight of the model with its whole name, without adapters or a tied head, in the model's order."""
         yield _EMBEDDING.name, _EMBEDDING
         for layer in range(self.num_layers):
-            for weight in (*_ATTENTION, *(_MIXTURE if self.has_experts(layer) else _FEED_FORWARD)):
+            for weight in self._weights_of_layer(sparse=self.has_experts(layer)):
                 yield f"layers.{layer}.{weight.name}", weight
         yield _FINAL_NORM.name, _FINAL_NORM
         if not self.tied_embeddings:
@@ -218,7 +222,7 @@ class ModelSpec:
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
         """Columns and rows of each matrix of a dense layer, by Hugging Face's names."""
         shapes: dict[str, tuple[int, int]] = {}
-        for weight in (*_ATTENTION, *_FEED_FORWARD):
+        for weight in self._weights_of_layer(sparse=False):
             match self.shape_of(weight):
                 case rows, columns:
                     shapes[weight.theirs.split(".")[-2]] = (columns, rows)
@@ -238,7 +242,7 @@ class ModelSpec:
     @cached_property
     def layer_parameters(self) -> int:
         """All parameters of one dense layer, without adapters."""
-        return sum(math.prod(self.shape_of(weight)) for weight in (*_ATTENTION, *_FEED_FORWARD))
+        return sum(math.prod(self.shape_of(weight)) for weight in self._weights_of_layer(sparse=False))
 
     @cached_property
     def expert_parameters(self) -> int:
