@@ -56,8 +56,9 @@ from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, StepResult,
 from llama_core.training.flash import activate_flash_attention
 from llama_core.training.measure import ActionClock, MemoryMeter, StepClock, product_rate, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
-from llama_core.training.optimizer import LossScale, learning_rate
+from llama_core.training.optimizer import LossScale
 from llama_core.training.profile import profiled
+from llama_core.training.rates import learning_rate
 from llama_core.training.spikes import BadStep, Spikes
 from llama_core.training.weights import Pretrained
 
