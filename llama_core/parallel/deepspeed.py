@@ -45,6 +45,7 @@ from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.models.saved_tensors import only_tensors
+from llama_core.optimizers.traits import RATE
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import check_started, is_first_rank, on_first_rank
@@ -229,7 +230,7 @@ class DeepSpeedModel:
         optimizer = self.engine.optimizer
         optimizer.clip_grad = max_grad_norm
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get(RATE, 1.0)
         self.engine.step()
         grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return Update(grad_norm, torch.tensor(self.engine.was_step_applied()))

@@ -18,6 +18,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
+from llama_core.optimizers.traits import RATE
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
@@ -169,7 +170,7 @@ class NativeEngine:
         optimizer.grad_scale = (loss_scale / clipped).float()
         optimizer.found_inf = (~updated).float()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get(RATE, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.parallel.weights_changed()

@@ -1,52 +1,52 @@
-"""AdamW with weight-decay groups, and the loss scale."""
+"""Builds the optimizer that a run asks for, over groups of parameters; and the loss scale."""
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from llama_core.config.settings import TrainingConfig
-from llama_core.models.layers import local_part
+from llama_core.optimizers.registry import optimizer_type
+from llama_core.optimizers.traits import RATE
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW that updates this rank's part of each parameter; its moments are sharded like the parameters.
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
+    """Return the optimizer that ``training`` names, over ``model``'s trainable parameters.
 
-    Gradients are placed like their parameters, so no communication is needed. ``DTensor`` would nevertheless look at
-    the placements of every tensor in every step, and would need a kernel for each mesh.
+    Raises:
+        TypeError: if its step does not heed ``grad_scale`` and ``found_inf``, by which the engine clips and skips
+            without waiting for the device. torch's fused optimizers do.
     """
+    build = import_module(optimizer_type(training.optimizer).built_in).build
+    optimizer: Optimizer = build(parameter_groups(model, training), training)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise TypeError(f"the step of {training.optimizer} has to heed grad_scale and found_inf, as fused ones do")
+    return optimizer
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for tensors in lists:
-            tensors[:] = map(local_part, tensors)
-        return has_complex
 
+def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
+    """Return ``model``'s trainable parameters in torch's groups, by weight decay and learning rate.
 
-def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
-
-    Norms are recognised by their module, because at DeepSpeed's stage 3 a parameter has no shape. The fused kernel
-    needs no temporaries and is the fastest on both CUDA and CPU.
+    Matrices are decayed, norm vectors are not. Norms are recognised by their module, because at DeepSpeed's stage 3 a
+    parameter has no shape.
     """
+    kind = optimizer_type(training.optimizer)
+    decay = training.weight_decay if "weight_decay" in kind.keys else 0.0
     norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
-    groups: dict[float, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
+    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[0.0 if id(parameter) in norms else training.weight_decay].append(parameter)
-    is_divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    optimizer = LocalAdamW if is_divided else torch.optim.AdamW  # DeepSpeed accepts torch's own class alone
-    return optimizer(
-        [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()],
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        eps=training.epsilon,
-        fused=True,
-    )
+            groups[0.0 if id(parameter) in norms else decay, kind.rate(name)].append(parameter)
+    return [
+        # checkpoints hold all values of a group: without rates of its own, an optimizer's have none
+        {"params": parameters, "weight_decay": own_decay} | ({RATE: rate} if kind.rates else {})
+        for (own_decay, rate), parameters in groups.items()
+    ]
 
 
 @dataclass

@@ -129,13 +129,14 @@ class _Pipeline:
     def _states_of(self, hosted: Iterable[StageSnapshots]) -> dict[Category, int]:
         """Return the bytes of weights, gradients and moments between steps."""
         weights = [stage.weights for stage in hosted]
-        shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        updated = ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        shard = FP32_BYTES * updated
         frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
         narrow = ceil(frozen) + sum(own.cast for own in weights)
         return {
             "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow,
             "gradients": 0 if self.plan.offload != "none" else shard,
-            "moments": 0 if self.plan.offload != "none" else 2 * shard,
+            "moments": 0 if self.plan.offload != "none" else self.work.optimizer.state_bytes * updated,
         }
 
     def _held_outside(self, hosted: Sequence[StageSnapshots], held: Held) -> int:

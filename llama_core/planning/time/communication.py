@@ -53,6 +53,7 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
     yield from messages.heads_gathered_again(schedule.actions[pp_rank])
     yield from messages.partial_gradients_per_step(pp_rank)
     yield from messages.shared_gradients(pp_rank)
+    yield from messages.update(pp_rank)
     yield messages.hop.times(sum(map(schedule.is_sent, schedule.actions[pp_rank])))
 
 
@@ -303,6 +304,19 @@ class Messages:
             yield Traffic(
                 "all_reduce", "pp", 2, 1, self.work.embedding.program.num_trained / self.num_shards * FP32_BYTES
             )
+
+    def update(self, pp_rank: int) -> Iterator[Traffic]:
+        """Yield what the optimizer gathers from the ranks that shard a weight, one transfer per group of weights."""
+        num_bytes = self.work.optimizer.gathered_bytes
+        if not num_bytes:
+            return
+        for stage in self.placement[pp_rank]:
+            for num_ranks, groups in (
+                (self.num_shards, self.trained_groups(stage)),
+                (self.num_expert_shards, self.expert_groups(stage)),
+            ):
+                whole = num_bytes * sum(groups)
+                yield Traffic("all_gather", "shard", num_ranks, len(groups), whole)
 
 
 def _factored(shape: tuple[int, ...]) -> int:
