@@ -1,13 +1,13 @@
 """torch's optimizers on this rank's part of each parameter."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llama_core.models.layers import local_part
 
-OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
+Kind = TypeVar("Kind", bound=Optimizer)
 
 
 class OnLocalParts(Optimizer):
@@ -27,12 +27,11 @@ class OnLocalParts(Optimizer):
         return is_unusual
 
 
-def on_local_parts(optimizer: OptimizerClass, groups: list[dict[str, Any]]) -> OptimizerClass:
+def on_local_parts(kind: type[Kind], groups: list[dict[str, Any]]) -> type[Kind]:
     """Return the class that updates these groups of parameters: torch's own, unless ranks divide some of them.
 
     DeepSpeed, which divides them itself, accepts torch's own class alone.
     """
     if not any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
-        return optimizer
-    local: Any = type(f"Local{optimizer.__name__}", (OnLocalParts, optimizer), {})
-    return local
+        return kind
+    return cast("type[Kind]", type(f"Local{kind.__name__}", (OnLocalParts, kind), {}))

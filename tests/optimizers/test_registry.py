@@ -1,0 +1,78 @@
+from functools import partial
+
+import pytest
+import torch
+from gathering_optimizer import NORMALISED
+from toy_optimizer import ADAGRAD
+from torch import nn
+
+from llama_core.config.run import TrainingConfig
+from llama_core.errors import ConfigError
+from llama_core.optimizers.registry import (
+    DEFAULT_OPTIMIZER,
+    OPTIMIZERS,
+    optimizer_keys,
+    optimizer_names,
+    optimizer_type,
+)
+from llama_core.optimizers.traits import WEIGHT_BYTES, OptimizerType, State
+from llama_core.training.optimizer import build_optimizer
+
+
+@pytest.fixture(params=[*OPTIMIZERS.values(), ADAGRAD, NORMALISED], ids=lambda kind: kind.name)
+def kind(request, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, request.param.name, request.param)
+    return request.param
+
+
+def updated(kind):
+    model = nn.Linear(16, 8, bias=False)
+    optimizer = build_optimizer(model, TrainingConfig(optimizer=kind.name))
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    optimizer.step()
+    return model.weight, optimizer
+
+
+def test_an_optimizer_makes_the_states_of_its_row_and_a_count_of_steps_at_most(kind):
+    weight, optimizer = updated(kind)
+    per_parameter = {name: state.nbytes / weight.numel() for name, state in optimizer.state[weight].items()}
+    assert per_parameter.pop("step", 0) <= WEIGHT_BYTES / weight.numel()
+    assert per_parameter == {state.name: state.num_bytes for state in kind.states}
+
+
+def test_an_update_moves_at_least_the_gradient_the_weight_and_every_state(kind):
+    assert kind.read_bytes >= 2 * WEIGHT_BYTES
+    assert kind.written_bytes >= WEIGHT_BYTES
+    assert kind.moved_bytes <= 3 * WEIGHT_BYTES + 2 * kind.state_bytes
+    assert kind.saved_bytes == WEIGHT_BYTES + kind.state_bytes
+
+
+def test_the_settings_of_an_optimizer_are_keys_of_training(kind):
+    assert set(kind.keys) <= set(optimizer_keys()) <= set(TrainingConfig.model_fields)
+
+
+def test_adamw_is_the_default_and_has_sixteen_bytes_with_its_gradient():
+    assert DEFAULT_OPTIMIZER == TrainingConfig().optimizer == "adamw"
+    assert optimizer_type("adamw").saved_bytes + WEIGHT_BYTES == 16
+
+
+def test_an_unknown_optimizer_is_refused_with_the_names_of_the_known_ones():
+    with pytest.raises(ConfigError, match=r"training\.optimizer=adam is not one of adamw; did you mean 'adamw'\?"):
+        optimizer_type("adam")
+    assert optimizer_names() == ("adamw",)
+
+
+def test_the_first_pattern_that_fits_a_name_gives_its_rate_and_the_others_have_that_of_the_run():
+    rated = partial(OptimizerType, "rated", built_in="", states=(State("sum"),), read_bytes=12, written_bytes=8)
+    kind = rated(rates=(("*.attention_norm.*", 2.0), ("*norm.weight", 3.0)))
+    names = ("layers.0.attention_norm.weight", "norm.weight", "output.weight")
+    assert [kind.rate(name) for name in names] == [2.0, 3.0, 1.0]
+
+
+def test_an_optimizer_that_cannot_skip_a_step_on_the_device_is_refused(monkeypatch):
+    slow = OptimizerType("slow", built_in="toy_optimizer", states=(), read_bytes=8, written_bytes=4)
+    monkeypatch.setitem(OPTIMIZERS, slow.name, slow)
+    monkeypatch.setattr("toy_optimizer.build", lambda groups, training: torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(TypeError, match="the step of slow has to heed grad_scale and found_inf"):
+        build_optimizer(nn.Linear(2, 2), TrainingConfig(optimizer="slow"))
