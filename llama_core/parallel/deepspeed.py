@@ -103,6 +103,7 @@ def deepspeed_config(
         "zero_optimization": zero,
         # the same AdamW as without DeepSpeed; DeepSpeed's own must be compiled where it runs
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,  # each optimizer says itself whether it runs here
         "steps_per_print": None,
     }
 

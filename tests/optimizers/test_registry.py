@@ -1,10 +1,11 @@
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
 from gathering_optimizer import NORMALISED
-from toy_optimizer import ADAGRAD
 from torch import nn
+from toy_optimizer import SIGNUM
 
 from llama_core.config.run import TrainingConfig
 from llama_core.errors import ConfigError
@@ -19,26 +20,52 @@ from llama_core.optimizers.traits import WEIGHT_BYTES, OptimizerType, State
 from llama_core.training.optimizer import build_optimizer
 
 
-@pytest.fixture(params=[*OPTIMIZERS.values(), ADAGRAD, NORMALISED], ids=lambda kind: kind.name)
+KINDS = [*OPTIMIZERS.values(), SIGNUM, NORMALISED]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
 def kind(request, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, request.param.name, request.param)
     return request.param
 
 
-def updated(kind):
-    model = nn.Linear(16, 8, bias=False)
-    optimizer = build_optimizer(model, TrainingConfig(optimizer=kind.name))
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(16, 8, bias=False), nn.RMSNorm(8))
+
+
+def step(optimizer, gradient, *, scale=1.0, skipped=False):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(float(skipped))
     optimizer.step()
-    return model.weight, optimizer
 
 
-def test_an_optimizer_makes_the_states_of_its_row_and_a_count_of_steps_at_most(kind):
-    weight, optimizer = updated(kind)
-    per_parameter = {name: state.nbytes / weight.numel() for name, state in optimizer.state[weight].items()}
-    assert per_parameter.pop("step", 0) <= WEIGHT_BYTES / weight.numel()
-    assert per_parameter == {state.name: state.num_bytes for state in kind.states}
+def everything(model, optimizer):
+    states = [state for states in optimizer.state.values() for state in states.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
+
+
+def test_an_optimizer_makes_the_states_of_its_row_and_a_count_of_steps_at_most(kind, model):
+    optimizer = build_optimizer(model, TrainingConfig(optimizer=kind.name))
+    step(optimizer, 1.0)
+    for parameter in model.parameters():
+        sizes = {name: state.nbytes / parameter.numel() for name, state in optimizer.state[parameter].items()}
+        assert sizes.pop("step", 0) <= WEIGHT_BYTES / parameter.numel()
+        assert sizes == {state.name: state.num_bytes for state in kind.states}
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS.values(), SIGNUM], indirect=True, ids=lambda kind: kind.name)
+def test_a_step_divides_by_the_scale_and_a_skipped_one_changes_nothing(kind, model):
+    one, other = (deepcopy(model) for _ in range(2))
+    scaled, plain = (build_optimizer(part, TrainingConfig(optimizer=kind.name)) for part in (one, other))
+    step(scaled, 6.0, scale=2.0)
+    step(plain, 3.0)
+    before = everything(one, scaled)
+    torch.testing.assert_close(before, everything(other, plain), rtol=0, atol=0)
+    step(scaled, torch.nan, skipped=True)
+    torch.testing.assert_close(everything(one, scaled), before, rtol=0, atol=0)
 
 
 def test_an_update_moves_at_least_the_gradient_the_weight_and_every_state(kind):

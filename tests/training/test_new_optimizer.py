@@ -1,6 +1,8 @@
 """An optimizer that is a row and a function trains, and its states are saved and restored, on one rank and on two."""
 
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from toy_optimizer import ADAGRAD
+from toy_optimizer import SIGNUM
 
 from llama_core.config.run import RunConfig, TrainingConfig
 from llama_core.models.batch import Batch
@@ -31,7 +33,7 @@ SHARDED = ParallelPlan(dp_shard=2, zero_stage=1, microbatch_size=ROWS // 2)
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, ADAGRAD.name, ADAGRAD)
+    monkeypatch.setitem(OPTIMIZERS, SIGNUM.name, SIGNUM)
 
 
 class OneBatch:
@@ -57,11 +59,11 @@ def trainer(path, plan, steps, **training):
         {
             "architecture": {"hidden_size": 32, "num_layers": 2, "head_dim": 8, "ffn_size": 64, "vocab_size": 128},
             "training": {
-                "optimizer": "adagrad",
+                "optimizer": "signum",
                 "batch_size": ROWS,
                 "seq_len": SEQ_LEN,
                 "precision": "fp32",
-                "learning_rate": 0.01,
+                "learning_rate": 0.002,
                 "lr_schedule": "constant",
                 "checkpoint_every": 3,
             }
@@ -109,22 +111,39 @@ def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, tmp_path)
         read_metrics(RunDirectory(tmp_path / name)).column("loss").to_pylist() for name in ("undisturbed", "resumed")
     )
     assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     assert again == losses
-    assert {name.split()[1] for name in undisturbed} == {"weight", "sum", "step"}
+    assert {name.split()[1] for name in undisturbed} == {"weight", "momentum"}
     assert undisturbed.keys() == resumed.keys()
     for name, tensor in undisturbed.items():
         assert np.array_equal(resumed[name], tensor), name
 
 
-def test_ranks_that_shard_the_states_learn_what_one_learns(tmp_path):
-    one = train_under(tmp_path / "one", ALONE, 3)
-    two = train_under(tmp_path / "two", SHARDED, 3)
-    for name, tensor in one.items():
-        np.testing.assert_allclose(two[name], tensor, rtol=1e-3, atol=1e-5)  # another order of sums, in fp32
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SHARDED,
+        replace(SHARDED, zero_stage=1, zero_backend="deepspeed", offload="optimizer"),
+        replace(SHARDED, zero_stage=3, zero_backend="deepspeed"),
+    ],
+    ids=lambda plan: f"{plan.zero_backend}-{plan.zero_stage}-{plan.offload}",
+)
+def test_ranks_that_shard_the_states_learn_what_one_learns_also_when_resumed(plan, tmp_path):
+    run_ranks(2, losses_of, tmp_path / "two", plan, 4)
+    losses = run_ranks(2, losses_of, tmp_path / "two", plan, 6)[0]
+    # in another order, sums of fp32 differ in their last bits, which decide some signs
+    assert losses == pytest.approx(losses_of(tmp_path / "one", ALONE, 6), rel=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adamw"])
+def losses_of(path, plan, steps):
+    """Train or go on to step ``steps``, and return every loss."""
+    toy_optimizer.register()
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # DeepSpeed says much
+        trainer(path, plan, steps).fit()
+    return read_metrics(RunDirectory(path)).column("loss").to_pylist()
+
+
+@pytest.mark.parametrize("optimizer", ["signum", "adamw"])
 def test_a_checkpoint_is_as_large_as_the_row_says(optimizer, tmp_path):
     one = trainer(tmp_path / "run", ALONE, 1, optimizer=optimizer)
     one.fit()
@@ -135,12 +154,12 @@ def test_a_checkpoint_is_as_large_as_the_row_says(optimizer, tmp_path):
     ]
     saved = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
     assert (
-        saved == one.config.checkpoint_bytes == {"adagrad": 8, "adamw": 12}[optimizer] * one.config.spec.num_parameters
+        saved == one.config.checkpoint_bytes == {"signum": 8, "adamw": 12}[optimizer] * one.config.spec.num_parameters
     )
 
 
 def test_a_group_learns_at_the_rate_that_the_row_gives_it(tmp_path):
-    """The first update of Adagrad is the rate times the sign of the gradient; the constant schedule begins at once."""
+    """An update of Signum is the rate times a sign; the constant schedule begins at once."""
     one = trainer(tmp_path / "run", ALONE, 1, weight_decay=0.0)
     before = {name: parameter.detach().clone() for name, parameter in one.engine.model.named_parameters()}
     one.fit()
@@ -149,12 +168,12 @@ def test_a_group_learns_at_the_rate_that_the_row_gives_it(tmp_path):
         for name, parameter in one.engine.model.named_parameters()
     }
     assert moved["norm.weight"] == pytest.approx(4 * moved["tok_embeddings.weight"], rel=0.01)
-    assert moved["tok_embeddings.weight"] == pytest.approx(0.01, rel=0.01)
+    assert moved["tok_embeddings.weight"] == pytest.approx(0.002)
 
 
 def test_an_optimizer_that_takes_no_decay_decays_nothing(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "adagrad", replace(ADAGRAD, keys=()))
-    (group,) = build_optimizer(nn.Linear(2, 2), TrainingConfig(optimizer="adagrad")).param_groups
+    monkeypatch.setitem(OPTIMIZERS, "signum", replace(SIGNUM, keys=()))
+    (group,) = build_optimizer(nn.Linear(2, 2), TrainingConfig(optimizer="signum")).param_groups
     assert group["weight_decay"] == 0.0
 
 
