@@ -19,7 +19,6 @@ from llama_core.optimizers.registry import (
 from llama_core.optimizers.traits import WEIGHT_BYTES, OptimizerType, State
 from llama_core.training.optimizer import build_optimizer
 
-
 KINDS = [*OPTIMIZERS.values(), SIGNUM, NORMALISED]
 
 
