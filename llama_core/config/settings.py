@@ -160,7 +160,7 @@ class TrainingConfig(Section):
     """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling), fp32, or fp8 (for the products of the blocks, on an
     L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
     optimizer: OptimizerName = DEFAULT_OPTIMIZER
-    """How gradients change the weights, and what is kept for that from step to step: adamw."""
+    """Rule that updates the weights from their gradients: a name in `llama_core/optimizers/registry.py`."""
     learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"

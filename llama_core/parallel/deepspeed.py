@@ -1,9 +1,9 @@
 """The second ZeRO backend, DeepSpeed: it shards like ``zero.Sharded``, and can keep its shards in host memory.
 
-DeepSpeed owns the weights, gradients and moments, so it replaces all of ``apply.ParallelModel``, not only its data
-parallelism. Only this file knows DeepSpeed.
+DeepSpeed owns the weights, gradients and optimizer states, so it replaces all of ``apply.ParallelModel``, not only its
+data parallelism. Only this file knows DeepSpeed.
 
-Bytes per parameter that a rank of N holds between steps, where w is 2 in bf16 and 4 in fp32:
+Bytes per parameter that a rank of N holds between steps with AdamW, where w is 2 in bf16 and 4 in fp32:
 
 ====== ================================================== ==============================================
 stage  held                                               also, from the first to the last backward
@@ -250,7 +250,7 @@ class DeepSpeedModel:
         return float(self._sum_over_ranks(total)), int(self._num_targets(microbatches))
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
-        """Write the weights and moments of all ranks to ``folder``; they are written when this returns.
+        """Write the weights and optimizer states of all ranks to ``folder``; they are written when this returns.
 
         The future's result on the first rank is the checksum of every file that DeepSpeed writes, by its path in
         ``folder``.

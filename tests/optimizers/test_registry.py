@@ -84,9 +84,9 @@ def test_adamw_is_the_default_and_has_sixteen_bytes_with_its_gradient():
 
 
 def test_an_unknown_optimizer_is_refused_with_the_names_of_the_known_ones():
-    with pytest.raises(ConfigError, match=r"training\.optimizer=adam is not one of adamw; did you mean 'adamw'\?"):
-        optimizer_type("adam")
-    assert optimizer_names() == ("adamw",)
+    known = ", ".join(optimizer_names())
+    with pytest.raises(ConfigError, match=rf"training\.optimizer=adamx is not one of {known}; did you mean 'adamw'"):
+        optimizer_type("adamx")
 
 
 def test_the_first_pattern_that_fits_a_name_gives_its_rate_and_the_others_have_that_of_the_run():

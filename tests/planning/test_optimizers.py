@@ -14,7 +14,10 @@ from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import search
+from llama_core.planning.search.candidates import Candidates
+from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.search.leanest import NothingFitsError, least_devices
+from llama_core.planning.search.lower_bounds import Bounds
 from llama_core.planning.time.communication import communication
 from llama_core.planning.time.compute import MEMORY_SHARE
 from llama_core.planning.time.parts import HOST_BANDWIDTH
@@ -101,6 +104,19 @@ def test_an_update_that_gathers_sends_between_the_ranks_that_shard_and_takes_tim
 def test_an_update_that_gathers_sends_nothing_where_nobody_shards():
     for plan in (ParallelPlan(), ZERO[0]):
         assert communication(work(NORMALISED, plan)) == communication(work(SIGNUM, plan))
+
+
+def test_the_bounds_of_a_search_count_the_states_of_the_row():
+    """Otherwise it discards plans that fit, or tries many that do not."""
+    overrides = ("parallel.gpus=4", "training.batch_size=4", "parallel.tp=1", "parallel.pp=1")
+    configs = [request(kind.name, *overrides) for kind in (SIGNUM, ADAMW)]
+    lean, full = (Bounds(Candidates(config, H100), Fitting(config, None), lambda plan: None) for config in configs)
+    variants = list(lean.candidates.variants())
+    assert {variant.sharding.zero_stage for variant in variants} == {0, 1, 2, 3}
+    for variant in variants:
+        shards = 4 // variant.sharding.dp_replicate if variant.sharding.zero_stage else 1
+        layers = full.spec.num_layers * full.spec.layer_parameters
+        assert full._states(variant) - lean._states(variant) == 4 * layers / shards
 
 
 def test_fewer_states_need_fewer_devices():

@@ -5,6 +5,7 @@ from gathering_optimizer import NORMALISED
 from toy_optimizer import SIGNUM
 
 from llama_core.config.run import RunConfig
+from llama_core.optimizers.adamw import ADAMW
 from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import ParallelPlan
@@ -21,6 +22,9 @@ PLANS = {
 }
 
 
+KINDS = (ADAMW, SIGNUM)
+
+
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
     for kind in (SIGNUM, NORMALISED):
@@ -32,9 +36,10 @@ def request(optimizer, plan):
     return RunConfig.from_mapping({"model": "tiny_llama3_50m", "training": training})
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_the_estimate_of_another_optimizer_is_what_its_rehearsal_counts(plan):
-    config = request("signum", plan)
+def test_the_estimate_of_an_optimizer_is_what_its_rehearsal_counts(plan, kind):
+    config = request(kind.name, plan)
     for rank in rehearse(config, plan).ranks:
         estimated = estimate_memory(Work.of(config, plan), pp_rank=rank.pp_rank)
         assert estimated.peak_bytes == pytest.approx(rank.profile.peak_bytes, rel=0.01)
