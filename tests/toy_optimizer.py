@@ -30,7 +30,7 @@ class Signum(LocalOptimizer):
 
 
 def build(groups, training):
-    return Signum(groups, ["momentum"], lr=training.learning_rate, beta=training.beta1)
+    return Signum(SIGNUM, groups, lr=training.learning_rate, beta=training.beta1)
 
 
 def register(optimizer=SIGNUM):

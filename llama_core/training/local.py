@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from llama_core.models.layers import local_part
+from llama_core.optimizers.traits import OptimizerType
 
 Kind = TypeVar("Kind", bound=Optimizer)
 
@@ -47,8 +48,8 @@ class LocalOptimizer(Optimizer):
     ``grad_scale``, and to change nothing if ``found_inf`` is 1, without waiting for the device to know.
 
     Args:
+        kind: its row; its states begin at zero.
         groups: groups of parameters, each with its settings.
-        states: names of its states, which begin at zero.
         defaults: settings of groups that have none of their own, such as ``lr``.
     """
 
@@ -57,9 +58,9 @@ class LocalOptimizer(Optimizer):
     """None in DeepSpeed, which scales and skips by itself."""
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], states: Sequence[str], **defaults: Any) -> None:
+    def __init__(self, kind: OptimizerType, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, defaults)
-        self._states = tuple(states)
+        self.kind = kind
 
     def update(
         self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], group: dict[str, Any], happens: Tensor
@@ -69,7 +70,7 @@ class LocalOptimizer(Optimizer):
         Args:
             weight: this rank's part of a parameter.
             gradient: its gradient, which may be overwritten.
-            states: its states, in the order of their names.
+            states: its states, in the order of the row.
             group: the settings of its group.
             happens: 1, or 0 if the step is skipped: a factor of every change.
         """
@@ -85,9 +86,9 @@ class LocalOptimizer(Optimizer):
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         kept = self.state[parameter]
-        for name in self._states:
-            if name not in kept:
-                kept[name] = torch.zeros_like(parameter)
+        for state in self.kind.states:
+            if state.name not in kept:
+                kept[state.name] = torch.zeros_like(parameter)
         gradient = local_part(cast("Tensor", parameter.grad))
         happens = torch.ones((), dtype=gradient.dtype, device=gradient.device)
         if self.grad_scale is not None:
@@ -95,5 +96,5 @@ class LocalOptimizer(Optimizer):
         if self.found_inf is not None:
             gradient.masked_fill_(self.found_inf.bool(), 0)  # zero times what is not finite would not be zero
             happens -= self.found_inf
-        states = [local_part(kept[name]) for name in self._states]
+        states = [local_part(kept[state.name]) for state in self.kind.states]
         self.update(local_part(parameter), gradient, states, group, happens)

@@ -307,16 +307,15 @@ class Messages:
 
     def update(self, pp_rank: int) -> Iterator[Traffic]:
         """Yield what the optimizer gathers from the ranks that shard a weight, one transfer per group of weights."""
-        num_bytes = self.work.optimizer.gathered_bytes
-        if not num_bytes:
+        if not self.work.optimizer.gathered_bytes:
             return
         for stage in self.placement[pp_rank]:
-            for num_ranks, groups in (
-                (self.num_shards, self.trained_groups(stage)),
-                (self.num_expert_shards, self.expert_groups(stage)),
-            ):
-                whole = num_bytes * sum(groups)
-                yield Traffic("all_gather", "shard", num_ranks, len(groups), whole)
+            yield self._gathered_in_update(self.trained_groups(stage), self.num_shards)
+            yield self._gathered_in_update(self.expert_groups(stage), self.num_expert_shards)
+
+    def _gathered_in_update(self, groups: tuple[int, ...], num_ranks: int) -> Traffic:
+        num_bytes = self.work.optimizer.gathered_bytes * sum(groups)
+        return Traffic("all_gather", "shard", num_ranks, len(groups), num_bytes)
 
 
 def _factored(shape: tuple[int, ...]) -> int:
