@@ -16,6 +16,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json
 from llama_core.records.goodput import read_goodput
 from llama_core.records.metrics import read_heartbeat
+from llama_core.training.rates import learning_rate
 
 
 def describe(run: RunDirectory) -> str:
@@ -104,8 +105,6 @@ def say_extension(run: RunDirectory) -> None:
     total = training.steps
     if newest is None or total is None or total == newest.total_steps:
         return
-    from llama_core.training.optimizer import learning_rate  # brings torch, which few runs need here
-
     step = newest_step(run)
     after = f"{learning_rate(step + 1, training, total):.2e} at step {step + 1}"
     change = after

@@ -23,7 +23,6 @@ from llama_core.launch.verdict import RESUME
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import read_activity
 from llama_core.records.checkpoints import (
-    BYTES_PER_TRAINED_PARAMETER,
     MANIFEST,
     STATE,
     checkpoint_name,
@@ -217,7 +216,7 @@ def _checkpoints(run: RunDirectory, read: bool) -> Iterator[CheckpointFinding]:
 
 def _disk(run: RunDirectory, config: RunConfig, state: State, good: Sequence[CheckpointFinding]) -> Fact:
     free = shutil.disk_usage(run.path).free
-    needed = good[-1].num_bytes if good else BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
+    needed = good[-1].num_bytes if good else config.checkpoint_bytes
     inodes = os.statvfs(run.path)
     if inodes.f_files and inodes.f_favail < FEW_INODES:
         text = f"{format_bytes(free)} free, but only {inodes.f_favail:,} of {inodes.f_files:,} inodes: remove files"

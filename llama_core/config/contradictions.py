@@ -5,7 +5,7 @@ of all settings that take part: an error names the file of the configuration unl
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec, matches
@@ -13,6 +13,7 @@ from llama_core.config.section import Section
 from llama_core.config.settings import MOST_LAYERS, LaunchConfig, ParallelConfig, StrategyName, TrainingConfig
 from llama_core.config.strategy import PARTS, LoRA
 from llama_core.errors import Problem
+from llama_core.optimizers.registry import optimizer_keys, optimizer_type
 from llama_core.units import divisors
 
 _NAMED = ("model", "training.init_from")
@@ -180,6 +181,29 @@ def endless_warmup(training: TrainingConfig) -> Iterator[Problem]:
     steps = training.steps
     if warmup is not None and steps is not None and warmup > steps:
         yield _wrong("training.warmup_steps", warmup, f" is above training.steps={steps}", "training.steps")
+
+
+def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[Problem]:
+    """Yield which settings belong to another optimizer than the run's.
+
+    Args:
+        training: the settings.
+        tuned: those of them with a default of fine-tuning, which nobody has asked for.
+    """
+    taken = optimizer_type(training.optimizer).keys
+    for key in optimizer_keys():
+        value = getattr(training, key)
+        if key not in taken and key not in tuned and value != TrainingConfig.model_fields[key].default:
+            takes = f"takes {', '.join(taken)}" if taken else "takes no settings of its own"
+            text = f" has no effect, because training.optimizer={training.optimizer} {takes}; leave it out"
+            yield _wrong(f"training.{key}", value, text, "training.optimizer")
+
+
+def without_deepspeed(training: TrainingConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Yield a problem if DeepSpeed cannot run the optimizer."""
+    if parallel.zero_backend == "deepspeed" and not optimizer_type(training.optimizer).runs_in_deepspeed:
+        text = f" cannot run training.optimizer={training.optimizer}; use native"
+        yield _wrong("parallel.zero_backend", parallel.zero_backend, text, "training.optimizer")
 
 
 def _wrong(setting: str, value: object, text: str, *others: str) -> Problem:

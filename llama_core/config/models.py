@@ -334,7 +334,7 @@ class ModelSpec:
 
     @property
     def num_trainable_parameters(self) -> int:
-        """Parameters that get gradients and moments: all or, with adapters, these and what is trained in full."""
+        """Parameters that get gradients and are updated: all or, with adapters, these and what is trained in full."""
         return self.num_adapter_parameters + self.num_trained_in_full if self.lora else self.num_parameters
 
     @property

@@ -22,8 +22,10 @@ from llama_core.config.contradictions import (
     misdivisions,
     misfits,
     misfits_of_adapters,
+    needless_keys,
     needless_parts,
     uneven_nodes,
+    without_deepspeed,
     without_fp8,
     wrong_elasticity,
 )
@@ -58,6 +60,8 @@ from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.config.strategy import PARTS, TUNED, LoRA, MoE, fine_tuning_defaults
 from llama_core.config.validation import plain, validate
 from llama_core.errors import ConfigError, Problem, blaming
+from llama_core.optimizers.registry import optimizer_type
+from llama_core.optimizers.traits import OptimizerType
 from llama_core.records.files import by_dotted_key
 
 __all__ = [
@@ -163,6 +167,8 @@ class RunConfig(Section):
         yield from wrong_elasticity(self.launch, self.parallel)
         yield from without_fp8(self.training, self.launch)
         yield from endless_warmup(self.training)
+        yield from needless_keys(self.training, self.fine_tuning_defaults)
+        yield from without_deepspeed(self.training, self.parallel)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -216,6 +222,16 @@ class RunConfig(Section):
         parallel = self.parallel
         one_pass = parallel.most_data_parallel * (parallel.microbatch_size or 1) * (parallel.num_microbatches or 1)
         return one_pass if parallel.num_microbatches and parallel.microbatch_size else -(-8 // one_pass) * one_pass
+
+    @property
+    def optimizer(self) -> OptimizerType:
+        """The optimizer, with its traits."""
+        return optimizer_type(self.training.optimizer)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: the trained weights and the optimizer's states."""
+        return self.optimizer.saved_bytes * self.spec.num_trainable_parameters
 
     @property
     def seq_len(self) -> int:

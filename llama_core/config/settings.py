@@ -18,6 +18,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.section import Key, Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.errors import did_you_mean
+from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_names
 from llama_core.schedules.registry import schedule_names
 
 SAMPLE = "sample"
@@ -98,6 +99,19 @@ ScheduleRequest = Annotated[
 ]
 """The name of a schedule, or ``auto``."""
 
+
+def _known_optimizer(name: str) -> str:
+    known = optimizer_names()
+    if name not in known:
+        raise PydanticCustomError("optimizer", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+    return name
+
+
+OptimizerName = Annotated[
+    str, AfterValidator(_known_optimizer), WithJsonSchema({"type": "string", "enum": list(optimizer_names())})
+]
+"""The name of an optimizer."""
+
 HOW = Key(on_resume="allow", changes="speed")
 """A key that says how and where the work is done, not what is learnt."""
 
@@ -145,6 +159,8 @@ class TrainingConfig(Section):
     precision: Precision = "auto"
     """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling), fp32, or fp8 (for the products of the blocks, on an
     L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
+    optimizer: OptimizerName = DEFAULT_OPTIMIZER
+    """Rule that updates the weights from their gradients: a name in `llama_core/optimizers/registry.py`."""
     learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"

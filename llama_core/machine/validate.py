@@ -23,7 +23,6 @@ from llama_core.machine.detect import (
 from llama_core.machine.flash import describe_flash_attention
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
-from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -214,7 +213,7 @@ def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> Non
         return
     free = shutil.disk_usage(existing).free
     found.facts["disk"] = f"{format_bytes(free)} free in {existing}"
-    checkpoint_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters if config else 0
+    checkpoint_bytes = config.checkpoint_bytes if config else 0
     for finding in look_at_disk(existing, checkpoint_bytes):
         found.add(finding)
     if config is not None:

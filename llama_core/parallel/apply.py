@@ -41,7 +41,7 @@ class ParallelModel:
         plan: how it is divided. More than one rank needs the default process group.
         device: where this rank computes.
         compute_dtype: dtype of activations and matrix products.
-        weight_dtype: dtype of the parameters, their gradients and moments.
+        weight_dtype: dtype of the parameters, their gradients and optimizer states.
         fp8: whether the matrices of the blocks multiply in fp8; ``compute_dtype`` is then bf16.
         documents: how attention is kept inside packed documents.
 

@@ -1,9 +1,9 @@
 """The second ZeRO backend, DeepSpeed: it shards like ``zero.Sharded``, and can keep its shards in host memory.
 
-DeepSpeed owns the weights, gradients and moments, so it replaces all of ``apply.ParallelModel``, not only its data
-parallelism. Only this file knows DeepSpeed.
+DeepSpeed owns the weights, gradients and optimizer states, so it replaces all of ``apply.ParallelModel``, not only its
+data parallelism. Only this file knows DeepSpeed.
 
-Bytes per parameter that a rank of N holds between steps, where w is 2 in bf16 and 4 in fp32:
+Bytes per parameter that a rank of N holds between steps with AdamW, where w is 2 in bf16 and 4 in fp32:
 
 ====== ================================================== ==============================================
 stage  held                                               also, from the first to the last backward
@@ -45,6 +45,7 @@ from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.models.saved_tensors import only_tensors
+from llama_core.optimizers.traits import RATE
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import check_started, is_first_rank, on_first_rank
@@ -102,6 +103,7 @@ def deepspeed_config(
         "zero_optimization": zero,
         # the same AdamW as without DeepSpeed; DeepSpeed's own must be compiled where it runs
         "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,  # each optimizer says itself whether it runs here
         "steps_per_print": None,
     }
 
@@ -229,7 +231,7 @@ class DeepSpeedModel:
         optimizer = self.engine.optimizer
         optimizer.clip_grad = max_grad_norm
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get(RATE, 1.0)
         self.engine.step()
         grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return Update(grad_norm, torch.tensor(self.engine.was_step_applied()))
@@ -248,7 +250,7 @@ class DeepSpeedModel:
         return float(self._sum_over_ranks(total)), int(self._num_targets(microbatches))
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
-        """Write the weights and moments of all ranks to ``folder``; they are written when this returns.
+        """Write the weights and optimizer states of all ranks to ``folder``; they are written when this returns.
 
         The future's result on the first rank is the checksum of every file that DeepSpeed writes, by its path in
         ``folder``.

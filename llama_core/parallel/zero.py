@@ -14,8 +14,8 @@
          after it
   ====== ====================================== ====================================== =========================
 
-  Between steps all three hold weights, gradients and moments in shards. Stage 0 with tensor, pipeline or expert
-  parallelism is stage 1 with replicas instead of shards.
+  Between steps all three hold weights, gradients and optimizer states in shards. Stage 0 with tensor, pipeline or
+  expert parallelism is stage 1 with replicas instead of shards.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """

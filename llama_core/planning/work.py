@@ -6,6 +6,8 @@ from typing import Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RunConfig
+from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
+from llama_core.optimizers.traits import OptimizerType
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
 from llama_core.planning.program.ends import embedding_passes, final_norm_passes, head_passes
 from llama_core.planning.program.layer import layer_passes
@@ -29,6 +31,8 @@ class Work:
     """How attention is kept inside packed documents; a mask has ``seq_len`` squared elements."""
     on_cuda: bool = False
     """Whether CUDA's kernels make the loss and the norms."""
+    optimizer: OptimizerType = OPTIMIZERS[DEFAULT_OPTIMIZER]
+    """What updates the weights."""
 
     @classmethod
     def of(cls, config: RunConfig, plan: ParallelPlan) -> Self:
@@ -40,6 +44,7 @@ class Work:
             precision=config.training.precision,
             documents=document_attention(config, plan),
             on_cuda=runs_on_cuda(config),
+            optimizer=config.optimizer,
         )
 
     @property

@@ -15,8 +15,6 @@ from llama_core.records.checksums import FileSum, file_sum, find_damage
 from llama_core.records.directory import CHECKPOINTS, RunDirectory
 from llama_core.records.files import checked_record, is_folder_itself, read_json, write_json
 
-BYTES_PER_TRAINED_PARAMETER = 12
-"""fp32 weights and AdamW's two moments."""
 PREFIX = "step-"
 _NAME = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 STATE = "state.json"

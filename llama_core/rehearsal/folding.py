@@ -116,7 +116,7 @@ def state_of(module: nn.Module | FSDPModule) -> Any:
 
 
 class LeftOut:
-    """The layers of a model that a trace leaves out: they have weights, gradients and moments, but do not run.
+    """The layers of a model that a trace leaves out: they have weights, gradients and optimizer states, but do not run.
 
     Args:
         model: a rank's part of the model.

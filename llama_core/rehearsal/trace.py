@@ -121,7 +121,7 @@ def _traced(
 def trace_steps(
     model: ParallelModel, config: RunConfig, *, in_full: bool, folds: bool = False, known: Collection[Step] = ()
 ) -> Trace:
-    """Return the trace of a step that begins with the optimizer's moments; see also ``trace_rank``.
+    """Return the trace of a step that begins with the optimizer's states; see also ``trace_rank``.
 
     ``model`` has no memory yet; its tensors may be real or fake.
     """
@@ -129,7 +129,7 @@ def trace_steps(
     with counter:
         tracer = _Tracer(model.materialize(), config, counter, folds=folds)
         whole = tuple(tracer.pipeline.actions)
-        tracer.create_moments()
+        tracer.create_states()
         tracer.left_out.hide()
         counter.forget_segments()
         actions = whole if in_full else telling_actions(whole, tracer.hosting, known)
@@ -168,8 +168,8 @@ class _Tracer:
             for layer in stage.watched:
                 self._watch(layer)
 
-    def create_moments(self) -> None:
-        """Update the weights with gradients of zero, which leaves the state that every later step begins with."""
+    def create_states(self) -> None:
+        """Update the weights with gradients of zero, which makes the states that every later step begins with."""
         counter = self.counter
         training = self.config.training
         _gather_once(self.data)

@@ -61,7 +61,7 @@ class _Pending:
 
 
 class Checkpointer:
-    """Saves and restores one run's weights, moments and counters; all ranks call each method together.
+    """Saves and restores one run's weights, optimizer states and counters; all ranks call each method together.
 
     Args:
         run: the run.
@@ -93,7 +93,7 @@ class Checkpointer:
 
         Args:
             step: the last completed optimizer step, from 1.
-            engine: holds the weights and moments.
+            engine: holds the weights and the optimizer states.
             state: the trainer's counters, as JSON.
 
         Raises:

@@ -18,6 +18,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
+from llama_core.optimizers.traits import RATE
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
@@ -34,7 +35,7 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 """The dtype of activations for each precision."""
 CLIP_EPSILON = 1e-6  # the value in torch's clip_grad_norm_, so that norms near the limit are clipped the same
 
-# Moments are keyed by parameter name, because each pipeline rank holds different parameters. Frozen parameters are not
+# States are keyed by parameter name, because each pipeline rank holds different parameters. Frozen parameters are not
 # saved, and strict=True would reject their absence; an entry missing from a checkpoint still fails in dcp.load.
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 
@@ -71,7 +72,7 @@ class Engine(Protocol):
         """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens."""
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
-        """Start writing the current weights and moments of all ranks to ``folder``.
+        """Start writing the current weights and optimizer states of all ranks to ``folder``.
 
         The future's result on the first rank is the checksum of every file, by its path in ``folder``.
         """
@@ -169,7 +170,7 @@ class NativeEngine:
         optimizer.grad_scale = (loss_scale / clipped).float()
         optimizer.found_inf = (~updated).float()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get(RATE, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.parallel.weights_changed()
@@ -177,7 +178,7 @@ class NativeEngine:
         return Update(grad_norm, updated)
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
-        """Copy the weights and moments; every rank then writes its shards in the background.
+        """Copy the weights and optimizer states; every rank then writes its shards in the background.
 
         Raises:
             OSError: if the folder cannot be written to; the future raises later errors.
@@ -189,7 +190,7 @@ class NativeEngine:
         self._saver.close()
 
     def load(self, folder: Path) -> None:
-        """Restore weights and moments written by any number of ranks under any plan.
+        """Restore weights and optimizer states written by any number of ranks under any plan.
 
         Raises:
             PlanError: if DeepSpeed wrote them.
@@ -197,7 +198,7 @@ class NativeEngine:
         """
         if (folder / LAYOUT).exists():
             raise PlanError(
-                f"{folder} was written by DeepSpeed, and only DeepSpeed can read its moments; "
+                f"{folder} was written by DeepSpeed, and only DeepSpeed can read its optimizer states; "
                 "continue with parallel.zero_backend=deepspeed, or start a run from its weights (training.init_from)"
             )
         problem = ""
@@ -231,8 +232,8 @@ class NativeEngine:
         return dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
 
     def _state(self) -> dict[str, Any]:
-        weights, moments = get_state_dict(self.model, self.optimizer, options=_STATE_OPTIONS)
-        return {"model": weights, "optimizer": moments}
+        weights, states = get_state_dict(self.model, self.optimizer, options=_STATE_OPTIONS)
+        return {"model": weights, "optimizer": states}
 
 
 def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) -> Engine:

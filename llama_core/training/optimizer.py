@@ -1,84 +1,52 @@
-"""AdamW with weight-decay groups, and the learning-rate schedules as functions of the step."""
+"""Builds the optimizer that a run asks for, over groups of parameters; and the loss scale."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from llama_core.config.settings import TrainingConfig
-from llama_core.models.layers import local_part
+from llama_core.optimizers.registry import optimizer_type
+from llama_core.optimizers.traits import RATE
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW that updates this rank's part of each parameter; its moments are sharded like the parameters.
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
+    """Return the optimizer that ``training`` names, over ``model``'s trainable parameters.
 
-    Gradients are placed like their parameters, so no communication is needed. ``DTensor`` would nevertheless look at
-    the placements of every tensor in every step, and would need a kernel for each mesh.
+    Raises:
+        TypeError: if its step does not heed ``grad_scale`` and ``found_inf``, by which the engine clips and skips
+            without waiting for the device. torch's fused optimizers do.
     """
+    build = import_module(optimizer_type(training.optimizer).built_in).build
+    optimizer: Optimizer = build(parameter_groups(model, training), training)
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise TypeError(f"the step of {training.optimizer} has to heed grad_scale and found_inf, as fused ones do")
+    return optimizer
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for tensors in lists:
-            tensors[:] = map(local_part, tensors)
-        return has_complex
 
+def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
+    """Return ``model``'s trainable parameters in torch's groups, by weight decay and learning rate.
 
-def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
-    """Return AdamW over ``model``'s trainable parameters; matrices are decayed, norm vectors are not.
-
-    Norms are recognised by their module, because at DeepSpeed's stage 3 a parameter has no shape. The fused kernel
-    needs no temporaries and is the fastest on both CUDA and CPU.
+    Matrices are decayed, norm vectors are not. Norms are recognised by their module, because at DeepSpeed's stage 3 a
+    parameter has no shape.
     """
+    kind = optimizer_type(training.optimizer)
+    decay = training.weight_decay if "weight_decay" in kind.keys else 0.0
     norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
-    groups: dict[float, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
+    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[0.0 if id(parameter) in norms else training.weight_decay].append(parameter)
-    is_divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    optimizer = LocalAdamW if is_divided else torch.optim.AdamW  # DeepSpeed accepts torch's own class alone
-    return optimizer(
-        [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()],
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        eps=training.epsilon,
-        fused=True,
-    )
-
-
-def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
-    """Return the number of linear warm-up steps: as configured, else a tenth of the run but at most 2000."""
-    return min(total_steps // 10, 2000) if training.warmup_steps is None else training.warmup_steps
-
-
-def learning_rate(step: int, training: TrainingConfig, total_steps: int) -> float:
-    """Return the learning rate of optimizer step ``step``, counted from 1.
-
-    After a linear warm-up the rate follows half a cosine (``cosine``), stays constant and then falls linearly over the
-    last ``decay_fraction`` of the steps (``wsd``), or stays constant (``constant``). The decays end at ``min_lr_ratio``
-    of the peak on the last step.
-
-    Source: cosine, Loshchilov and Hutter 2017, arXiv:1608.03983; WSD, Hu et al. 2024, arXiv:2404.06395.
-    """
-    peak = training.learning_rate
-    floor = training.learning_rate * training.min_lr_ratio
-    warmup = warmup_steps(training, total_steps)
-    if step <= warmup:
-        return peak * step / warmup
-    match training.lr_schedule:
-        case "cosine":
-            progress = (step - warmup) / max(1, total_steps - warmup)
-            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        case "wsd":
-            decay = max(1, round(total_steps * training.decay_fraction))
-            remaining = min(1.0, max(0, total_steps - step) / decay)
-            return floor + (peak - floor) * remaining
-        case "constant":
-            return peak
+            groups[0.0 if id(parameter) in norms else decay, kind.rate(name)].append(parameter)
+    return [
+        # checkpoints hold all values of a group: without rates of its own, an optimizer's have none
+        {"params": parameters, "weight_decay": own_decay} | ({RATE: rate} if kind.rates else {})
+        for (own_decay, rate), parameters in groups.items()
+    ]
 
 
 @dataclass

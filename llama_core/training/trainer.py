@@ -43,7 +43,6 @@ from llama_core.planning.memory.peaks import Phase
 from llama_core.planning.plan import AXES, ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.activity import TimePart, record_activity
-from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
@@ -56,8 +55,9 @@ from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, StepResult,
 from llama_core.training.flash import activate_flash_attention
 from llama_core.training.measure import ActionClock, MemoryMeter, StepClock, product_rate, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
-from llama_core.training.optimizer import LossScale, learning_rate
+from llama_core.training.optimizer import LossScale
 from llama_core.training.profile import profiled
+from llama_core.training.rates import learning_rate
 from llama_core.training.spikes import BadStep, Spikes
 from llama_core.training.weights import Pretrained
 
@@ -126,11 +126,10 @@ class Trainer:
         activate_flash_attention(config, self.device)
         self.engine = build_engine(config, plan, self.device)
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
-        num_bytes = BYTES_PER_TRAINED_PARAMETER * config.spec.num_trainable_parameters
         self.checkpointer = Checkpointer(
             run,
             keep=config.training.keep_checkpoints,
-            num_bytes=num_bytes,
+            num_bytes=config.checkpoint_bytes,
             from_python=config.data.source == DATALOADER,
             settings=config.to_yaml(),
         )

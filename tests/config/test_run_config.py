@@ -129,6 +129,8 @@ def test_the_default_batch_has_a_microbatch_for_every_possible_data_parallel_ran
         ("lora.rank", "lora.lora_rank"),
         ("trainig.steps", "training"),
         ("training.warm_up_steps", "training.warmup_steps"),
+        ("training.optimiser", "training.optimizer"),
+        ("optimizer", "training.optimizer"),
     ],
 )
 def test_an_unknown_key_suggests_the_setting_that_is_meant(key, meant):
@@ -136,7 +138,7 @@ def test_an_unknown_key_suggests_the_setting_that_is_meant(key, meant):
     assert problem.endswith(f"; did you mean {meant!r}?")
 
 
-@pytest.mark.parametrize("key", ["training.x", "training.optimiser", "nonsense"])
+@pytest.mark.parametrize("key", ["training.x", "training.momentum", "nonsense"])
 def test_an_unknown_key_suggests_nothing_far_fetched(key):
     assert problems({}, f"{key}=1") == (f"unknown key {key!r}",)
 

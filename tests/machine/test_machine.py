@@ -23,7 +23,6 @@ from llama_core.machine.detect import (
 )
 from llama_core.machine.hazards import look_at_machine
 from llama_core.machine.packages import has_wandb_key, how_to_install
-from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 
 CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
 GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
@@ -382,7 +381,7 @@ def test_a_machine_without_slurm_cannot_submit_to_it(monkeypatch):
 
 def on_a_disk_with_room_for(checkpoints, monkeypatch, path, **launch):
     request = config(launch={"device": "cpu"} | launch)
-    checkpoint = BYTES_PER_TRAINED_PARAMETER * request.spec.num_parameters
+    checkpoint = 12 * request.spec.num_parameters
     usage = shutil.disk_usage(path)._replace(free=int(checkpoints * checkpoint))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     return validate_environment(request, path)

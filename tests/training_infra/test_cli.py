@@ -22,7 +22,7 @@ from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
-from llama_core.training.optimizer import learning_rate
+from llama_core.training.rates import learning_rate
 from training_infra import cli
 from training_infra.commands.configuration import requested_config
 from training_infra.flags import FLAGS, LONG_NAMES

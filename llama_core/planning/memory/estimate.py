@@ -1,17 +1,17 @@
 """The bytes one rank holds while it trains, by category and phase, from arithmetic alone.
 
-The model is this engine: fp32 weights, gradients and AdamW moments; activations in the compute dtype; attention that
-keeps its output and log-sum-exp but no scores; a linear cross-entropy that processes the tokens in chunks and computes
-its gradients in the forward; a fused optimizer without temporaries. A rank steps through its actions of the schedule,
-and at each one holds what the microbatches in flight have kept. Bytes are those of tensors: the allocator's rounding,
-its fragmentation and the device's context come on top.
+The model is this engine: fp32 weights and gradients, and the optimizer's states; activations in the compute dtype;
+attention that keeps its output and log-sum-exp but no scores; a linear cross-entropy that processes the tokens in
+chunks and computes its gradients in the forward; an optimizer without temporaries. A rank steps through its actions of
+the schedule, and at each one holds what the microbatches in flight have kept. Bytes are those of tensors: the
+allocator's rounding, its fragmentation and the device's context come on top.
 
 ``fully_shard`` handles weights that several ranks share, except in copies of a whole model. Between steps a rank holds
-its shard of weights, gradients and moments, 16 bytes per parameter over N ranks. Within a step it gathers, in the
-compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights that only one rank holds are
-cast at each use, and every microbatch in flight keeps the copies; with several microbatches and no recomputation, one
-copy lasts from update to update instead. DeepSpeed's buffers are assumed to be like ``fully_shard``'s; the states it
-keeps in host memory do not count.
+its shard of weights, gradients and optimizer states: with AdamW, 16 bytes per parameter over N ranks. Within a step it
+gathers, in the compute dtype, every layer once (stages 1 and 2) or the layers at work (stage 3). Weights that only one
+rank holds are cast at each use, and every microbatch in flight keeps the copies; with several microbatches and no
+recomputation, one copy lasts from update to update instead. DeepSpeed's buffers are assumed to be like
+``fully_shard``'s; the states it keeps in host memory do not count.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, for the states that each ZeRO stage shards.
 """
@@ -127,15 +127,16 @@ class _Pipeline:
         return MemoryProfile({phase: held + snapshot for phase, snapshot in peaks.items()} | {"optimizer": optimizer})
 
     def _states_of(self, hosted: Iterable[StageSnapshots]) -> dict[Category, int]:
-        """Return the bytes of weights, gradients and moments between steps."""
+        """Return the bytes of weights, gradients and the optimizer's states between steps."""
         weights = [stage.weights for stage in hosted]
-        shard = FP32_BYTES * ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        updated = ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        shard = FP32_BYTES * updated
         frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
         narrow = ceil(frozen) + sum(own.cast for own in weights)
         return {
             "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow,
             "gradients": 0 if self.plan.offload != "none" else shard,
-            "moments": 0 if self.plan.offload != "none" else 2 * shard,
+            "moments": 0 if self.plan.offload != "none" else self.work.optimizer.state_bytes * updated,
         }
 
     def _held_outside(self, hosted: Sequence[StageSnapshots], held: Held) -> int:

@@ -2,9 +2,9 @@
 
 Each part of a rank follows from the code that holds it:
 
-* checkpoint copy: ``training.saving`` copies the trained weights and their moments, 12 bytes per parameter, and keeps
-  that memory until training ends. DeepSpeed writes its states itself: torch moves one flat tensor after another to the
-  host, the largest of which are the fp32 weights.
+* checkpoint copy: ``training.saving`` copies the trained weights and the optimizer's states, and keeps that memory
+  until training ends. DeepSpeed writes its states itself: torch moves one flat tensor after another to the host, the
+  largest of which are the fp32 weights.
 * batches: ``data.supply`` reads the rows of a step and stacks them, 24 bytes a token each time. On CUDA it then pins
   the microbatches; torch rounds pinned blocks up to a power of two.
 * offloaded states: what ``parallel.deepspeed`` asks DeepSpeed to keep in host memory.
@@ -22,9 +22,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 from llama_core.config.run import RunConfig
+from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_type
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
-from llama_core.records.checkpoints import BYTES_PER_TRAINED_PARAMETER
 from llama_core.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class HostMemory:
     """Memory of a node for these ranks; None if unknown."""
     available_where: str = ""
     """Whose memory that is."""
+    optimizer: str = DEFAULT_OPTIMIZER
+    """Name of the optimizer whose states a checkpoint copies."""
 
     def parts(self, profile: "MemoryProfile") -> dict[str, int]:
         """Return the host bytes of a rank at their peak, by part.
@@ -89,13 +91,14 @@ class HostMemory:
         Args:
             profile: the tensors of the rank, or of the fullest rank.
         """
-        moments = profile.phases.get("optimizer", {}).get("moments", 0)
-        copy = moments // 2 if self.on_cuda else 0
+        update = profile.phases.get("optimizer", {})
+        weights = update.get("gradients", 0)  # the trained ones, as the update has a gradient for each
+        copy = weights if self.on_cuda else 0
         if self.copies_states:
-            copy = moments * BYTES_PER_TRAINED_PARAMETER // (2 * FP32_BYTES)
+            copy = weights // FP32_BYTES * optimizer_type(self.optimizer).saved_bytes
         parts = {"process": CUDA_PROCESS_BYTES if self.on_cuda else CPU_PROCESS_BYTES}
         if not self.on_cuda:
-            states = profile.phases.get("optimizer", {}).get("weights", 0) + moments
+            states = update.get("weights", 0) + update.get("moments", 0)
             passing = profile.peak_bytes - states
             parts |= {"tensors": profile.peak_bytes, FREED: int(FREED_SHARE * passing)}
             if not self.copies_during_steps:  # what comes and goes in a step has gone when the copy is made
@@ -173,6 +176,7 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
         copies_during_steps=training.checkpoint_every == "auto"
         or 0 < training.checkpoint_every < (training.steps or float("inf")),
         compilers_bytes=COMPILERS_BYTES if on_cuda and plan.compile else 0,
+        optimizer=training.optimizer,
     )
 
 
@@ -198,10 +202,11 @@ def _offloaded(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
     itemsize = FP32_BYTES if config.training.precision == "fp32" else FP32_BYTES // 2
     trained = ceil(config.spec.num_trainable_parameters / plan.dp)
     fp32 = FP32_BYTES * trained
-    if plan.zero_stage == 3:  # weights, two buffers of gradients, moments
-        held = fp32 + 2 * pinned(fp32) + 2 * fp32
-    else:  # weights, gradients, moments, and the updated weights on their way to the GPU
-        held = 2 * pinned(fp32) + 2 * fp32 + pinned(itemsize * trained)
+    states = config.optimizer.state_bytes * trained
+    if plan.zero_stage == 3:  # weights, two buffers of gradients, states
+        held = fp32 + 2 * pinned(fp32) + states
+    else:  # weights, gradients, states, and the updated weights on their way to the GPU
+        held = 2 * pinned(fp32) + states + pinned(itemsize * trained)
         if plan.num_microbatches > 1:
             held += pinned(itemsize * trained)
     if plan.offload == "parameters":

@@ -8,6 +8,7 @@ from llama_core.planning.memory.host import HostMemory
 from llama_core.units import GB, format_bytes
 
 Category = Literal["weights", "gradients", "moments", "activations", "loss", "communication", "temporaries"]
+"""What bytes are for. ``moments`` are the states of whichever optimizer, as records have called them from the start."""
 Phase = Literal["forward", "backward", "optimizer"]
 STATES: tuple[Category, ...] = ("weights", "gradients", "moments")
 

@@ -22,8 +22,6 @@ MOST_DEVICES = 1024
 """Most devices that ``least_devices`` tries."""
 MIN_SEQ_LEN = 512
 """Shortest sequence to try, in tokens."""
-STATE_BYTES = 4 * FP32_BYTES
-"""Bytes of states per parameter: weight, gradient and two moments."""
 
 
 class NothingFitsError(DoesNotFitError):
@@ -128,7 +126,7 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
     label = device.label if device else "devices"
     trained = config.spec.num_trainable_parameters
     frozen = _frozen_bytes(config)
-    terms = f"{STATE_BYTES} bytes x {trained / GB:.2f}e9 parameters"
+    terms = f"{_bytes_between_steps(config)} bytes x {trained / GB:.2f}e9 parameters"
     if frozen:
         terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
     message = (
@@ -147,9 +145,14 @@ def _frozen_bytes(config: RunConfig) -> int:
     return itemsize * (config.spec.num_parameters - config.spec.num_trainable_parameters)
 
 
+def _bytes_between_steps(config: RunConfig) -> int:
+    """Return the bytes of a trained parameter between steps: weight, gradient and the optimizer's states."""
+    return 2 * FP32_BYTES + config.optimizer.state_bytes
+
+
 def _held_between_steps(config: RunConfig) -> int:
     """Return the bytes that all devices together hold at least between steps, unless host memory holds a part."""
-    return STATE_BYTES * config.spec.num_trainable_parameters + _frozen_bytes(config)
+    return _bytes_between_steps(config) * config.spec.num_trainable_parameters + _frozen_bytes(config)
 
 
 def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
@@ -191,7 +194,7 @@ def _larger_device(config: RunConfig, device: DeviceSpec) -> Iterator[str]:
 def _offload(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
     if config.parallel.inner.get("tp", 1) * config.parallel.inner.get("pp", 1) * config.parallel.inner.get("cp", 1) > 1:
         return
-    optimizer = 3 * FP32_BYTES * config.spec.num_trainable_parameters
+    optimizer = (FP32_BYTES + config.optimizer.state_bytes) * config.spec.num_trainable_parameters
     for offload, held in (("optimizer", optimizer), ("parameters", _held_between_steps(config))):
         there = held / config.parallel.gpus
         changes = {"zero_backend": "deepspeed", "offload": offload, "zero_stage": 3, "dp_replicate": 1}

@@ -128,7 +128,8 @@ class Bounds:
         if self._count(variant) > shape.pp and not lora:  # else there may be none yet when the rank holds the most
             gradients = FP32_BYTES * (shared / shards if stage > 1 else own)
         gathered = 2 * own if stage in {1, 2} else 0
-        held = 2 if lora else 3 * FP32_BYTES  # frozen weights have no moments; adapters are negligible
+        # frozen weights have no states; adapters are negligible
+        held = 2 if lora else FP32_BYTES + self.candidates.config.optimizer.state_bytes
         return held * shared / shards + gradients + gathered
 
     def _pace(self, variant: Variant, mode: RecomputeMode) -> _Pace:

@@ -52,6 +52,7 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
     yield from messages.heads_gathered_again(schedule.actions[pp_rank])
     yield from messages.partial_gradients_per_step(pp_rank)
     yield from messages.shared_gradients(pp_rank)
+    yield from messages.update(pp_rank)
     yield messages.hop.times(sum(map(schedule.is_sent, schedule.actions[pp_rank])))
 
 
@@ -302,6 +303,18 @@ class Messages:
             yield Traffic(
                 "all_reduce", "pp", 2, 1, self.work.embedding.program.num_trained / self.num_shards * FP32_BYTES
             )
+
+    def update(self, pp_rank: int) -> Iterator[Traffic]:
+        """Yield what the optimizer gathers from the ranks that shard a weight, one transfer per group of weights."""
+        if not self.work.optimizer.gathered_bytes:
+            return
+        for stage in self.placement[pp_rank]:
+            yield self._gathered_in_update(self.trained_groups(stage), self.num_shards)
+            yield self._gathered_in_update(self.expert_groups(stage), self.num_expert_shards)
+
+    def _gathered_in_update(self, groups: tuple[int, ...], num_ranks: int) -> Traffic:
+        num_bytes = self.work.optimizer.gathered_bytes * sum(groups)
+        return Traffic("all_gather", "shard", num_ranks, len(groups), num_bytes)
 
 
 def _factored(shape: tuple[int, ...]) -> int:

@@ -86,9 +86,10 @@ class StageCompute:
         return norm.plus(loss)
 
     def optimizer(self, num_parameters: float) -> float:
-        """Return the time to clip and update ``num_parameters`` with AdamW, all in fp32, and to cast them once."""
-        # the norm reads the gradient; clipping reads and writes it; the update reads it and reads and writes three more
-        seconds = self.copying((1 + 2 + 7) * FP32_BYTES * num_parameters)
+        """Return the time to clip and update ``num_parameters``, and to cast them once."""
+        # the norm reads the gradient; clipping reads and writes it
+        clipping = (1 + 2) * FP32_BYTES
+        seconds = self.copying((clipping + self.work.optimizer.moved_bytes) * num_parameters)
         if self.casts_once:
             seconds += self.copying((FP32_BYTES + self.work.itemsize) * num_parameters)
         return seconds

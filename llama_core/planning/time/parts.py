@@ -215,10 +215,11 @@ class StepParts:
         messages = self.messages
         held = max(sum(messages.updated_parameters(stage) for stage in hosted) for hosted in messages.placement)
         if self.plan.offload == "none":
-            return self.compute.optimizer(held)
-        # gradients go to the host and weights come back; an update there reads four numbers and writes three
+            gathered = max(self.links.seconds(messages.update(rank)) for rank in range(self.plan.pp))
+            return self.compute.optimizer(held) + gathered
+        # gradients go to the host and weights come back
         moved = held * (FP32_BYTES + messages.itemsize) / PCIE_BANDWIDTH
-        return moved + held * 7 * FP32_BYTES / HOST_BANDWIDTH
+        return moved + held * messages.work.optimizer.moved_bytes / HOST_BANDWIDTH
 
 
 def _exposed(communication: float, computing: float, least: float = 0.0) -> float:

@@ -1,0 +1,100 @@
+"""Optimizers on this rank's part of each parameter: torch's own, and the base of others."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from llama_core.models.layers import local_part
+from llama_core.optimizers.traits import OptimizerType
+
+Kind = TypeVar("Kind", bound=Optimizer)
+
+
+class OnLocalParts(Optimizer):
+    """Makes one of torch's optimizers update this rank's part of each parameter; states are sharded like parameters.
+
+    Gradients are placed like their parameters, so no communication is needed. ``DTensor`` would nevertheless look at
+    the placements of every tensor in every step, and would need a kernel for each mesh.
+
+    The optimizer has to make its states in ``__init__`` or ``_init_group``. torch's SGD makes them after its step, for
+    the tensors that it updated, which are no parameters here.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        is_unusual: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
+        return is_unusual
+
+
+def on_local_parts(kind: type[Kind], groups: list[dict[str, Any]]) -> type[Kind]:
+    """Return the class that updates these groups of parameters: torch's own, unless ranks divide some of them.
+
+    DeepSpeed, which divides them itself, knows torch's own class.
+    """
+    if not any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
+        return kind
+    return cast("type[Kind]", type(f"Local{kind.__name__}", (OnLocalParts, kind), {}))
+
+
+class LocalOptimizer(Optimizer):
+    """Base of an optimizer that torch does not have: ``update`` says how one weight changes, and this does the rest.
+
+    The rest is what the engine asks of a step: to change this rank's part of each weight, to divide the gradients by
+    ``grad_scale``, and to change nothing if ``found_inf`` is 1, without waiting for the device to know.
+
+    Args:
+        kind: its row; its states begin at zero.
+        groups: groups of parameters, each with its settings.
+        defaults: settings of groups that have none of their own, such as ``lr``.
+    """
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    """None in DeepSpeed, which scales and skips by itself."""
+    found_inf: Tensor | None = None
+
+    def __init__(self, kind: OptimizerType, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+        self.kind = kind
+
+    def update(
+        self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], group: dict[str, Any], happens: Tensor
+    ) -> None:
+        """Change ``weight`` and ``states`` in place.
+
+        Args:
+            weight: this rank's part of a parameter.
+            gradient: its gradient, which may be overwritten.
+            states: its states, in the order of the row.
+            group: the settings of its group.
+            happens: 1, or 0 if the step is skipped: a factor of every change.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. ``closure`` is torch's, and nobody here passes one."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        kept = self.state[parameter]
+        for state in self.kind.states:
+            if state.name not in kept:
+                kept[state.name] = torch.zeros_like(parameter)
+        gradient = local_part(cast("Tensor", parameter.grad))
+        happens = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+        if self.grad_scale is not None:
+            gradient.div_(self.grad_scale)
+        if self.found_inf is not None:
+            gradient.masked_fill_(self.found_inf.bool(), 0)  # zero times what is not finite would not be zero
+            happens -= self.found_inf
+        states = [local_part(kept[state.name]) for state in self.kind.states]
+        self.update(local_part(parameter), gradient, states, group, happens)

@@ -1,0 +1,182 @@
+"""An optimizer that is a row and a function trains, and its states are saved and restored, on one rank and on two."""
+
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+import toy_optimizer
+from distributed import run_ranks
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from toy_optimizer import SIGNUM
+
+from llama_core.config.run import RunConfig, TrainingConfig
+from llama_core.models.batch import Batch
+from llama_core.optimizers.registry import OPTIMIZERS
+from llama_core.parallel.ranks import own_rank
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import newest_checkpoint
+from llama_core.records.directory import RunDirectory
+from llama_core.records.metrics import read_metrics
+from llama_core.training.optimizer import build_optimizer
+from llama_core.training.trainer import Trainer
+
+ROWS, SEQ_LEN = 4, 16
+ALONE = ParallelPlan(microbatch_size=ROWS)
+SHARDED = ParallelPlan(dp_shard=2, zero_stage=1, microbatch_size=ROWS // 2)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, SIGNUM.name, SIGNUM)
+
+
+class OneBatch:
+    """Always the same rows, of which every rank has its share."""
+
+    def __init__(self, plan):
+        tokens_BS = torch.randint(0, 128, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+        whole = Batch(tokens_BS[:, :-1], tokens_BS[:, 1:].clone(), None)
+        self.own = whole.split(ROWS // plan.dp)[plan.dp_rank(own_rank())]
+
+    def next_batch(self):
+        return self.own
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def trainer(path, plan, steps, **training):
+    config = RunConfig.from_mapping(
+        {
+            "architecture": {"hidden_size": 32, "num_layers": 2, "head_dim": 8, "ffn_size": 64, "vocab_size": 128},
+            "training": {
+                "optimizer": "signum",
+                "batch_size": ROWS,
+                "seq_len": SEQ_LEN,
+                "precision": "fp32",
+                "learning_rate": 0.002,
+                "lr_schedule": "constant",
+                "checkpoint_every": 3,
+            }
+            | training,
+            "data": {"num_workers": 0},
+            "launch": {"device": "cpu"},
+            "tracking": {"tensorboard": False},
+        }
+    )
+    run = RunDirectory(path)
+    run.create()
+    run.config.write_text(config.to_yaml())
+    return Trainer(run, config, plan, batches=OneBatch(plan), validation=None, total_steps=steps)
+
+
+def train(path, plan, steps):
+    """Train or go on to step ``steps``, and return the whole of every weight and state by name."""
+    toy_optimizer.register()
+    one = trainer(path, plan, steps)
+    one.fit()
+    names = {parameter: name for name, parameter in one.engine.model.named_parameters()}
+    return {
+        f"{names[parameter]} {state}": _whole(tensor)
+        for parameter, states in one.engine.optimizer.state.items()
+        for state, tensor in (states | {"weight": parameter.detach()}).items()
+    }
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().numpy()
+
+
+def train_under(path, plan, steps):
+    if plan.world_size == 1:
+        return train(path, plan, steps)
+    return run_ranks(plan.world_size, train, path, plan, steps)[0]
+
+
+@pytest.mark.parametrize("plan", [ALONE, SHARDED], ids=lambda plan: plan.summary())
+def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, tmp_path):
+    undisturbed = train_under(tmp_path / "undisturbed", plan, 6)
+    train_under(tmp_path / "resumed", plan, 3)
+    resumed = train_under(tmp_path / "resumed", plan, 6)
+    losses, again = (
+        read_metrics(RunDirectory(tmp_path / name)).column("loss").to_pylist() for name in ("undisturbed", "resumed")
+    )
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.95 * losses[0]
+    assert again == losses
+    assert {name.split()[1] for name in undisturbed} == {"weight", "momentum"}
+    assert undisturbed.keys() == resumed.keys()
+    for name, tensor in undisturbed.items():
+        assert np.array_equal(resumed[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SHARDED,
+        replace(SHARDED, zero_stage=1, zero_backend="deepspeed", offload="optimizer"),
+        replace(SHARDED, zero_stage=3, zero_backend="deepspeed"),
+    ],
+    ids=lambda plan: f"{plan.zero_backend}-{plan.zero_stage}-{plan.offload}",
+)
+def test_ranks_that_shard_the_states_learn_what_one_learns_also_when_resumed(plan, tmp_path):
+    run_ranks(2, losses_of, tmp_path / "two", plan, 4)
+    losses = run_ranks(2, losses_of, tmp_path / "two", plan, 6)[0]
+    # in another order, sums of fp32 differ in their last bits, which decide some signs
+    assert losses == pytest.approx(losses_of(tmp_path / "one", ALONE, 6), rel=1e-3)
+
+
+def losses_of(path, plan, steps):
+    """Train or go on to step ``steps``, and return every loss."""
+    toy_optimizer.register()
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # DeepSpeed says much
+        trainer(path, plan, steps).fit()
+    return read_metrics(RunDirectory(path)).column("loss").to_pylist()
+
+
+@pytest.mark.parametrize("optimizer", ["signum", "adamw"])
+def test_a_checkpoint_is_as_large_as_the_row_says(optimizer, tmp_path):
+    one = trainer(tmp_path / "run", ALONE, 1, optimizer=optimizer)
+    one.fit()
+    tensors = [
+        entry
+        for entry in FileSystemReader(newest_checkpoint(one.run)).read_metadata().state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata) and entry.size  # the count of steps has none
+    ]
+    saved = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+    assert (
+        saved == one.config.checkpoint_bytes == {"signum": 8, "adamw": 12}[optimizer] * one.config.spec.num_parameters
+    )
+
+
+def test_a_group_learns_at_the_rate_that_the_row_gives_it(tmp_path):
+    """An update of Signum is the rate times a sign; the constant schedule begins at once."""
+    one = trainer(tmp_path / "run", ALONE, 1, weight_decay=0.0)
+    before = {name: parameter.detach().clone() for name, parameter in one.engine.model.named_parameters()}
+    one.fit()
+    moved = {
+        name: float((parameter.detach() - before[name]).abs().max())
+        for name, parameter in one.engine.model.named_parameters()
+    }
+    assert moved["norm.weight"] == pytest.approx(4 * moved["tok_embeddings.weight"], rel=0.01)
+    assert moved["tok_embeddings.weight"] == pytest.approx(0.002)
+
+
+def test_an_optimizer_that_takes_no_decay_decays_nothing(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "signum", replace(SIGNUM, keys=()))
+    (group,) = build_optimizer(nn.Linear(2, 2), TrainingConfig(optimizer="signum")).param_groups
+    assert group["weight_decay"] == 0.0
+
+
+def test_the_groups_of_adamw_are_those_that_checkpoints_of_earlier_versions_hold():
+    (group,) = build_optimizer(nn.Linear(2, 2), TrainingConfig()).param_groups
+    assert group.keys() == torch.optim.AdamW([nn.Parameter(torch.ones(1))]).param_groups[0].keys()
