@@ -14,7 +14,7 @@ from llama_core.chain.preview import preview
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.machine.validate import EnvironmentReport
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import TrainingSummary
 from llama_core.units import GB

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
-from llama_core.planning.memory.peaks import STATES, Category, MemoryProfile, Phase
+from llama_core.planning.memory.profile import STATES, Category, MemoryProfile, Phase
 from llama_core.planning.time.cost import BILLION, Cost
 from llama_core.units import GB, format_bytes, format_count, format_duration
 from training_infra.lines import print_line
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llama_core.chain.planned import PlannedRun
     from llama_core.chain.variants import ModelVariant
     from llama_core.machine.validate import EnvironmentReport
-    from llama_core.planning.memory.peaks import MemoryEstimate
+    from llama_core.planning.memory.verdict import MemoryEstimate
     from llama_core.planning.search.leanest import Least
     from llama_core.sweep.comparison import Comparison
     from training_reports.run_comparison import RunComparison

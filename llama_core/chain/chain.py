@@ -24,7 +24,7 @@ from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.errors import TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 

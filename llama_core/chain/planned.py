@@ -13,7 +13,7 @@ from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice

@@ -24,7 +24,7 @@ from llama_core.errors import DoesNotFitError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, user_path, write_json

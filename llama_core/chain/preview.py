@@ -14,7 +14,7 @@ from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
 from llama_core.errors import DoesNotFitError
 from llama_core.launch.jobs.slurm_request import sbatch_script
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.time.cost import Cost
 from llama_core.records.directory import RunDirectory
 

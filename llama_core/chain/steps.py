@@ -22,7 +22,7 @@ from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.outcome import read_outcome, record_refusal
 from llama_core.machine.validate import EnvironmentReport
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed, write_json

@@ -85,10 +85,20 @@ def weight_of(name: str) -> Weight:
     Raises:
         NotImplementedError: if it has none. Neither do the weights of adapters.
     """
-    row = _OUTSIDE_LAYERS.get(name) or _IN_LAYERS.get(_in_layer(name))
+    row = _find_weight(name)
     if row is None:
         raise NotImplementedError(f"{name} has no row among the weights in config/models.py")
     return row
+
+
+def is_decayed(name: str) -> bool:
+    """Return whether a parameter is subject to weight decay, as those of adapters are, which have no row."""
+    row = _find_weight(name)
+    return row is None or row.decayed
+
+
+def _find_weight(name: str) -> Weight | None:
+    return _OUTSIDE_LAYERS.get(name) or _IN_LAYERS.get(_in_layer(name))
 
 
 def _in_layer(name: str) -> str:

@@ -22,7 +22,7 @@ from llama_core.models.llama import Llama
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.zero import DataParallel
 from llama_core.parallel.zero_bubble import DeferredGradients
-from llama_core.planning.memory.peaks import Phase
+from llama_core.planning.memory.profile import Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.schedules.actions import Action, Kind, posting_early
 

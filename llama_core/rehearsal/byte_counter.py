@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from llama_core.models.layers import local_part
 from llama_core.parallel import gathered_attention
-from llama_core.planning.memory.peaks import STATES, Category, Phase
+from llama_core.planning.memory.profile import STATES, Category, Phase
 from llama_core.rehearsal.transfers import Transfer, transfer_of
 
 CUDA_BLOCK_BYTES = 512

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from llama_core.config.models import ModelSpec
-from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
+from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import Segment, Snapshot
 from llama_core.rehearsal.transfers import Transfer

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_core.config.hardware import CONTEXT_BYTES, DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.planning.memory.peaks import MemoryProfile
+from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.schedules.actions import RELEASES, Kind
 from llama_core.units import MIB, format_bytes

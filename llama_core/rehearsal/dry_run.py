@@ -10,7 +10,7 @@ from llama_core.config.models import LayerTraits, ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import RecomputeMode
 from llama_core.errors import PlanError
-from llama_core.planning.memory.peaks import MemoryProfile
+from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.makespan import span

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llama_core.models.llama import Llama
-from llama_core.planning.memory.peaks import Phase
+from llama_core.planning.memory.profile import Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.schedules.actions import Action, Kind

@@ -23,7 +23,7 @@ from llama_core.models.batch import Batch, Documents
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
-from llama_core.planning.memory.peaks import Category, Phase
+from llama_core.planning.memory.profile import Category, Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
 from llama_core.rehearsal.compose import Closing, Hosting, Recording, Step, Walk, steps, telling_actions

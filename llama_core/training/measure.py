@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from llama_core.config.settings import Precision
-from llama_core.planning.memory.peaks import Phase
+from llama_core.planning.memory.profile import Phase
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.timelines import LaneRecord
 from llama_core.schedules.actions import Action

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from llama_core.config.models import is_decayed
 from llama_core.config.settings import TrainingConfig
 from llama_core.optimizers.registry import optimizer_type
 from llama_core.optimizers.traits import RATE
@@ -30,18 +31,13 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """Return ``model``'s trainable parameters in torch's groups, by weight decay and learning rate.
-
-    Matrices are decayed, norm vectors are not. Norms are recognised by their module, because at DeepSpeed's stage 3 a
-    parameter has no shape.
-    """
+    """Return ``model``'s trainable parameters in torch's groups, by weight decay and learning rate."""
     kind = optimizer_type(training.optimizer)
     decay = training.weight_decay if "weight_decay" in kind.keys else 0.0
-    norms = {id(module.weight) for module in model.modules() if isinstance(module, nn.RMSNorm)}
     groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[0.0 if id(parameter) in norms else decay, kind.rate(name)].append(parameter)
+            groups[decay if is_decayed(name) else 0.0, kind.rate(name)].append(parameter)
     return [
         # checkpoints hold all values of a group: without rates of its own, an optimizer's have none
         {"params": parameters, "weight_decay": own_decay} | ({RATE: rate} if kind.rates else {})

@@ -39,7 +39,7 @@ from llama_core.parallel.ranks import (
     wait_for_all,
 )
 from llama_core.parallel.recompute import mixes_up_random_state
-from llama_core.planning.memory.peaks import Phase
+from llama_core.planning.memory.profile import Phase
 from llama_core.planning.plan import AXES, ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.activity import TimePart, record_activity

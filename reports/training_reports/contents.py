@@ -15,7 +15,7 @@ from llama_core.config.section import LARGEST
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError, TrainingInfraError
 from llama_core.planning.memory.host import FREED, HostMemory
-from llama_core.planning.memory.peaks import MemoryProfile
+from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, checked_record, read_file, read_json, read_typed

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from llama_core.config.run import ParallelConfig, RunConfig
 from llama_core.errors import PlanError
 from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.search.candidates import MAX_MICROBATCH_TOKENS

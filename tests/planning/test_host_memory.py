@@ -6,7 +6,7 @@ from llama_core.chain.planned import planned_as
 from llama_core.config.run import RunConfig
 from llama_core.machine.detect import Machine
 from llama_core.planning.memory.host import COMPILERS_BYTES, CUDA_PROCESS_BYTES, host_memory
-from llama_core.planning.memory.peaks import MemoryEstimate
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.units import GIB
 

@@ -11,7 +11,8 @@ from llama_core.config.models import model_names, model_spec
 from llama_core.config.run import RunConfig
 from llama_core.machine.detect import Machine
 from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.memory.peaks import MemoryEstimate, MemoryProfile
+from llama_core.planning.memory.profile import MemoryProfile
+from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.search.candidates import MAX_CPU_MICROBATCH_TOKENS

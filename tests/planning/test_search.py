@@ -11,7 +11,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, PlanError
 from llama_core.planning.memory.estimate import estimate_ranks
-from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.candidates import Candidates

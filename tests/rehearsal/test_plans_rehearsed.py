@@ -10,7 +10,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.planning.memory.estimate import estimate_memory
-from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import search
 from llama_core.planning.search.leanest import NothingFitsError

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from synthetic_run import DRY_RUN, ESTIMATE, SUMMARY
 
 from llama_core.planning.memory.host import HostMemory
-from llama_core.planning.memory.peaks import MemoryProfile
+from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.records.files import write_json
 from llama_core.units import GIB, MIB
 from training_reports.by_rank import MOST_RANKS, draw, memory_by_rank, peaks_by_group

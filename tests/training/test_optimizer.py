@@ -1,7 +1,9 @@
 import torch
+from parity import SPARSE
 from torch import nn
 
 from llama_core.config.run import TrainingConfig
+from llama_core.models.llama import build_llama
 from llama_core.training.optimizer import build_optimizer
 
 
@@ -10,9 +12,9 @@ def training(**settings):
 
 
 def test_matrices_are_decayed_and_vectors_are_not():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
+    model = build_llama(SPARSE, device="cpu", seed=0)
     groups = build_optimizer(model, training(weight_decay=0.1)).param_groups
-    assert {group["weight_decay"]: {p.ndim for p in group["params"]} for group in groups} == {0.1: {2}, 0.0: {1}}
+    assert {group["weight_decay"]: {p.ndim for p in group["params"]} for group in groups} == {0.1: {2, 3}, 0.0: {1}}
 
 
 def test_decay_is_decoupled_from_the_gradient():

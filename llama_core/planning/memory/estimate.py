@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import partial
 from math import ceil
 
-from llama_core.planning.memory.peaks import Category, MemoryProfile, Phase
+from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
 from llama_core.planning.memory.situations import Held, Progress, Situation, Turn, situations
 from llama_core.planning.memory.snapshots import Around, ShardedSnapshots, Snapshot, StageSnapshots
 from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When

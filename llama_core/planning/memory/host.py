@@ -19,16 +19,14 @@ depends on the data: 16 bytes per document, 40 per conversation, and a dataloade
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from llama_core.config.run import RunConfig
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_type
+from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.units import GIB, MIB, format_bytes
-
-if TYPE_CHECKING:
-    from llama_core.planning.memory.peaks import MemoryProfile
 
 STEPS_AHEAD = 2
 """Most steps whose batches ``data.supply`` reads before their turn."""
@@ -85,7 +83,7 @@ class HostMemory:
     optimizer: str = DEFAULT_OPTIMIZER
     """Name of the optimizer whose states a checkpoint copies."""
 
-    def parts(self, profile: "MemoryProfile") -> dict[str, int]:
+    def parts(self, profile: MemoryProfile) -> dict[str, int]:
         """Return the host bytes of a rank at their peak, by part.
 
         Args:
@@ -111,25 +109,25 @@ class HostMemory:
         }
         return {name: size for name, size in parts.items() if size}
 
-    def alive_bytes(self, profile: "MemoryProfile") -> int:
+    def alive_bytes(self, profile: MemoryProfile) -> int:
         """Return the bytes of ``parts`` that a rank on the CPU uses for its model, tensors among them."""
         return sum(size for name, size in self.parts(profile).items() if name not in {"process", "compilers", FREED})
 
-    def rank_bytes(self, profile: "MemoryProfile") -> int:
+    def rank_bytes(self, profile: MemoryProfile) -> int:
         """Return the host bytes of a rank at their peak."""
         return sum(self.parts(profile).values())
 
-    def node_bytes(self, profile: "MemoryProfile") -> int:
+    def node_bytes(self, profile: MemoryProfile) -> int:
         """Return the host bytes of all ranks of a node at their peak, which may be while one of them tokenises."""
         parts = self.parts(profile)
         process = parts["process"]
         return self.num_ranks * process + max(TOKENISING_BYTES, self.num_ranks * (sum(parts.values()) - process))
 
-    def headroom_bytes(self, profile: "MemoryProfile") -> int | None:
+    def headroom_bytes(self, profile: MemoryProfile) -> int | None:
         """Return how much of a node's memory is left; None if it is unknown."""
         return None if self.available_bytes is None else self.available_bytes - self.node_bytes(profile)
 
-    def problem(self, profile: "MemoryProfile") -> str:
+    def problem(self, profile: MemoryProfile) -> str:
         """Return why the ranks do not fit a node's memory, and what to do; empty if they do or it is unknown."""
         headroom = self.headroom_bytes(profile)
         if headroom is None or headroom >= 0:
@@ -141,13 +139,13 @@ class HostMemory:
             f"most of it is the {largest}; use {_REMEDIES[largest]}"
         )
 
-    def summary(self, profile: "MemoryProfile") -> str:
+    def summary(self, profile: MemoryProfile) -> str:
         """Return the memory of a node's ranks and the parts of a rank's in one line."""
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.parts(profile).items())
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         return f"about {format_bytes(self.node_bytes(profile))} for {ranks} on a node ({parts} each)"
 
-    def as_dict(self, profile: "MemoryProfile") -> dict[str, Any]:
+    def as_dict(self, profile: MemoryProfile) -> dict[str, Any]:
         """Return the memory as a record, with its parts for readers."""
         return asdict(self) | {"parts": self.parts(profile), "node_bytes": self.node_bytes(profile)}
 

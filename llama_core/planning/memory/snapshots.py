@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from llama_core.planning.memory.peaks import Category
+from llama_core.planning.memory.profile import Category
 from llama_core.planning.memory.weights import ShardedWeights, StageWeights, When
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.work import Work

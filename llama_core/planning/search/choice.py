@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llama_core.errors import PlanError
-from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Shape, Variant
 from llama_core.planning.search.leanest import leanest_plan

@@ -6,7 +6,8 @@ from dataclasses import replace
 from llama_core.config.run import RecomputeMode, RunConfig
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
-from llama_core.planning.memory.peaks import FILL_LIMIT, MemoryProfile
+from llama_core.planning.memory.profile import MemoryProfile
+from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.work import Work
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import DoesNotFitError, PlanError
-from llama_core.planning.memory.peaks import FILL_LIMIT
+from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant

@@ -1,16 +1,12 @@
-"""The memory of one rank while it trains, by category and phase, and whether a device can hold it."""
+"""The memory of one rank, and whether a device and its host can hold it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from llama_core.planning.memory.host import HostMemory
+from llama_core.planning.memory.profile import STATES, MemoryProfile
 from llama_core.units import GB, format_bytes
-
-Category = Literal["weights", "gradients", "moments", "activations", "loss", "communication", "temporaries"]
-"""What bytes are for. ``moments`` are the states of whichever optimizer, as records have called them from the start."""
-Phase = Literal["forward", "backward", "optimizer"]
-STATES: tuple[Category, ...] = ("weights", "gradients", "moments")
 
 FILL_LIMIT = 0.9
 """Share of a device's usable bytes that tensors may take: a caching allocator reserves at least a tenth more."""
@@ -24,46 +20,6 @@ _REMEDIES: Mapping[str, str] = {
     "temporaries": "parallel.microbatch_size=1, parallel.tp or a shorter training.seq_len",
 }
 """What reduces the largest part of a peak."""
-
-
-@dataclass(frozen=True)
-class MemoryProfile:
-    """The bytes alive at the peak of each phase of a step, by category."""
-
-    phases: Mapping[Phase, Mapping[Category, int]]
-
-    @property
-    def peak_phase(self) -> Phase:
-        """The phase with the highest peak."""
-        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
-
-    @property
-    def peak(self) -> Mapping[Category, int]:
-        """The categories at the peak of the whole step."""
-        return self.phases[self.peak_phase]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes alive at once: the maximum over the phases, not their sum."""
-        return sum(self.peak.values())
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments in the optimizer step, when all of them exist."""
-        return sum(self.phases["optimizer"].get(category, 0) for category in STATES)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """Return the profile that ``as_dict`` recorded."""
-        return cls(record["phases"])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the profile as a record, with the derived peak for readers."""
-        return {
-            "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
-            "peak_phase": self.peak_phase,
-            "peak_bytes": self.peak_bytes,
-        }
 
 
 @dataclass(frozen=True)
