@@ -76,11 +76,13 @@ def test_on_a_cpu_a_stage_is_predicted_with_its_own_checkpoint_copy(run):
         copies_states=True,
         copies_during_steps=True,
     )
-    profiles = [MemoryProfile({"optimizer": {"weights": 4 * n, "moments": 8 * n}}) for n in (10, 20)]
+    profiles = [
+        MemoryProfile({"optimizer": {"weights": 4 * n, "gradients": 4 * n, "moments": 8 * n}}) for n in (10, 20)
+    ]
     write_json(run.plan, {"pp": 2, "num_microbatches": 4})
     record = ESTIMATE | {"ranks": [profile.as_dict() for profile in profiles], "host": host.as_dict(profiles[1])}
     write_json(run.estimate, record)
-    assert RunContents.read(run).stage_peaks("estimate") == [24 * n + 5 for n in (10, 20)]
+    assert RunContents.read(run).stage_peaks("estimate") == [(16 + 12) * n + 5 for n in (10, 20)]
 
 
 def test_a_kind_that_no_rank_has_is_named_and_one_rank_needs_no_panel(run):
