@@ -1,6 +1,7 @@
 """Start submitit's controller for a job on this machine: ``python -m llama_core.launch.jobs.controller REQUEST``.
 
-The controller is the child of a process of its own, which imports only what that takes.
+Starting it in a process of its own keeps it out of the session of the terminal. That process imports no configuration,
+so that it starts quickly.
 """
 
 import json
@@ -32,7 +33,7 @@ _NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs must have a lim
 
 @dataclass(frozen=True)
 class Request:
-    """What the controller's process needs of a submission."""
+    """What the process that starts the controller needs to know of a submission."""
 
     folder: str
     run_dir: str
@@ -43,7 +44,7 @@ class Request:
     save_timeout_s: int
 
     def as_json(self) -> str:
-        """Return it as the argument of this module's command line."""
+        """Return the request as the argument of this module's command line."""
         return json.dumps(self.__dict__)
 
 
