@@ -432,7 +432,7 @@ def test_data_without_a_document_is_one_line_and_nothing_is_written(shell):
 def test_unusable_lines_are_reported_and_the_rest_is_trained_on(shell):
     lines = [json.dumps({"text": f"line {number} " * 20}) for number in range(60)]
     (shell.path / "texts.jsonl").write_text("\n".join([*lines, "{", '{"txt": 1}']))
-    ended = shell("train", *SMALL, "--steps", "2", "--data", "texts.jsonl")
+    ended = process("train", *SMALL, "--steps", "2", "--data", "texts.jsonl")
     assert ended.returncode == 0, ended.stderr
     assert "unusable lines (1 invalid JSON, 1 missing field)" in ended.stderr
     assert "texts.jsonl:61: invalid JSON" in ended.stderr
