@@ -14,10 +14,10 @@ TIMEOUT_SECONDS = 300
 
 # A fork of a process that has imported the engine starts in milliseconds, where a fresh one takes seconds. A rank also
 # imports the module of its test, and so what tests import. DeepSpeed and compiled blocks need the compiler.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
     [
-        "llama_core.training.trainer",
+        "llama_core.launch.rank.worker",
         "llama_core.rehearsal.dry_run",
         "torch._inductor.compile_fx",
         "torch.testing._internal.distributed.fake_pg",
@@ -54,8 +54,8 @@ def _run_once(world_size, function, args, timeout):
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
+            receiver, sender = FORKS.Pipe(duplex=False)
+            process = FORKS.Process(
                 target=_run, args=(rank, world_size, Path(folder), sender, function, args), daemon=True
             )
             _stderr(Path(folder), rank).touch()

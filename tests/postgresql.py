@@ -46,9 +46,8 @@ class PostgreSQL:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def _control(self, *arguments):
-        self._as_postgres(
-            "pg_ctl", "--pgdata", str(self.folder / "data"), "--log", str(self.folder / "log"), *arguments
-        )
+        files = ("--pgdata", str(self.folder / "data"), "--log", str(self.folder / "log"))
+        self._as_postgres("pg_ctl", *files, "--timeout=600", *arguments)  # a busy machine needs more than a minute
 
     def _as_postgres(self, program, *arguments):
         command = ("runuser", "-u", "postgres", "--", str(PROGRAMS[-1] / program), *arguments)

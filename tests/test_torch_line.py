@@ -45,8 +45,9 @@ def light_modules():
         (("torch", "pydantic", "rich"), ["training_infra"]),
         (("torch",), ["flows.train"]),
         (("torch", "prefect", "training_infra"), ["training_reports.page"]),
+        (("numpy", "yaml", "llama_core.config.settings"), ["llama_core.launch.jobs.controller"]),
     ],
-    ids=["every-light-room", "facade", "flow", "reports"],
+    ids=["every-light-room", "facade", "flow", "reports", "supervisor-of-every-rank"],
 )
 def test_light_modules_import_no_heavy_package(packages, modules):
     code = (

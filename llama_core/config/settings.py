@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from llama_core.config.hardware import gpu_spec
+from llama_core.config.hardware import MOST_DEVICES, gpu_spec
 from llama_core.config.section import Key, Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.errors import did_you_mean
@@ -26,8 +26,8 @@ SAMPLE = "sample"
 DATALOADER = "dataloader"
 """The data source of a run whose batches come from the caller's own code."""
 
-MOST_DEVICES = MOST_SEQUENCES = 2**20
-"""Most devices of a run, and most sequences of one of its steps: far more than any run has used."""
+MOST_SEQUENCES = 2**20
+"""Most sequences of a step: far more than any run has used."""
 MOST_MICROBATCHES = 2**13
 """Most forward passes of a rank in one step. A rank lists all of them before it begins."""
 MOST_LAYERS = 2**8

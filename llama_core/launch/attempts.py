@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from llama_core.config.settings import MOST_DEVICES
+from llama_core.config.hardware import MOST_DEVICES
 from llama_core.errors import RunDirectoryError
-from llama_core.launch.places import own_submission
+from llama_core.launch.places import CONTROLLER_LOG, own_submission
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import Time, intact, now, open_file, read_json, read_typed, write_json
 from llama_core.records.job import JobRecord
@@ -157,7 +157,7 @@ def submission_log(run: RunDirectory, job: JobRecord) -> str:
     own = own_submission(Path(job.folder), run)
     if own is None:
         return ""
-    paths = sorted([*own.folder.glob(f"{job.job_id}_*log.*"), *own.folder.glob("controller.log")])
+    paths = sorted([*own.folder.glob(f"{job.job_id}_*log.*"), *own.folder.glob(CONTROLLER_LOG)])
     return "\n".join(_tail(path, own.below) for path in paths)
 
 

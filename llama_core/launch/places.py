@@ -10,6 +10,9 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import is_same_folder
 from llama_core.records.owners import is_private
 
+CONTROLLER_LOG = "controller.log"
+"""Name of the file beside them with the output of submitit's controller, which starts the ranks of a local job."""
+
 _PRIVATE = 0o700  # submitit starts a job from a pickle, so nobody else may write there
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from llama_core.errors import EnvironmentMismatchError
 
+COMPILE_WORKERS = 8
+"""Most processes in which a rank on CUDA compiles its blocks; torch would start one for each core, up to 32."""
+
 
 def missing_for_kernels() -> tuple[str, ...]:
     """Return what is missing to build Triton's kernels, each with the command that installs it; empty if nothing is.

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -278,8 +279,12 @@ def core_wait_seconds() -> float | None:
 
 
 def product_rate(precision: Precision) -> float:
-    """Return the FLOP/s at which this process multiplies matrices on the CPU."""
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    """Return the FLOP/s at which this process multiplies matrices on the CPU; measured once for a number of threads."""
+    return _product_rate(torch.float32 if precision == "fp32" else torch.bfloat16, torch.get_num_threads())
+
+
+@cache
+def _product_rate(dtype: torch.dtype, num_threads: int) -> float:
     one = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype)
     best = float("inf")
     for _ in range(4):  # the first one sets up the kernel

@@ -1,5 +1,6 @@
 import socket
 import sys
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from launch_harness import FAKE_WORKER, Job
@@ -18,7 +19,7 @@ def run(tmp_path):
     return directory
 
 
-@pytest.fixture(params=[name for name in submission.LAUNCHERS if LaunchConfig(launcher=name).is_here])
+@pytest.fixture(scope="module", params=[name for name in submission.LAUNCHERS if LaunchConfig(launcher=name).is_here])
 def config(request):
     """A configuration with each launcher whose ranks run on this machine."""
     return RunConfig.from_mapping({"launch": {"device": "cpu", "launcher": request.param}})
@@ -27,6 +28,35 @@ def config(request):
 @pytest.fixture
 def submit(run, config):
     """Submit a job of fake workers, and kill it at the end of the test."""
+    with submitting(run, config) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def submit_for_all(tmp_path_factory, config):
+    """Submit a job of fake workers, in a new run if none is given, for tests of a module that only look at it."""
+    with ExitStack() as jobs:
+
+        def start(behaviour, *, run=None, **options):
+            if run is None:
+                run = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
+                run.create()
+            return jobs.enter_context(submitting(run, config))(behaviour, **options)
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def at_work(submit_for_all):
+    """A running job, which no test may end."""
+    job = submit_for_all("serve")
+    job.worker()
+    return job
+
+
+@contextmanager
+def submitting(run, config):
+    """Yield a function that submits a job of fake workers; the jobs are killed at the end."""
     handles = []
 
     def start(behaviour, *, num_ranks=1, only=None):
@@ -34,9 +64,11 @@ def submit(run, config):
         handles.append(submission.submit(run, config, num_ranks, only, worker=worker))
         return Job(handles[-1], num_ranks)
 
-    yield start
-    for handle in handles:
-        handle.cancel(grace_seconds=0)
+    try:
+        yield start
+    finally:
+        for handle in handles:
+            handle.cancel(grace_seconds=0)
 
 
 @pytest.fixture

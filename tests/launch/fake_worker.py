@@ -36,6 +36,7 @@ def announce():
 
 
 def finish():
+    sys.stdout.write("three steps to take\n")
     for step in range(1, 4):
         take_step(step)
         time.sleep(0.3)
@@ -58,6 +59,13 @@ def serve():
     Path(run.path / "received.json").write_text(json.dumps(received))
     record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume")
     sys.exit(STOPPED_EXIT)
+
+
+def count_signals():
+    """Write down every signal, and end at none."""
+    while True:
+        write_json(run.path / "received.json", {"signals": received})
+        time.sleep(0.05)
 
 
 def hang():

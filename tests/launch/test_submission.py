@@ -4,7 +4,9 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -28,9 +30,11 @@ from llama_core.launch.scheduler import (
     largest_node_bytes,
 )
 from llama_core.records.files import read_json, write_json
-from llama_core.records.job import JobRecord
+from llama_core.records.job import JobRecord, Outcome
 from llama_core.units import GIB, MIB
 from training_reports.page import write_report
+
+pytestmark = pytest.mark.xdist_group("submission")
 
 SUBMIT_AND_DIE = """
 import os, signal, sys
@@ -45,18 +49,30 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_job_runs_its_worker_to_the_end_and_reports_its_steps(submit):
+class Finished(NamedTuple):
+    outcome: Outcome
+    steps: list[int]
+    ranks: list[dict[str, Any]]
+    """What every rank's worker told about itself."""
+
+
+@pytest.fixture(scope="module")
+def finished(submit_for_all):
+    """A job of two ranks that was asked for a part of the work and has done it."""
     steps = []
-    outcome = submit("finish").handle.wait(lambda record: steps.append(record.step))
-    assert (outcome.status, outcome.step) == ("finished", 3)
-    assert steps == sorted(set(steps))
-    assert steps[-1] == 3
+    job = submit_for_all("finish", num_ranks=2, only="benchmark")
+    outcome = job.handle.wait(lambda record: steps.append(record.step))
+    return Finished(outcome, steps, [job.worker(rank) for rank in range(2)])
 
 
-def test_every_rank_learns_its_place_among_the_others(submit):
-    job = submit("finish", num_ranks=2)
-    environments = [job.worker(rank)["environment"] for rank in range(2)]
-    job.handle.wait()
+def test_a_job_runs_its_worker_to_the_end_and_reports_its_steps(finished):
+    assert (finished.outcome.status, finished.outcome.step) == ("finished", 3)
+    assert finished.steps == sorted(set(finished.steps))
+    assert finished.steps[-1] == 3
+
+
+def test_every_rank_learns_its_place_among_the_others(finished):
+    environments = [rank["environment"] for rank in finished.ranks]
     assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in environments] == [
         ("0", "0", "2"),
         ("1", "1", "2"),
@@ -64,24 +80,37 @@ def test_every_rank_learns_its_place_among_the_others(submit):
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
 
 
-def test_the_requested_part_is_passed_to_the_worker(submit):
-    assert submit("finish", only="benchmark").worker()["options"] == ["--only", "benchmark"]
+def test_the_requested_part_is_passed_to_every_worker(finished):
+    assert [rank["options"] for rank in finished.ranks] == 2 * [["--only", "benchmark"]]
 
 
-def test_the_job_is_recorded_when_submit_returns(submit, run):
-    record = submit("serve").handle.record
-    assert JobRecord(**read_json(run.job)) == record
+def test_a_job_is_recorded_when_submit_returns_so_that_its_run_takes_no_second_one(submit, run):
+    first = submit("serve").handle
+    assert JobRecord(**read_json(run.job)) == first.record
+    assert submit("finish").handle.record == first.record
 
 
-def test_a_run_with_a_running_job_takes_no_second_one(submit):
-    first, second = submit("serve").handle, submit("finish").handle
-    assert second.record == first.record
+@pytest.fixture(scope="module")
+def again(submit_for_all):
+    """The run of a job that failed and of one that finished."""
+    failed = submit_for_all("fail").handle
+    failed.wait()
+    submit_for_all("finish", run=failed.run).handle.wait()
+    return failed.run
 
 
-def test_a_run_whose_job_has_ended_takes_another_and_remembers_both(submit):
-    submit("fail").handle.wait()
-    outcome = submit("finish").handle.wait()
-    assert [attempt["status"] for attempt in outcome.attempts] == ["crashed", "finished"]
+def test_a_run_whose_job_has_ended_takes_another_and_remembers_both(again):
+    assert [attempt["status"] for attempt in read_json(again.outcome)["attempts"]] == ["crashed", "finished"]
+
+
+def test_output_of_all_attempts_stays_in_the_ranks_log(again):
+    log = log_path(again, 0).read_text()
+    assert log.index("about to fail") < log.index("three steps to take")
+
+
+def test_exit_records_of_an_earlier_attempt_are_not_read_for_the_next(again):
+    record = JobRecord(**read_json(again.job))
+    assert [rank_exit.exit_code for rank_exit in read_rank_exits(again, record, 0)] == [0]
 
 
 def test_cancelling_lets_the_worker_stop_cleanly(submit, run):
@@ -162,11 +191,15 @@ def test_a_job_outlives_the_process_that_submitted_it_and_is_found_again(run, co
     assert attach(run) is None
 
 
-def test_an_interrupt_in_the_terminal_does_not_reach_the_job(submit):
-    job = submit("serve")
+def test_an_interrupt_in_the_terminal_does_not_reach_the_job(at_work):
     foreground = os.getpgrp()
-    assert all(os.getpgid(pid) != foreground for pid in job.processes())
-    assert os.getsid(int(job.handle.record.job_id)) != os.getsid(0)
+    assert all(os.getpgid(pid) != foreground for pid in at_work.processes())
+    assert os.getsid(int(at_work.handle.record.job_id)) != os.getsid(0)
+
+
+def test_output_can_be_followed_while_the_worker_runs(at_work):
+    eventually(lambda: "at work" in log_path(at_work.handle.run, 0).read_text())
+    assert at_work.handle.is_running()
 
 
 def test_a_run_without_a_job_has_nothing_to_attach_to(run):
@@ -206,60 +239,55 @@ UNSEEN = r"was submitted in another container of .* delete .*job\.json if the jo
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root, to make a process namespace")
-def test_a_job_that_lives_in_another_process_namespace_gets_no_second_one_beside_it(submit, run):
-    job = submit("serve")
-    job.worker()
+def test_a_job_that_lives_in_another_process_namespace_gets_no_second_one_beside_it(at_work):
+    run = at_work.handle.run
     isolated = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ATTACH, str(run.path)]
     attached = subprocess.run(isolated, capture_output=True, text=True, check=False)
     assert re.search(UNSEEN, attached.stderr), attached.stderr
     assert not run.outcome.exists()
-    assert job.handle.is_running()
+    assert at_work.handle.is_running()
 
 
 ELSEWHERE = {"process_namespace": "of another container"}
 OTHER_KERNEL = {"lock_domain": "of another kernel"}
 
 
+@contextmanager
+def recorded(handle, home):
+    """Record a job as one of another place, and yield its run."""
+    write_json(handle.run.job, replace(handle.record, **home))
+    yield handle.run
+    write_json(handle.run.job, handle.record)
+
+
 @pytest.mark.parametrize("home", [ELSEWHERE, ELSEWHERE | OTHER_KERNEL])
-def test_a_job_that_lives_where_its_processes_cannot_be_seen_is_left_alone(submit, run, home):
-    job = submit("serve")
-    write_json(run.job, replace(job.handle.record, **home))
-    with pytest.raises(RunDirectoryError, match=UNSEEN):
-        attach(run)
-    assert not run.outcome.exists()
+def test_a_job_that_lives_where_its_processes_cannot_be_seen_is_left_alone(at_work, home):
+    with recorded(at_work.handle, home) as run:
+        with pytest.raises(RunDirectoryError, match=UNSEEN):
+            attach(run)
+        assert not run.outcome.exists()
+
+
+@pytest.fixture(scope="module")
+def killed(submit_for_all):
+    """The handle of a job whose controller was killed."""
+    handle = submit_for_all("serve").handle
+    os.kill(int(handle.record.job_id), signal.SIGKILL)
+    eventually(lambda: not handle.is_running())
+    return handle
 
 
 @pytest.mark.parametrize("home", [ELSEWHERE, OTHER_KERNEL, {"lock_domain": "", "process_namespace": ""}])
-def test_a_job_has_ended_if_its_kernel_says_so_or_has_started_again(submit, run, home):
-    job = submit("serve")
-    os.kill(int(job.handle.record.job_id), signal.SIGKILL)
-    eventually(lambda: not job.handle.is_running())
-    write_json(run.job, replace(job.handle.record, **home))
-    assert attach(run) is None
-    assert read_outcome(run).status == "crashed"
+def test_a_job_has_ended_if_its_kernel_says_so_or_has_started_again(killed, home):
+    with recorded(killed, home) as run:
+        assert attach(run) is None
+        assert read_outcome(run).status == "crashed"
+        run.outcome.unlink()
 
 
-def test_nobody_here_can_tell_whether_a_container_under_another_kernel_lives(submit, run):
-    job = submit("serve")
-    os.kill(int(job.handle.record.job_id), signal.SIGKILL)
-    eventually(lambda: not job.handle.is_running())
-    write_json(run.job, replace(job.handle.record, **ELSEWHERE | OTHER_KERNEL))
-    with pytest.raises(RunDirectoryError, match=UNSEEN):
+def test_nobody_here_can_tell_whether_a_container_under_another_kernel_lives(killed):
+    with recorded(killed, ELSEWHERE | OTHER_KERNEL) as run, pytest.raises(RunDirectoryError, match=UNSEEN):
         attach(run)
-
-
-def test_output_of_all_attempts_stays_in_the_ranks_log(submit, run):
-    submit("refuse").handle.wait()
-    submit("fail").handle.wait()
-    log = log_path(run, 0).read_text()
-    assert log.index("unknown model 'llama9'") < log.index("about to fail")
-
-
-def test_exit_records_of_an_earlier_attempt_are_not_read_for_the_next(submit, run):
-    submit("fail").handle.wait()
-    submit("finish").handle.wait()
-    record = JobRecord(**read_json(run.job))
-    assert [rank_exit.exit_code for rank_exit in read_rank_exits(run, record, 0)] == [0]
 
 
 def test_without_slurm_a_slurm_job_is_refused_with_the_remedy(run, config, monkeypatch):

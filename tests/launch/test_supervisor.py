@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import socket
@@ -22,12 +21,12 @@ from llama_core.records.job import JobRecord
 
 on_glibc = pytest.mark.skipif(not Path("/lib64/ld-linux-x86-64.so.2").exists(), reason="needs glibc on x86-64")
 
-COUNT_FAULTS_OF_TWENTY_TENSORS = """
+COUNT_FAULTS_OF_FOUR_TENSORS = """
 import resource
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 bytearray(2**26)
 before = faults()
-for _ in range(20):
+for _ in range(4):
     bytearray(2**26)
 print(faults() - before)
 """
@@ -36,7 +35,7 @@ print(faults() - before)
 def page_faults(tunables):
     environment = os.environ | {"GLIBC_TUNABLES": tunables}
     counted = subprocess.run(
-        [sys.executable, "-c", COUNT_FAULTS_OF_TWENTY_TENSORS], env=environment, capture_output=True, check=True
+        [sys.executable, "-c", COUNT_FAULTS_OF_FOUR_TENSORS], env=environment, capture_output=True, check=True
     )
     return int(counted.stdout)
 
@@ -123,12 +122,19 @@ def ends(run):
     return [(rank_exit.exit_code, rank_exit.signal) for rank_exit in exits]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT])
-def test_signals_reach_the_worker_once(submit, run, number):
-    job = submit("serve")
-    os.kill(job.worker()["supervisor"], number)
-    job.handle.wait()
-    assert json.loads((run.path / "received.json").read_text()) == [number]
+def test_every_signal_reaches_the_worker_once(submit, run):
+    supervisor = submit("count_signals").worker()["supervisor"]
+    received = run.path / "received.json"
+
+    def heard():
+        return read_json(received)["signals"] if received.exists() else []
+
+    sent = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCONT):
+        os.kill(supervisor, number)
+        sent.append(number)
+        eventually(lambda: len(heard()) >= len(sent))
+    assert heard() == sent
 
 
 def test_a_signal_in_the_first_moment_of_a_supervisor_stops_the_job_by_request(submit, run, tmp_path, monkeypatch):
@@ -174,13 +180,6 @@ def test_a_worker_does_not_start_before_its_job_is_recorded(run):
     assert not log_path(run, 0).exists()
     write_json(run.job, record)
     assert LocalJobHandle(run, record).wait().status == "finished"
-
-
-def test_output_can_be_followed_while_the_worker_runs(submit, run):
-    job = submit("serve")
-    job.worker()
-    eventually(lambda: "at work" in log_path(run, 0).read_text())
-    assert job.handle.is_running()
 
 
 @pytest.fixture

@@ -1,17 +1,18 @@
 """The worker as a real process, training a tiny model on the built-in sample."""
 
+import gc
 import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from distributed import FORKS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
@@ -29,6 +30,8 @@ from llama_core.records.metrics import read_metrics
 pytestmark = pytest.mark.xdist_group("worker")
 
 STEPS = 20
+STEP_SECONDS = 0.1
+"""How long a step takes at least, so that a checkpoint is on disk before many more follow."""
 FEW_PARAMETERS = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
 
 
@@ -38,8 +41,7 @@ def cache(tmp_path_factory):
 
 
 def configuration(cache, **training):
-    # Steps take tenths of a second, so that a checkpoint is on disk before many more follow.
-    settings = {"batch_size": 16, "seq_len": 512, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10}
+    settings = {"batch_size": 4, "seq_len": 128, "steps": STEPS, "precision": "fp32", "checkpoint_every": 10}
     return RunConfig.from_mapping(
         {
             "architecture": FEW_PARAMETERS,
@@ -56,14 +58,38 @@ def prepared(path, cache, **training):
 
 
 def start(run, *options):
-    command = [sys.executable, "-m", "llama_core.launch.rank.worker", str(run.path), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Start a worker whose steps take ``STEP_SECONDS``."""
+    process = FORKS.Process(target=_work, args=(run, options, STEP_SECONDS))
+    process.start()
+    return process
+
+
+def exit_code(process, timeout=None):
+    process.join(timeout)
+    return process.exitcode
 
 
 def work(run, *options):
-    process = start(run, *options)
-    output, _ = process.communicate()
-    return process.returncode, output
+    """Run a worker to its end; return its exit code and its output."""
+    process = FORKS.Process(target=_work, args=(run, options, 0.0))
+    process.start()
+    return exit_code(process), _output(run).read_text()
+
+
+def _output(run):
+    return run.path.with_name(f"{run.name}.log")
+
+
+def _work(run, options, step_seconds):
+    from llama_core.launch.rank import worker
+
+    gc.freeze()  # collections need not go through the imported modules
+    with _output(run).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    register_optimizer_step_post_hook(lambda *args: time.sleep(step_seconds))
+    sys.argv = ["worker", str(run.path), *options]
+    sys.exit(worker.main())
 
 
 def some_texts(folder):
@@ -72,9 +98,10 @@ def some_texts(folder):
     return path
 
 
-def wait_until(condition):
+def wait_until(process, condition):
     while not condition():
-        time.sleep(0.002)
+        assert process.is_alive(), "the worker has ended too early"
+        time.sleep(0.01)
 
 
 def step_of(run):
@@ -119,9 +146,9 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
     """Every logged loss and norm, every weight, every moment: kill -9 after the tenth step changes none of them."""
     run = prepared(tmp_path / "killed", cache)
     process = start(run)
-    wait_until(lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    wait_until(process, lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
+    process.kill()
+    process.join()
     assert not (run.checkpoints / f"step-{STEPS:08d}").exists()
     assert not run.outcome.exists()
     half_written = run.metrics / ".heartbeat.json.0123.tmp"  # as another kill may leave it
@@ -144,9 +171,9 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
 def test_a_damaged_part_of_the_metrics_costs_a_resumed_run_only_its_steps(undisturbed, cache, tmp_path):
     run = prepared(tmp_path / "damaged", cache)
     process = start(run)
-    wait_until(lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
+    wait_until(process, lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
     process.kill()
-    process.wait()
+    process.join()
     os.truncate(run.metrics / "part-00000.parquet", 100)
     code, output = work(run)
     assert code == 0, output
@@ -159,9 +186,9 @@ def test_a_damaged_part_of_the_metrics_costs_a_resumed_run_only_its_steps(undist
 def test_every_step_of_a_run_killed_before_its_first_checkpoint_is_on_disk(cache, tmp_path):
     run = prepared(tmp_path / "killed", cache, steps=1000, checkpoint_every=0)
     process = start(run)
-    wait_until(lambda: step_of(run) >= 3)
+    wait_until(process, lambda: step_of(run) >= 3)
     process.kill()
-    process.wait()
+    process.join()
     assert [row["step"] for row in losses(run)] == list(range(1, step_of(run) + 1))
 
 
@@ -179,9 +206,9 @@ def test_a_trained_run_without_a_benchmark_is_only_timed(undisturbed):
 def test_a_run_asked_to_stop_first_saves_a_checkpoint_of_its_last_step(cache, tmp_path):
     run = prepared(tmp_path / "stopped", cache, steps=1000, checkpoint_every=0)
     process = start(run)
-    wait_until(lambda: step_of(run) >= 2)
+    wait_until(process, lambda: step_of(run) >= 2)
     process.terminate()
-    assert process.wait() == STOPPED_EXIT
+    assert exit_code(process) == STOPPED_EXIT
     outcome = read_outcome(run)
     assert (outcome.status, outcome.next_action) == ("cancelled", "start it again with --resume")
     assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"
@@ -192,9 +219,9 @@ def test_a_run_asked_to_stop_after_its_last_step_times_no_steps(cache, tmp_path)
     config = configuration(cache, steps=1).with_overrides("benchmark.steps=100000")
     run = prepare_run(config, tmp_path / "stopped")
     process = start(run)
-    wait_until(run.training.exists)
+    wait_until(process, run.training.exists)
     process.terminate()
-    assert process.wait(timeout=100) == STOPPED_EXIT
+    assert exit_code(process, timeout=100) == STOPPED_EXIT
     assert (read_outcome(run).status, read_outcome(run).step) == ("cancelled", 1)
     assert not run.benchmark.exists()
 

@@ -15,8 +15,8 @@ from llama_core.errors import ConfigError, RequestError, TrainingFailedError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
 
-FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
-QUICKLY = {"device": "cpu", "precision": "fp32", "tensorboard": False, "checkpoint_every": 2, "learning_rate": 1e-2}
+FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
+QUICKLY = {"device": "cpu", "precision": "fp32", "tensorboard": False, "checkpoint_every": 0, "learning_rate": 1e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def alone(tmp_path_factory):
     """The losses of one process, then its held-out loss."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("alone"))
-        one = orchestrator(1, steps=6)
+        one = orchestrator(1, steps=4)
         summary = one.launch_training(batches(), batches(6))
         return [*losses(one), summary.eval_loss]
 
@@ -69,7 +69,7 @@ def alone(tmp_path_factory):
     "degrees", [{}, pytest.param({"pp": 2, "tp": 1}, marks=pytest.mark.wide)], ids=["data-parallel", "pipeline"]
 )
 def test_local_ranks_train_as_one_process_does(alone, degrees):
-    one = orchestrator(2, steps=6, **degrees)
+    one = orchestrator(2, steps=4, **degrees)
     summary = one.launch_training(batches(), batches(6))
     assert [*losses(one), summary.eval_loss] == pytest.approx(alone, rel=1e-4)  # sums in another order
     assert RunDirectory(one.run_dir).report.exists()
@@ -148,7 +148,7 @@ from pathlib import Path
 sys.path.insert(0, {here!r})
 from test_live_dataloader import batches, losses, orchestrator
 
-one = orchestrator({gpus}, steps=6)
+one = orchestrator({gpus}, steps=4)
 summary = one.launch_training(batches(), batches(6))
 again = orchestrator({gpus}, steps=1)
 again.launch_training(batches())

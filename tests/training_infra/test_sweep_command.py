@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llama_core.chain import steps
 from llama_core.records.files import read_json
-from llama_core.sweep.directory import SweepDirectory
+from llama_core.sweep.directory import SweepDirectory, is_timed
 from llama_core.sweep.history import read_history, write_part
 from llama_core.sweep.judgement import Judgement
 from training_infra.cli import main
@@ -40,10 +41,28 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(place):
-    """A sweep that has been run to its end."""
-    assert main(["sweep", "--config", str(place / "sweep.yaml"), "--sweep-dir", str(place / "sweep"), "--json"]) == 0
-    return SweepDirectory(place / "sweep")
+def interrupted(place):
+    """A sweep that was interrupted when its second element was about to start, and the job of its first."""
+    begin = steps.submit
+
+    def submit(run, only):
+        if run.name == NAMES[1]:
+            raise KeyboardInterrupt
+        return begin(run, only)
+
+    sweep = SweepDirectory(place / "sweep")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "submit", submit)
+        assert main(["sweep", "--config", str(place / "sweep.yaml"), "--sweep-dir", str(sweep.path)]) == 130
+    return sweep, read_json(sweep.run(NAMES[0]).job)
+
+
+@pytest.fixture(scope="module")
+def finished(interrupted):
+    """The same sweep, resumed and run to its end."""
+    sweep, _ = interrupted
+    assert main(["sweep", "--sweep-dir", str(sweep.path), "--resume", "--json"]) == 0
+    return sweep
 
 
 def resume(sweep, capsys):
@@ -78,13 +97,10 @@ def test_a_finished_sweep_runs_nothing_again(finished, capsys):
     assert {name: read_json(finished.run(name).job) for name in NAMES} == before
 
 
-def test_only_unfinished_elements_run_again(finished, capsys):
-    before = {name: read_json(finished.run(name).job) for name in NAMES}
-    finished.run(NAMES[1]).benchmark.unlink()
-    elements = resume(finished, capsys)
-    after = {name: read_json(finished.run(name).job) for name in NAMES}
-    assert [name for name in NAMES if after[name] != before[name]] == [NAMES[1]]
-    assert elements[NAMES[1]]["outcome"]["status"] == "finished"
+def test_an_interrupted_sweep_runs_only_its_unfinished_elements_when_it_is_resumed(interrupted, finished):
+    _, job_of_the_first = interrupted
+    assert read_json(finished.run(NAMES[0]).job) == job_of_the_first
+    assert [is_timed(finished.run(name)) for name in NAMES] == [True, True]
 
 
 def keep_faster_results(sweep, factor, number):

@@ -1,37 +1,26 @@
 """Jobs on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
 
 import fcntl
-import json
 import os
-import random
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from llama_core.config.settings import Device
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.jobs import controller
+from llama_core.launch.jobs.controller import Request
 from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
-from llama_core.launch.places import submission_of
-from llama_core.launch.rank.start import CONTROLLER_ONLY, python_command
-from llama_core.launch.rank.supervisor import Supervisor
+from llama_core.launch.places import CONTROLLER_LOG, submission_of
 from llama_core.machine.kernel import lock_domain, process_namespace
-from llama_core.records.directory import RunDirectory
-from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 
 if TYPE_CHECKING:
     import psutil
-
-_LOG = "controller.log"
-_PORTS = range(20000, 32000)
-_NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs must have a limit
 
 
 class LocalJobHandle(JobHandle):
@@ -111,7 +100,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     """
     (submission,) = submissions
     config = submission.config.launch
-    request = _Request(
+    request = Request(
         str(folder),
         str(submission.run.path),
         submission.command,
@@ -120,14 +109,14 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         config.hang_timeout_s,
         config.save_timeout_s,
     )
-    log = folder / _LOG
+    log = folder / CONTROLLER_LOG
     # In its own process and session: an interrupt or a hang-up of the terminal must reach the job through
     # JobHandle.cancel, not through submitit's controller, which gives its tasks only one second.
     with log.open("wb") as output:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(output, fcntl.LOCK_EX)  # the controller inherits it: see _is_over
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, json.dumps(request.__dict__)],
+            [sys.executable, "-P", "-m", controller.__name__, request.as_json()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -138,50 +127,6 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     if ended.returncode:
         last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
         raise EnvironmentMismatchError(f"cannot start a job on this machine: {last_line}; see {log}")
-
-
-@dataclass(frozen=True)
-class _Request:
-    folder: str
-    run_dir: str
-    command: tuple[str, ...]
-    device: Device
-    num_ranks: int
-    hang_timeout_s: int
-    save_timeout_s: int
-
-
-def _start_controller(request: _Request) -> None:
-    """Start submitit's controller, which outlives this process, and write ``job.json``."""
-    from submitit import LocalExecutor
-
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # submitit would count from 0
-    run = RunDirectory(Path(request.run_dir))
-    executor = LocalExecutor(request.folder, python=python_command())
-    executor.update_parameters(
-        timeout_min=_NO_TIME_LIMIT_MIN,
-        tasks_per_node=request.num_ranks,
-        gpus_per_node=request.num_ranks if request.device == "cuda" else 0,
-        stderr_to_stdout=True,
-    )
-    submitted_at = timestamp()
-    supervisor = Supervisor(run.path, tuple(request.command), request.device, request.hang_timeout_s, environment)
-    log = Path(request.folder, _LOG).stat()
-    os.environ.setdefault("PYTHONSAFEPATH", CONTROLLER_ONLY)
-    job = executor.submit(supervisor)
-    record = JobRecord(
-        "local",
-        job.job_id,
-        socket.gethostname(),
-        submitted_at,
-        grace_seconds=request.save_timeout_s,
-        folder=str(executor.folder),
-        process_namespace=process_namespace(),
-        lock_domain=lock_domain(log),
-    )
-    write_json(run.job, record)
 
 
 def _out_of_sight(record: JobRecord) -> str:
@@ -196,7 +141,7 @@ def _out_of_sight(record: JobRecord) -> str:
 def _is_over(record: JobRecord) -> bool:
     """Return whether a job in another process namespace has ended: its controller held a lock as long as it lived."""
     try:
-        log = os.open(Path(record.folder, _LOG), os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+        log = os.open(Path(record.folder, CONTROLLER_LOG), os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
     except (OSError, ValueError):
         return False
     try:
@@ -211,15 +156,6 @@ def _is_over(record: JobRecord) -> bool:
         os.close(log)
 
 
-def _free_port() -> int:
-    """Return a free port below the ephemeral range, because the ranks bind it only some seconds later."""
-    for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise EnvironmentMismatchError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks to meet at")
-
-
 LOCAL = Launcher(
     "local",
     _start,
@@ -228,7 +164,3 @@ LOCAL = Launcher(
     find_unrecorded=lambda folder, name, config: None,  # _start holds the lock until the job is recorded
     check=lambda found, config: None,
 )
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with it ignored
-    _start_controller(_Request(**json.loads(sys.argv[1])))

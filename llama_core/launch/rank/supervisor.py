@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from llama_core.config.settings import Device
 from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
@@ -36,11 +36,14 @@ from llama_core.launch.rank.start import HELD_SIGNALS
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
-from llama_core.planning.memory.host import COMPILE_WORKERS
+from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import cache_directory, now, read_typed
 from llama_core.records.job import JobRecord
 from llama_core.records.last_words import write_last_words
+
+if TYPE_CHECKING:  # a supervisor starts without the schema of the configuration
+    from llama_core.config.settings import Device
 
 FORWARDED_SIGNALS = (*HELD_SIGNALS, signal.SIGCONT)
 
@@ -66,7 +69,7 @@ class Supervisor:
     run_dir: Path
     command: tuple[str, ...]
     """The worker's command line."""
-    device: Device
+    device: "Device"
     hang_timeout_s: int
     """Seconds without a step, after the first, before the rank is ended."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -131,7 +134,7 @@ def rendezvous_port(job_id: int, restart: int) -> int:
     return 20000 + (17 * job_id + restart) % 12000
 
 
-def worker_environment(base: Mapping[str, str], device: Device, ranks_on_node: int, run_dir: Path) -> dict[str, str]:
+def worker_environment(base: Mapping[str, str], device: "Device", ranks_on_node: int, run_dir: Path) -> dict[str, str]:
     """Return the environment of a worker; a variable that is set already is never changed.
 
     Args:

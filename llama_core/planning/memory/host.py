@@ -22,6 +22,7 @@ from math import ceil
 from typing import Any, Self
 
 from llama_core.config.run import RunConfig
+from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_type
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
@@ -34,8 +35,6 @@ TOKEN_BYTES = 3 * 8
 """A token's id, target and position, int64."""
 CUDA_PROCESS_BYTES = 3 * GIB
 """An allowance for the process of a rank on CUDA: interpreter, torch, the host side of CUDA and NCCL."""
-COMPILE_WORKERS = 8
-"""Most processes in which a rank on CUDA compiles its blocks; torch would start one for each core, up to 32."""
 COMPILERS_BYTES = 300 * MIB + COMPILE_WORKERS * 128 * MIB
 """What they take: the parent that they are forked from, and for each what Triton needs to compile a kernel; measured on
 a CPU with torch 2.13 and Triton 3.7."""
