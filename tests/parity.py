@@ -19,7 +19,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import NativeEngine, train_step
 from llama_core.training.optimizer import build_optimizer
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 SEQ_LEN = 16
 UNTIED = replace(
     model_spec("llama3_8b"),

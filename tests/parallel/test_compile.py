@@ -39,6 +39,8 @@ DIVISIONS = {
     "TP x FSDP": {"tp": 2, "dp_shard": 2, "zero_stage": 2},
 }
 CASES = {f"{division}-{recompute}": (division, recompute) for division, recompute in product(DIVISIONS, RECOMPUTE)}
+WITH_EXPERTS = ("alone-full", "FSDP-none", "TP-none", "TP, whole sequences-selective", "CP-full", "PP-selective")
+"""Each division and each mode; the dense cases have every combination."""
 
 
 @pytest.fixture
@@ -93,13 +95,15 @@ def test_all_blocks_share_one_graph_in_every_recompute_mode(graphs, case):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("division", cases(DIVISIONS, narrow={"TP"}))
+@pytest.mark.parametrize(
+    "division", cases({name: DIVISIONS[name] for name in ("TP", "CP", "TP x FSDP")}, narrow={"TP"})
+)
 def test_all_blocks_with_products_in_fp8_are_one_graph_too(graphs, division):
     take_step_of_a_rank(ParallelPlan(**division, compile=True, recompute="selective", num_microbatches=2), fp8=True)
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("case", cases(CASES, narrow={"alone-full", "TP-none"}))
+@pytest.mark.parametrize("case", cases({name: CASES[name] for name in WITH_EXPERTS}, narrow={"alone-full", "TP-none"}))
 def test_all_blocks_with_experts_are_one_graph_too(graphs, case):
     division, recompute = case
     plan = ParallelPlan(**DIVISIONS[division], compile=True, recompute=recompute, num_microbatches=2)

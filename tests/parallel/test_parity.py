@@ -1,7 +1,7 @@
 """Every way to divide the work gives the numbers of one process.
 
 In float64 two orders of the same sums differ by about 1e-16; AdamW divides by small second moments and makes that 1e-13
-in the weights after three steps. 1e-8 leaves room for larger models and still catches every fault.
+in the weights after two steps. 1e-8 leaves room for larger models and still catches every fault.
 """
 
 from dataclasses import replace

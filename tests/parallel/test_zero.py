@@ -215,11 +215,11 @@ def resumed(plan, dtype, folder):
         (folder / ".writing").rename(folder / "whole")
         files = [file for file in (folder / "whole" / "deepspeed").rglob("*") if file.is_file()]
         assert sums == {str(file.relative_to(folder / "whole")): file_sum(file) for file in files}
-    undisturbed = [take_step(first, step) for step in range(2, NUM_STEPS)]
+    undisturbed = [take_step(first, step) for step in (2, 3)]
     second = build(plan, dtype=dtype)
     second.set_weights(undefined)
     second.load(folder / "whole")
-    again = [take_step(second, step) for step in range(2, NUM_STEPS)]
+    again = [take_step(second, step) for step in (2, 3)]
     return undisturbed, again, weights_of(first), weights_of(second)
 
 
