@@ -18,6 +18,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.section import Key, Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.errors import did_you_mean
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, objective_names
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_names
 from llama_core.schedules.registry import schedule_names
 
@@ -112,6 +113,19 @@ OptimizerName = Annotated[
 ]
 """The name of an optimizer."""
 
+
+def _known_objective(name: str) -> str:
+    known = objective_names()
+    if name not in known:
+        raise PydanticCustomError("objective", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+    return name
+
+
+ObjectiveName = Annotated[
+    str, AfterValidator(_known_objective), WithJsonSchema({"type": "string", "enum": list(objective_names())})
+]
+"""The name of an objective."""
+
 HOW = Key(on_resume="allow", changes="speed")
 """A key that says how and where the work is done, not what is learnt."""
 
@@ -161,6 +175,8 @@ class TrainingConfig(Section):
     L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
     optimizer: OptimizerName = DEFAULT_OPTIMIZER
     """Rule that updates the weights from their gradients: a name in `llama_core/optimizers/registry.py`."""
+    objective: Annotated[ObjectiveName, Key(changes="held-out")] = DEFAULT_OBJECTIVE
+    """What the model is trained for: a name in `llama_core/objectives/registry.py`."""
     learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"

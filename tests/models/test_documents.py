@@ -109,8 +109,9 @@ def test_selective_recomputation_keeps_the_kernels_output(recompute, times):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(2, 64, dtype=torch.int64)
+        documents = Documents(torch.zeros(5, dtype=torch.int32), 40)
         with Operations() as operations:
-            model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
+            model(tokens, Batch(tokens, tokens, tokens, documents)).backward()
     assert operations.called.count(torch.ops.torch_attn._varlen_attn.default) == times * SPEC.num_layers
     assert operations.called.count(torch.ops.torch_attn._varlen_attn_backward.default) == SPEC.num_layers
     assert not any("repeat_interleave" in str(func) for func in operations.called)
@@ -120,7 +121,7 @@ def flops_counted(documents):
     model = Llama(SPEC, compute_dtype=torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter() as counter:
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        model(tokens, tokens, tokens, documents).backward()
+        model(tokens, Batch(tokens, tokens, tokens, documents)).backward()
     return counter.flops
 
 
