@@ -1,6 +1,8 @@
 """The sections of a run's configuration, and the limits of their values. The text below a key is its help."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -88,41 +90,33 @@ Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_au
 """A number of at least 1, or ``auto``."""
 
 
-def _known_schedule(name: str) -> str:
-    known = ("auto", *schedule_names())
+def _known(kind: str, names: Callable[[], Sequence[str]], name: str) -> str:
+    known = names()
     if name not in known:
-        raise PydanticCustomError("schedule", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise PydanticCustomError(kind, f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
     return name
+
+
+def _schedule_requests() -> tuple[str, ...]:
+    return ("auto", *schedule_names())
 
 
 ScheduleRequest = Annotated[
-    str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": ["auto", *schedule_names()]})
+    str,
+    AfterValidator(partial(_known, "schedule", _schedule_requests)),
+    WithJsonSchema({"type": "string", "enum": list(_schedule_requests())}),
 ]
 """The name of a schedule, or ``auto``."""
-
-
-def _known_optimizer(name: str) -> str:
-    known = optimizer_names()
-    if name not in known:
-        raise PydanticCustomError("optimizer", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
-    return name
-
-
 OptimizerName = Annotated[
-    str, AfterValidator(_known_optimizer), WithJsonSchema({"type": "string", "enum": list(optimizer_names())})
+    str,
+    AfterValidator(partial(_known, "optimizer", optimizer_names)),
+    WithJsonSchema({"type": "string", "enum": list(optimizer_names())}),
 ]
 """The name of an optimizer."""
-
-
-def _known_objective(name: str) -> str:
-    known = objective_names()
-    if name not in known:
-        raise PydanticCustomError("objective", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
-    return name
-
-
 ObjectiveName = Annotated[
-    str, AfterValidator(_known_objective), WithJsonSchema({"type": "string", "enum": list(objective_names())})
+    str,
+    AfterValidator(partial(_known, "objective", objective_names)),
+    WithJsonSchema({"type": "string", "enum": list(objective_names())}),
 ]
 """The name of an objective."""
 

@@ -18,3 +18,8 @@ class ObjectiveType:
     """The values that batches carry for it beside targets: one fp32 number for each token."""
     unit: str = "nats/token"
     """Unit of the loss."""
+
+    @property
+    def unit_in_words(self) -> str:
+        """The unit as it is read aloud."""
+        return self.unit.replace("/", " per ")

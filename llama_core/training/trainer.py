@@ -252,6 +252,7 @@ class Trainer:
             memory_reserved_bytes=max(reserved, self.memory_process_bytes),
             memory_process_bytes=self.memory_process_bytes,
             memory_by_rank_bytes=of_every_rank(max(0, own_peak - self.memory_baseline_bytes)),
+            loss_unit=self.config.objective.unit,
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
