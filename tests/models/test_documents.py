@@ -91,6 +91,15 @@ def test_a_batch_carries_the_documents_of_its_own_rows():
     assert Batch(positions, positions, None).with_documents().documents is None
 
 
+def test_a_batch_carries_the_numbers_of_its_own_tokens():
+    tokens, weights = torch.arange(12).view(3, 4), torch.rand(3, 4)
+    whole = Batch(tokens, tokens, None, per_token={"weight": weights})
+    first, last = whole.split(2)
+    assert torch.equal(torch.cat((first.per_token["weight"], last.per_token["weight"])), weights)
+    assert whole.with_documents().to("meta").per_token["weight"].device.type == "meta"
+    assert any(tensor is weights for tensor in whole.tensors())
+
+
 def test_rows_that_are_one_document_each_can_do_without_positions():
     """Attention is then causal over whole rows, for which CUDA has faster kernels."""
     whole = torch.arange(4).expand(2, -1)

@@ -4,10 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from whole_logits import logits_of_documents
 
 from llama_core.config.models import model_names, model_spec
 from llama_core.models.batch import Batch
-from llama_core.models.head import logits
 from llama_core.models.llama import Llama, build_llama, initialize_parameter, initialize_weights
 
 TIED = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=256)
@@ -20,18 +20,6 @@ def build(spec, seed=0, compute_dtype=torch.float32):
 
 def random_tokens(*shape):
     return torch.randint(0, TIED.vocab_size, shape, generator=torch.Generator().manual_seed(1))
-
-
-class Logits:
-    """An objective whose loss is the logits themselves."""
-
-    def loss(self, head, batch):
-        return logits(head).unflatten(0, batch.tokens_BS.shape)
-
-
-def logits_of_documents(model, tokens, positions):
-    model.objective = Logits()
-    return model(tokens, Batch(tokens, tokens, positions))
 
 
 @pytest.mark.parametrize("name", model_names())
