@@ -47,7 +47,7 @@ HYBRID = replace(
 TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 
 
-def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=True, fault=None):
+def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=True, fault=None, objective=None):
     """Return the largest relative difference of losses, norms, first gradients, weights and held-out loss.
 
     Args:
@@ -56,10 +56,11 @@ def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=Tru
         dtype: of weights and activations.
         documents: whether rows are packed documents.
         fault: a function that changes something on every rank before it trains.
+        objective: what is trained for; default: the next token.
     """
     spec = replace(spec, num_layers=max(4, 2 * plan.num_stages))
-    expected = _alone(plan.batch_size, spec, dtype, documents)
-    ranks = run_ranks(plan.world_size, _differences, plan, spec, dtype, documents, expected, fault)
+    expected = _alone(plan.batch_size, spec, dtype, documents, objective)
+    ranks = run_ranks(plan.world_size, _differences, plan, spec, dtype, documents, expected, fault, objective)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
@@ -73,7 +74,10 @@ def _own_weights(plan, spec):
 
 
 def make_batch(step, batch_size, *, documents):
-    """Return a global batch: random tokens, some of them without a target, in documents of any length."""
+    """Return a global batch: random tokens, some of them without a target, in documents of any length.
+
+    Every token has a number under ``mask``: 0 for about half of them, else up to 1.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, UNTIED.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator)
     targets = tokens[:, 1:].clone()
@@ -81,13 +85,21 @@ def make_batch(step, batch_size, *, documents):
     starts = (torch.rand(targets.shape, generator=generator) < 0.2).long()
     index = torch.arange(SEQ_LEN)
     positions = index - (starts * index).cummax(1).values
-    return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None)
+    mask = torch.rand(targets.shape, generator=generator).sub(0.5).clamp(min=0).mul(2)
+    return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None, per_token={"mask": mask})
 
 
-def native_engine(plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtype=torch.float32, seed=1):
+def native_engine(
+    plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtype=torch.float32, seed=1, objective=None
+):
     """Return this rank's part of a model with drawn weights, and AdamW for it."""
     parallel = ParallelModel(
-        spec, plan, device=torch.device("cpu"), compute_dtype=compute_dtype, weight_dtype=weight_dtype
+        spec,
+        plan,
+        device=torch.device("cpu"),
+        compute_dtype=compute_dtype,
+        weight_dtype=weight_dtype,
+        objective=objective,
     ).materialize()
     engine = NativeEngine(parallel, build_optimizer(parallel.model, TRAINING))
     engine.initialize_weights(seed)
@@ -101,9 +113,9 @@ def undefined(model):
         parameter.fill_(torch.nan)
 
 
-def train(plan, spec, dtype, *, documents, draw=True):
+def train(plan, spec, dtype, *, documents, draw=True, objective=None):
     """Train, and return losses, norms, gradients, weights and evaluation as numpy arrays by name."""
-    engine = native_engine(plan, spec, dtype, weight_dtype=dtype)
+    engine = native_engine(plan, spec, dtype, weight_dtype=dtype, objective=objective)
     if draw:
         draw_adapters(engine.model)
     engine.forward_backward(own_microbatches(0, plan, documents), loss_scale=1.0, on_phase=lambda phase: None)
@@ -143,15 +155,15 @@ def draw_adapters(model):
 
 
 @cache
-def _alone(batch_size, spec, dtype, documents):
-    return train(ParallelPlan(num_microbatches=batch_size), spec, dtype, documents=documents)
+def _alone(batch_size, spec, dtype, documents, objective):
+    return train(ParallelPlan(num_microbatches=batch_size), spec, dtype, documents=documents, objective=objective)
 
 
-def _differences(plan, spec, dtype, documents, expected, fault):
+def _differences(plan, spec, dtype, documents, expected, fault, objective):
     logging.disable(logging.WARNING)  # torch warns about gathering sharded tensors for the comparison
     if fault is not None:
         fault()
-    ours = train(plan, spec, dtype, documents=documents)
+    ours = train(plan, spec, dtype, documents=documents, objective=objective)
     return {
         kind: max(_relative(value, expected[kind][name]) for name, value in values.items())
         for kind, values in ours.items()

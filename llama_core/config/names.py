@@ -19,6 +19,7 @@ ALSO_CALLED = {
     "training.steps": ("max_steps", "num_steps", "train_steps", "total_steps", "max_iters", "iters"),
     "training.epochs": ("num_epochs", "num_train_epochs", "max_epochs"),
     "training.precision": ("mixed_precision", "dtype", "bf16", "fp16", "fp8"),
+    "training.objective": ("criterion", "loss", "loss_fn", "loss_type"),
     "training.optimizer": ("optim", "optimiser", "optimizer_name", "optimizer_type"),
     "training.learning_rate": ("lr", "max_lr", "peak_lr"),
     "training.lr_schedule": ("scheduler", "lr_scheduler", "lr_scheduler_type"),

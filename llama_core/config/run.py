@@ -60,6 +60,8 @@ from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.config.strategy import PARTS, TUNED, LoRA, MoE, fine_tuning_defaults
 from llama_core.config.validation import plain, validate
 from llama_core.errors import ConfigError, Problem, blaming
+from llama_core.objectives.registry import objective_type
+from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import optimizer_type
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.records.files import by_dotted_key
@@ -227,6 +229,11 @@ class RunConfig(Section):
     def optimizer(self) -> OptimizerType:
         """The optimizer, with its traits."""
         return optimizer_type(self.training.optimizer)
+
+    @property
+    def objective(self) -> ObjectiveType:
+        """What the model is trained for, with its traits."""
+        return objective_type(self.training.objective)
 
     @property
     def checkpoint_bytes(self) -> int:

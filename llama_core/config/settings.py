@@ -1,6 +1,8 @@
 """The sections of a run's configuration, and the limits of their values. The text below a key is its help."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -18,6 +20,7 @@ from llama_core.config.hardware import MOST_DEVICES, gpu_spec
 from llama_core.config.section import Key, Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.errors import did_you_mean
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, objective_names
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_names
 from llama_core.schedules.registry import schedule_names
 
@@ -87,30 +90,35 @@ Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_au
 """A number of at least 1, or ``auto``."""
 
 
-def _known_schedule(name: str) -> str:
-    known = ("auto", *schedule_names())
+def _known(kind: str, names: Callable[[], Sequence[str]], name: str) -> str:
+    known = names()
     if name not in known:
-        raise PydanticCustomError("schedule", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise PydanticCustomError(kind, f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
     return name
+
+
+def _schedule_requests() -> tuple[str, ...]:
+    return ("auto", *schedule_names())
 
 
 ScheduleRequest = Annotated[
-    str, AfterValidator(_known_schedule), WithJsonSchema({"type": "string", "enum": ["auto", *schedule_names()]})
+    str,
+    AfterValidator(partial(_known, "schedule", _schedule_requests)),
+    WithJsonSchema({"type": "string", "enum": list(_schedule_requests())}),
 ]
 """The name of a schedule, or ``auto``."""
-
-
-def _known_optimizer(name: str) -> str:
-    known = optimizer_names()
-    if name not in known:
-        raise PydanticCustomError("optimizer", f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
-    return name
-
-
 OptimizerName = Annotated[
-    str, AfterValidator(_known_optimizer), WithJsonSchema({"type": "string", "enum": list(optimizer_names())})
+    str,
+    AfterValidator(partial(_known, "optimizer", optimizer_names)),
+    WithJsonSchema({"type": "string", "enum": list(optimizer_names())}),
 ]
 """The name of an optimizer."""
+ObjectiveName = Annotated[
+    str,
+    AfterValidator(partial(_known, "objective", objective_names)),
+    WithJsonSchema({"type": "string", "enum": list(objective_names())}),
+]
+"""The name of an objective."""
 
 HOW = Key(on_resume="allow", changes="speed")
 """A key that says how and where the work is done, not what is learnt."""
@@ -161,6 +169,8 @@ class TrainingConfig(Section):
     L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
     optimizer: OptimizerName = DEFAULT_OPTIMIZER
     """Rule that updates the weights from their gradients: a name in `llama_core/optimizers/registry.py`."""
+    objective: Annotated[ObjectiveName, Key(changes="held-out")] = DEFAULT_OBJECTIVE
+    """What the model is trained for: a name in `llama_core/objectives/registry.py`."""
     learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"

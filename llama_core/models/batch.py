@@ -1,7 +1,7 @@
 """Batches of tokens. Importing this module needs no torch, so that data can be inspected without it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,11 +45,14 @@ class Batch:
     """Positions inside each document, int64, 0 at its first token; None if every row is one text."""
     documents: Documents | None = None
     """The same documents for kernels that take them instead of a mask; None if a mask is used."""
+    per_token: "Mapping[str, Tensor]" = field(default_factory=dict)
+    """What the objective reads beside targets, by name: one fp32 number for each token, [B, S]."""
 
     def tensors(self) -> "list[Tensor]":
         """Return all tensors of the batch."""
         starts = self.documents and self.documents.starts
-        return [t for t in (self.tokens_BS, self.targets_BS, self.positions_BS, starts) if t is not None]
+        always = (self.tokens_BS, self.targets_BS, *self.per_token.values())
+        return [*always, *(tensor for tensor in (self.positions_BS, starts) if tensor is not None)]
 
     def num_targets(self) -> "Tensor":
         """Return the number of targets that are not -100: an int64 scalar on the batch's device."""
@@ -91,11 +94,26 @@ class Batch:
             return replace(self, positions_BS=None)
         return replace(self, documents=documents)
 
+    def each_token(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
+        """Return the batch with ``function`` applied to all tensors [B, S]; the documents stay those of whole rows."""
+        return replace(
+            self,
+            tokens_BS=function(self.tokens_BS),
+            targets_BS=function(self.targets_BS),
+            positions_BS=None if self.positions_BS is None else function(self.positions_BS),
+            per_token={name: function(value_BS) for name, value_BS in self.per_token.items()},
+        )
+
     def _each(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
-        positions_BS = None if self.positions_BS is None else function(self.positions_BS)
         documents = self.documents and self.documents._replace(starts=function(self.documents.starts))
-        return Batch(function(self.tokens_BS), function(self.targets_BS), positions_BS, documents)
+        return replace(self.each_token(function), documents=documents)
 
     def _rows(self, rows: slice) -> "Batch":
-        positions_BS = None if self.positions_BS is None else self.positions_BS[rows]
-        return Batch(self.tokens_BS[rows], self.targets_BS[rows], positions_BS)
+        return replace(self.each_token(lambda tensor: tensor[rows]), documents=None)
+
+
+def ones_per_token(tokens_BS: "Tensor", names: "Iterable[str]") -> "dict[str, Tensor]":
+    """Return a 1 for each token under each name, for a batch that only has the sizes of those to come."""
+    import torch
+
+    return {name: torch.ones_like(tokens_BS, dtype=torch.float32) for name in names}

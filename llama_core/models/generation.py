@@ -17,8 +17,9 @@ from torch import Tensor
 
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.batch import Documents
+from llama_core.models.head import HeadInputs, whole_head
 from llama_core.models.layers import Attention, Linear, TokenEmbedding, attend
-from llama_core.models.llama import Llama, logits
+from llama_core.models.llama import Llama
 
 
 class Cache:
@@ -154,7 +155,7 @@ def _continue(model: Llama, prompt: Sequence[int], sampling: Sampling) -> Iterat
     device = next(model.parameters()).device
     model.eval()
     Cache(model)
-    model.head = _last_logits
+    model.head_inputs = _of_last_token
     tokens = list(prompt)
     while True:
         with torch.inference_mode():
@@ -168,8 +169,8 @@ def _continue(model: Llama, prompt: Sequence[int], sampling: Sampling) -> Iterat
         yield tokens[0]
 
 
-def _last_logits(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
-    return logits(x_BSD[:, -1:], table)  # those of a whole prompt would be its largest tensor by far
+def _of_last_token(x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:
+    return whole_head(x_BSD[:, -1:], table)  # the logits of a whole prompt would be its largest tensor by far
 
 
 def up_to(ends: Collection[tuple[int, ...]], tokens: Iterable[int]) -> Iterator[int]:

@@ -8,15 +8,16 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec, weight_of
-from llama_core.models.batch import Documents
+from llama_core.models.batch import Batch, Documents
+from llama_core.models.head import HeadInputs, logits, whole_head
 from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, rotation
-from llama_core.models.loss import linear_cross_entropy
 from llama_core.models.moe import feed_forward
+from llama_core.models.next_token import NextToken
+from llama_core.models.objective import Objective
 
 INIT_STD = 0.02
 INIT_CUTOFF = 3.0
@@ -57,11 +58,10 @@ class Llama(nn.Module):
         self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype, Documents | None], Any] = _document_mask
         """Makes the mask for every block's attention from positions [B, S], places [S], the queries' dtype and, for a
         kernel that takes them instead, documents."""
-        self.head: Callable[[Tensor, Linear | TokenEmbedding, Tensor | None], Tensor] = _head
-        """Computes the summed cross-entropy from hidden states [B, S, D], head_table and targets [B, S].
-
-        Without targets (None) it computes the logits.
-        """
+        self.head_inputs: Callable[[Tensor, Linear | TokenEmbedding], HeadInputs] = whole_head
+        """Makes the factors of the logits, as this rank holds them, from hidden states [B, S, D] and head_table."""
+        self.objective: Objective = NextToken()
+        """Makes the loss of a batch from these factors."""
 
     @property
     def head_table(self) -> Linear | TokenEmbedding:
@@ -78,9 +78,7 @@ class Llama(nn.Module):
     def forward(
         self,
         inputs: Tensor,
-        targets_BS: Tensor | None = None,
-        positions_BS: Tensor | None = None,
-        documents: Documents | None = None,
+        batch: Batch | None = None,
         *,
         layers: range | None = None,
     ) -> Tensor:
@@ -90,21 +88,22 @@ class Llama(nn.Module):
 
         Args:
             inputs: token ids [B, S] for the first layer of the model; else the previous layer's output, [B, S, D].
-            targets_BS: the next token of each, -100 if it does not count. Only the last layer uses it.
-            positions_BS: each token's position in its document, for rows of several documents: it restarts at 0 with
-                each document, and no token attends across a restart. None means that every row is one document.
-            documents: the same for the kernel that takes documents, on CUDA and in 16 bits, for whole rows even if
-                this rank holds a part of each; default: make a mask.
+            batch: the batch of these tokens. Attention stays within the documents that its positions tell apart; its
+                documents, of whole rows even if this rank holds a part of each, are for the kernel that takes them
+                instead of a mask, on CUDA and in 16 bits. The objective reads the rest. None: every row is one
+                document, and there is no loss.
             layers: which layers; default: all of the model.
 
         Returns:
             Before the last layer, the residual stream, [B, S, D] in ``compute_dtype``. With the last layer, the
-            cross-entropy summed over the targets that count, an fp32 scalar (fp64 if that is the compute dtype).
-            Without targets, the logits, [B, S, V] in ``compute_dtype``.
+            objective's loss summed over the batch, an fp32 scalar (fp64 if that is the compute dtype). Without a batch,
+            the logits, [B, S, V] in ``compute_dtype``.
         """
         layers = range(self.spec.num_layers) if layers is None else layers
         num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
         index_S = self.sequence_index(num_tokens, inputs.device)
+        positions_BS = None if batch is None else batch.positions_BS
+        documents = None if batch is None else batch.documents
         places_BS = index_S[None] if positions_BS is None else positions_BS
         rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
         mask = self.attention_mask(positions_BS, index_S, self.compute_dtype, documents)
@@ -115,8 +114,15 @@ class Llama(nn.Module):
             x_BSD = self.layers[str(index)](x_BSD, rotary, mask)
         if layers.stop < self.spec.num_layers or self.norm is None:
             return x_BSD
-        x_BSD = self.norm(x_BSD)
-        return self.head(x_BSD, self.head_table, targets_BS)
+        return self.head(self.norm(x_BSD), batch)
+
+    def head(self, x_BSD: Tensor, batch: Batch | None) -> Tensor:
+        """Return the loss of a batch from the normalised hidden states of its tokens; without a batch, the logits."""
+        inputs = self.head_inputs(x_BSD, self.head_table)
+        if batch is None:
+            logits_TV = logits(inputs)
+            return logits_TV.view(len(x_BSD), -1, logits_TV.shape[-1])
+        return self.objective.loss(inputs, batch)
 
 
 def _all_places(num_tokens: int, device: torch.device) -> Tensor:
@@ -127,20 +133,6 @@ def _document_mask(
     positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, documents: Documents | None
 ) -> Tensor | Documents | None:
     return documents or (None if positions_BS is None else document_mask(positions_BS, dtype))
-
-
-def _head(x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
-    if targets_BS is None:
-        return logits(x_BSD, table)
-    x_TD = x_BSD.flatten(0, 1)
-    return linear_cross_entropy(x_TD, table.weight, targets_BS.flatten(), adapter=table.beside(x_TD))
-
-
-def logits(x_BSD: Tensor, table: Linear | TokenEmbedding) -> Tensor:
-    """Return ``x_BSD @ table.weight.T`` plus an adapter's addition, in the dtype of ``x_BSD``."""
-    out_BSV = F.linear(x_BSD, table.weight.to(x_BSD.dtype))
-    adapter = table.beside(x_BSD)
-    return out_BSV if adapter is None else out_BSV + F.linear(adapter.narrow, adapter.rows.to(x_BSD.dtype))
 
 
 @torch.no_grad()

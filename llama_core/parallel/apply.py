@@ -16,6 +16,8 @@ from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.models.moe import prepare_routers
+from llama_core.models.next_token import NextToken
+from llama_core.models.objective import Objective
 from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
 from llama_core.parallel.expert import divide_experts
@@ -44,6 +46,7 @@ class ParallelModel:
         weight_dtype: dtype of the parameters, their gradients and optimizer states.
         fp8: whether the matrices of the blocks multiply in fp8; ``compute_dtype`` is then bf16.
         documents: how attention is kept inside packed documents.
+        objective: what the model is trained for; default: the next token.
 
     Raises:
         PlanError: if the plan's number of ranks is not the number started.
@@ -59,12 +62,15 @@ class ParallelModel:
         weight_dtype: torch.dtype = torch.float32,
         fp8: bool = False,
         documents: DocumentAttention = "none",
+        objective: Objective | None = None,
     ) -> None:
         check_started(plan)
         self.plan = plan
         self.device = device
+        self.objective = objective or NextToken()
         self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
         self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
+        self.model.objective = self.objective
         if fp8:
             use_fp8(self.model.layers)
         mesh = self.mesh
@@ -117,19 +123,19 @@ class ParallelModel:
             on_phase: called as each forward and backward begins.
 
         Returns:
-            The mean cross-entropy over the target tokens of all ranks, a scalar.
+            The mean loss over what counts on all ranks, a scalar.
         """
         pieces = [self._own_columns(batch) for batch in microbatches]
-        num_targets = self._num_targets(pieces).clamp(min=1)
-        # data parallelism averages over the ranks, but the loss is the mean over all targets
+        count = self._count(pieces).clamp(min=1)
+        # data parallelism averages over the ranks, but the loss is the mean over all that counts
         ranks_averaged = self.plan.dp * self.plan.cp
-        scale = loss_scale * ranks_averaged / num_targets.to(self._wide)
+        scale = loss_scale * ranks_averaged / count.to(self._wide)
         num_rows = self.plan.dp * sum(len(batch.tokens_BS) for batch in microbatches)
         # likewise the auxiliary losses are means over all rows; tensor-parallel ranks add up equal gradients
         prepare_routers(self.model, scale.new_full((), loss_scale * ranks_averaged / (num_rows * self.plan.tp)))
         losses = self.pipeline.forward_backward(pieces, scale, on_phase)
         self.gradients.complete()
-        return self._sum_over_ranks(losses) / num_targets
+        return self._sum_over_ranks(losses) / count
 
     def compile_blocks(self, batch: Batch) -> None:
         """Run every kind of block that this rank holds once, which compiles it, on a batch like those to come.
@@ -150,9 +156,7 @@ class ParallelModel:
             if layer > 0:
                 inputs = torch.zeros(stream, dtype=self.model.compute_dtype, device=self.device)
                 inputs.requires_grad_(has_gradient and torch.is_grad_enabled())
-            out = self.model(
-                inputs, piece.targets_BS, piece.positions_BS, piece.documents, layers=range(layer, layer + 1)
-            )
+            out = self.model(inputs, piece, layers=range(layer, layer + 1))
             if out.requires_grad:
                 torch.autograd.backward(out, torch.zeros_like(out))
         self.data.release()
@@ -182,15 +186,15 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens.
+        """Return the loss summed over all ranks, and how much counts in it, such as the number of targets.
 
         Args:
             microbatches: this rank's share; every rank has the same number of microbatches.
         """
         pieces = [self._own_columns(batch) for batch in microbatches]
         total = self._sum_over_ranks(self.pipeline.evaluate(pieces))
-        num_targets = self._num_targets(pieces)
-        return float(total), int(num_targets)
+        count = self._count(pieces)
+        return float(total), int(count)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -201,15 +205,13 @@ class ParallelModel:
         if self.mesh is None or self.plan.cp == 1:
             return batch
         columns = partial(shard_sequence, cp_rank=self.mesh.rank("cp"), cp_size=self.plan.cp)
-        positions_BS = None if batch.positions_BS is None else columns(batch.positions_BS)
-        # documents stay those of whole rows: they say which keys of other ranks are seen
-        return Batch(columns(batch.tokens_BS), columns(batch.targets_BS), positions_BS, batch.documents)
+        return batch.each_token(columns)  # the documents of whole rows say which keys of other ranks are seen
 
-    def _num_targets(self, pieces: Sequence[Batch]) -> Tensor:
-        total = torch.stack([piece.num_targets() for piece in pieces]).sum()
+    def _count(self, pieces: Sequence[Batch]) -> Tensor:
+        total = torch.stack([self.objective.count(piece) for piece in pieces]).sum()
         if self.mesh is not None:
             dist.all_reduce(total)
-            total = total // (self.plan.tp * self.plan.pp)  # tp and pp ranks count the same tokens
+            total = total // (self.plan.tp * self.plan.pp)  # tp and pp ranks count the same
         return total
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:

@@ -44,6 +44,8 @@ from llama_core.models.batch import Batch
 from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
+from llama_core.models.next_token import NextToken
+from llama_core.models.objective import Objective
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.gradients import Update
@@ -117,6 +119,7 @@ class DeepSpeedModel:
         device: where this rank computes.
         compute_dtype: dtype of activations, matrix products and the weights in them; the updated weights are fp32.
         build_optimizer: makes the optimizer of a module's parameters; at stage 3 these have no elements by then.
+        objective: what the model is trained for; default: the next token.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
@@ -131,13 +134,16 @@ class DeepSpeedModel:
         device: torch.device,
         compute_dtype: torch.dtype,
         build_optimizer: Callable[[nn.Module], Optimizer],
+        objective: Objective | None = None,
     ) -> None:
         check_started(plan)
         self.plan = plan
         self.device = device
+        self.objective = objective or NextToken()
         self._deepspeed = _import_deepspeed(device.type)
         config = deepspeed_config(plan, spec, device_type=device.type, compute_dtype=compute_dtype)
         self.model = self._build(spec, config, compute_dtype)
+        self.model.objective = self.objective
         if plan.attention == "math":
             use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)
@@ -193,16 +199,16 @@ class DeepSpeedModel:
             on_phase: called as each forward and backward begins.
 
         Returns:
-            The mean cross-entropy over the target tokens of all ranks, a scalar.
+            The mean loss over what counts on all ranks, a scalar.
 
         Raises:
             ValueError: if ``loss_scale`` is not 1.
         """
         if loss_scale != 1:
             raise ValueError(f"loss_scale={loss_scale}: DeepSpeed would scale the loss again; use 1")
-        num_targets = self._num_targets(microbatches).clamp(min=1)
-        # DeepSpeed averages over the ranks, but the loss is the mean over all targets
-        scale = self.plan.dp / num_targets
+        count = self._count(microbatches).clamp(min=1)
+        # DeepSpeed averages over the ranks, but the loss is the mean over all that counts
+        scale = self.plan.dp / count
         total = torch.zeros((), device=self.device)
         for batch in microbatches:
             on_phase("forward")
@@ -213,7 +219,7 @@ class DeepSpeedModel:
             # zero, or NaN if the loss is not finite: DeepSpeed then skips the update, as the gradient is not finite
             flaw = total - total
             self.engine.backward(loss * (scale + flaw), scale_wrt_gas=False)
-        return self._sum_over_ranks(total) / num_targets
+        return self._sum_over_ranks(total) / count
 
     def update(
         self, loss: Tensor, *, learning_rate: float, max_grad_norm: float, loss_scale: float, on_phase: OnPhase
@@ -238,7 +244,7 @@ class DeepSpeedModel:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens.
+        """Return the loss summed over all ranks, and how much counts in it, such as the number of targets.
 
         Args:
             microbatches: this rank's share; every rank has the same number of microbatches.
@@ -247,7 +253,7 @@ class DeepSpeedModel:
         for batch in microbatches:
             total += self._loss_sum(batch)
         self.engine.empty_partition_cache()  # drop weights gathered for a backward
-        return float(self._sum_over_ranks(total)), int(self._num_targets(microbatches))
+        return float(self._sum_over_ranks(total)), int(self._count(microbatches))
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
         """Write the weights and optimizer states of all ranks to ``folder``; they are written when this returns.
@@ -296,11 +302,11 @@ class DeepSpeedModel:
         return {"num_ranks": self.plan.world_size, "zero_stage": self.plan.zero_stage, "compute_dtype": dtype}
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.engine(batch.tokens_BS, batch.targets_BS, batch.positions_BS, batch.documents)
+        loss: Tensor = self.engine(batch.tokens_BS, batch)
         return loss
 
-    def _num_targets(self, microbatches: Sequence[Batch]) -> Tensor:
-        return self._sum_over_ranks(torch.stack([batch.num_targets() for batch in microbatches]).sum())
+    def _count(self, microbatches: Sequence[Batch]) -> Tensor:
+        return self._sum_over_ranks(torch.stack([self.objective.count(batch) for batch in microbatches]).sum())
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)

@@ -162,7 +162,7 @@ class _Execution:
             self.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
         self._tell(action, "begins")
         layers = self.pipeline.layers[stage]
-        out = self.pipeline.data.call(x, batch.targets_BS, batch.positions_BS, batch.documents, layers=layers)
+        out = self.pipeline.data.call(x, batch, layers=layers)
         if stage == self.last_stage:
             self.losses.append(out.detach())
             self.roots[key] = out

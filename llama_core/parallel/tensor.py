@@ -28,10 +28,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from llama_core.config.models import Division, is_of_experts, weight_of
+from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, TokenEmbedding, local_part
-from llama_core.models.llama import Llama, logits
+from llama_core.models.llama import Llama
 from llama_core.models.lora import AdaptedEmbedding
-from llama_core.models.loss import linear_cross_entropy
 from llama_core.models.moe import MixtureOfExperts
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
 
@@ -82,7 +82,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
             raise NotImplementedError(f"{name} is not divided: it has no row among the weights in config/models.py")
         parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
-    model.head = partial(_head, mesh)
+    model.head_inputs = partial(_divided_head, mesh)
 
 
 class Columns(ColwiseParallel):
@@ -199,17 +199,12 @@ def _rows(weight: Tensor, tokens_BS: Tensor, mesh: DeviceMesh) -> Tensor:
     return vocab_parallel_embedding(tokens_BS, local_part(weight), mesh.get_group())
 
 
-def _head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding, targets_BS: Tensor | None) -> Tensor:
+def _divided_head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:
     whole_BSD = x_BSD if isinstance(x_BSD, DTensor) else DTensor.from_local(x_BSD, mesh, [Replicate()])
     whole_BSD = whole_BSD.redistribute(placements=[Replicate()])
-    if targets_BS is None:
-        logits_BSV = logits(whole_BSD, table)
-        return logits_BSV.full_tensor() if isinstance(logits_BSV, DTensor) else logits_BSV
     # a rank's gradient of the hidden states is a partial sum, over its part of the vocabulary
     hidden_TD = local_part(whole_BSD, Partial()).flatten(0, 1)
     adapter = table.beside(whole_BSD)
     if adapter is not None:
         adapter = LowRank(local_part(adapter.narrow, Partial()).flatten(0, 1), local_part(adapter.rows))
-    return linear_cross_entropy(
-        hidden_TD, local_part(table.weight), targets_BS.flatten(), vocab_group=mesh.get_group(), adapter=adapter
-    )
+    return HeadInputs(hidden_TD, local_part(table.weight), adapter, mesh)

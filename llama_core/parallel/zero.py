@@ -188,13 +188,8 @@ def _groups(model: Llama) -> list[nn.Module]:
 
 def _call_head_as_module(model: Llama, output: nn.Module) -> None:
     """Let the head compute inside a call of ``output``, where ``fully_shard`` gathers its weights."""
-    head = model.head
-
-    def forward(x_BSD: Tensor, targets_BS: Tensor | None) -> Tensor:
-        return head(x_BSD, model.head_table, targets_BS)
-
-    output.forward = forward
-    model.head = lambda x_BSD, table, targets_BS: table(x_BSD, targets_BS)
+    output.forward = model.head
+    model.__dict__["head"] = output.__call__  # assigned, the module itself would be a part of the model twice
 
 
 def _set_prefetches(model: Llama, plan: ParallelPlan) -> None:

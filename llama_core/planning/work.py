@@ -6,6 +6,8 @@ from typing import Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RunConfig
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
@@ -33,6 +35,8 @@ class Work:
     """Whether CUDA's kernels make the loss and the norms."""
     optimizer: OptimizerType = OPTIMIZERS[DEFAULT_OPTIMIZER]
     """What updates the weights."""
+    objective: ObjectiveType = OBJECTIVES[DEFAULT_OBJECTIVE]
+    """What they are trained for."""
 
     @classmethod
     def of(cls, config: RunConfig, plan: ParallelPlan) -> Self:
@@ -45,6 +49,7 @@ class Work:
             documents=document_attention(config, plan),
             on_cuda=runs_on_cuda(config),
             optimizer=config.optimizer,
+            objective=config.objective,
         )
 
     @property
@@ -85,7 +90,7 @@ class Work:
     @property
     def head(self) -> Passes:
         """The forward and the backward of the head and the loss."""
-        return head_passes(self.spec, self.setting)
+        return head_passes(self.spec, self.setting, self.objective.program)
 
     @property
     def stream_bytes(self) -> int:
@@ -94,13 +99,14 @@ class Work:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of the step's tokens, their targets and, with documents, their positions."""
+        """Bytes of the step's tokens, their targets, with documents their positions, and what the objective reads."""
         plan = self.plan
         rows = plan.microbatch_size * plan.num_microbatches
         columns = self.seq_len
         if plan.cp > 1:  # this rank's columns, and the rows that all ranks of the sequence get
             columns += self.seq_len // plan.cp
-        return (2 if self.documents == "none" else 3) * INT64_BYTES * rows * columns
+        num_int64 = 2 if self.documents == "none" else 3
+        return (num_int64 * INT64_BYTES + len(self.objective.per_token) * FP32_BYTES) * rows * columns
 
     @property
     def shared_bytes(self) -> int:

@@ -22,7 +22,7 @@ class StepRecord:
     total_steps: int
     """The run's last step."""
     loss: float
-    """Mean cross-entropy of the step's target tokens, in nats."""
+    """Mean loss of the step: for the next token, the cross-entropy of its targets, in nats."""
     grad_norm: float
     """Global gradient norm before clipping."""
     learning_rate: float
@@ -51,7 +51,7 @@ class StepRecord:
     skipped: bool
     """Whether the update was skipped because the loss or the gradient was not finite."""
     eval_loss: float | None
-    """Mean cross-entropy on held-out tokens after this step, in nats; None if not measured."""
+    """Mean loss on held-out tokens after this step; None if not measured."""
     time: float
     """Seconds since the epoch at the end of the step."""
     balance_loss: float | None = None
@@ -80,9 +80,9 @@ class TrainingSummary:
     steps: int
     tokens: int
     train_loss: float
-    """Mean cross-entropy of the last step's target tokens, in nats."""
+    """Mean loss of the last step."""
     eval_loss: float | None
-    """Mean cross-entropy on the held-out tokens after the last step, in nats."""
+    """Mean loss on the held-out tokens after the last step."""
     eval_tokens: int
     unigram_entropy: float | None
     """Unigram entropy of the corpus, in nats per token; only for the byte tokenizer."""
@@ -100,6 +100,8 @@ class TrainingSummary:
     """The resident set before the model was built, on the CPU; 0 on CUDA."""
     memory_by_rank_bytes: tuple[int, ...] = ()
     """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
+    loss_unit: str = "nats/token"
+    """Unit of the losses."""
 
     @property
     def memory_added_bytes(self) -> int:
@@ -118,9 +120,8 @@ class TrainingSummary:
                 for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
                 if entropy is not None
             ]
-            parts.append(
-                f"held-out loss {self.eval_loss:.3f} nats/token" + (f" ({', '.join(baselines)})" if baselines else "")
-            )
+            beside = f" ({', '.join(baselines)})" if baselines else ""
+            parts.append(f"held-out loss {self.eval_loss:.3f} {self.loss_unit}{beside}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
         if self.memory_process_bytes:
             parts[-1] += f", {format_bytes(self.memory_reserved_bytes)} with the whole process"

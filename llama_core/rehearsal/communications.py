@@ -25,8 +25,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import DeadlockError
-from llama_core.models.batch import Batch, Documents
+from llama_core.models.batch import Batch, Documents, ones_per_token
 from llama_core.models.layers import local_part
+from llama_core.models.objective import build_objective
 from llama_core.parallel import expert, gathered_attention
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.block_attention import Kernel
@@ -150,7 +151,9 @@ def record_calls(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: b
     with recorder.recording(), alone_among(plan.world_size, rank, BACKEND), _watched(recorder):
         dtype = COMPUTE_DTYPES[config.training.precision]
         recorder.where = "the set-up"
-        model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=dtype).materialize()
+        objective = build_objective(config.training)
+        model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=dtype, objective=objective)
+        model.materialize()
         for parameter in model.model.parameters():
             local_part(parameter).detach().zero_()
         engine = NativeEngine(model, build_optimizer(model.model, config.training))
@@ -207,7 +210,7 @@ def _batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     documents = None
     if plan.cp > 1 and document_attention(config, plan) == "varlen":
         documents = Documents(torch.arange(rows + 1, dtype=torch.int32) * seq_len, seq_len)
-    return Batch(tokens, torch.zeros_like(tokens), None, documents)
+    return Batch(tokens, torch.zeros_like(tokens), None, documents, ones_per_token(tokens, config.objective.per_token))
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
-from llama_core.models.batch import Batch, Documents
+from llama_core.models.batch import Batch, Documents, ones_per_token
+from llama_core.models.objective import build_objective
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
@@ -113,7 +114,14 @@ def _traced(
         precision = config.training.precision
         dtype = COMPUTE_DTYPES[precision]
         fp8 = precision == "fp8"
-        model = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, fp8=fp8)
+        model = ParallelModel(
+            config.spec,
+            plan,
+            device=torch.device("cpu"),
+            compute_dtype=dtype,
+            fp8=fp8,
+            objective=build_objective(config.training),
+        )
         with FakeTensorMode(allow_non_fake_inputs=True):
             return trace_steps(model, config, in_full=in_full, folds=folds, known=known)
 
@@ -328,4 +336,6 @@ def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     positions = None if kind == "none" else torch.zeros_like(tokens)
     # one document per row: the number of documents hardly changes the memory
     documents = Documents(torch.zeros(rows + 1, dtype=torch.int32), config.seq_len) if kind == "varlen" else None
-    return Batch(tokens, torch.zeros_like(tokens), positions, documents)
+    return Batch(
+        tokens, torch.zeros_like(tokens), positions, documents, ones_per_token(tokens, config.objective.per_token)
+    )

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
-from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
+from llama_core.models.objective import build_objective
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.dry_run import RankResult, rehearse
@@ -171,7 +172,8 @@ def _rank_of_twin(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict
     """Return one rank's losses, gradient norms, and the peak bytes of a step."""
     dtype = COMPUTE_DTYPES[config.training.precision]
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # advice on how to use fully_shard
-    counted = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype)
+    objective = build_objective(config.training)
+    counted = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, objective=objective)
     peaks = trace_steps(counted, config, in_full=True).counter.peaks
     return _train(config, plan, num_steps) | {"peak_bytes": max(peak.num_bytes for peak in peaks.values())}
 
@@ -180,7 +182,12 @@ def _train(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, A
     """Train in float64 and return the loss and gradient norm of every step."""
     wide = torch.float64
     parallel = ParallelModel(
-        config.spec, plan, device=torch.device("cpu"), compute_dtype=wide, weight_dtype=wide
+        config.spec,
+        plan,
+        device=torch.device("cpu"),
+        compute_dtype=wide,
+        weight_dtype=wide,
+        objective=build_objective(config.training),
     ).materialize()
     engine = NativeEngine(parallel, build_optimizer(parallel.model, config.training))
     engine.initialize_weights(_SEED)
@@ -206,7 +213,8 @@ def _own_microbatches(config: RunConfig, plan: ParallelPlan, step: int) -> list[
     starts = (torch.rand(shape, generator=generator) < 0.1).long()
     index = torch.arange(config.seq_len)
     positions = index - (starts * index).cummax(1).values
-    batch = Batch(tokens, targets, positions if config.data.document_mask else None)
+    own_positions = positions if config.data.document_mask else None
+    batch = Batch(tokens, targets, own_positions, per_token=ones_per_token(tokens, config.objective.per_token))
     rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
     own = batch.split(plan.batch_size // plan.dp)[rank]
     return own.split(plan.rows_per_forward)

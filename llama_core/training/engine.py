@@ -18,6 +18,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
+from llama_core.models.objective import build_objective
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.deepspeed import DeepSpeedModel
@@ -69,7 +70,7 @@ class Engine(Protocol):
         """
 
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the cross-entropy summed over the target tokens of all ranks, and the number of these tokens."""
+        """Return the loss summed over all ranks, and how much counts in it, such as the number of targets."""
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
         """Start writing the current weights and optimizer states of all ranks to ``folder``.
@@ -93,7 +94,7 @@ class StepResult:
     """The results of one optimizer step, as tensors on the device, so that a step need not wait for them."""
 
     loss: Tensor
-    """Mean cross-entropy over the target tokens of all microbatches, fp32 scalar."""
+    """Mean loss over what counts in all microbatches, fp32 scalar."""
     grad_norm: Tensor
     """Global gradient norm before clipping, fp32 scalar."""
     updated: Tensor
@@ -111,7 +112,7 @@ def train_step(
 ) -> StepResult:
     """Accumulate the gradients of ``microbatches`` over all ranks, clip them, and update the weights once.
 
-    The loss is the mean over all target tokens of the step, so it does not depend on how the step is cut into
+    The loss is the mean over all that counts in the step, so it does not depend on how the step is cut into
     microbatches and ranks.
 
     Args:
@@ -245,8 +246,16 @@ def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) ->
     """
     dtype = COMPUTE_DTYPES[config.training.precision]
     new_optimizer = partial(build_optimizer, training=config.training)
+    objective = build_objective(config.training)
     if plan.zero_backend == "deepspeed":
-        return DeepSpeedModel(config.spec, plan, device=device, compute_dtype=dtype, build_optimizer=new_optimizer)
+        return DeepSpeedModel(
+            config.spec,
+            plan,
+            device=device,
+            compute_dtype=dtype,
+            build_optimizer=new_optimizer,
+            objective=objective,
+        )
     parallel = ParallelModel(
         config.spec,
         plan,
@@ -254,5 +263,6 @@ def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) ->
         compute_dtype=dtype,
         fp8=config.training.precision == "fp8",
         documents=document_attention(config, plan),
+        objective=objective,
     ).materialize()
     return NativeEngine(parallel, new_optimizer(parallel.model))

@@ -22,9 +22,9 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
-from llama_core.errors import NonFiniteError, StoppedError
+from llama_core.errors import DataError, NonFiniteError, StoppedError
 from llama_core.machine.detect import software_versions
-from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
 from llama_core.models.pretrained import checkpoints_behind
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.ranks import (
@@ -252,6 +252,7 @@ class Trainer:
             memory_reserved_bytes=max(reserved, self.memory_process_bytes),
             memory_process_bytes=self.memory_process_bytes,
             memory_by_rank_bytes=of_every_rank(max(0, own_peak - self.memory_baseline_bytes)),
+            loss_unit=self.config.objective.unit,
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
@@ -314,7 +315,9 @@ class Trainer:
         tokens_BS = torch.zeros((self.plan.rows_per_forward, config.seq_len), dtype=torch.int64)
         targets_BS = torch.full_like(tokens_BS, IGNORE_INDEX)
         positions_BS = torch.arange(config.seq_len).expand_as(tokens_BS) if config.data.document_mask else None
-        rows = Batch(tokens_BS, targets_BS, positions_BS)
+        rows = Batch(
+            tokens_BS, targets_BS, positions_BS, per_token=ones_per_token(tokens_BS, config.objective.per_token)
+        )
         yield rows.with_documents() if self._takes_documents else rows
         if self._whole_rows_apart:
             yield rows.with_documents(whole_rows_apart=True)
@@ -501,21 +504,32 @@ class Trainer:
         torch.manual_seed(int.from_bytes(digest[:8]))
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        """Split a batch into the rows of each forward, in host memory."""
+        """Split a batch into the rows of each forward, in host memory.
+
+        Raises:
+            DataError: if the batch lacks what the objective reads.
+        """
+        objective = self.config.objective
+        missing = [name for name in objective.per_token if name not in batch.per_token]
+        if missing:
+            raise DataError(
+                f"training.objective={objective.name} reads {', '.join(missing)} of every token, which the batches do "
+                "not have; give batches with them in per_token, from your own dataloader"
+            )
         pieces = batch.split(self.plan.rows_per_forward)
         if not self._takes_documents:
             return pieces
         return [piece.with_documents(whole_rows_apart=self._whole_rows_apart) for piece in pieces]
 
     def _evaluate(self) -> tuple[float, int]:
-        """Return the mean cross-entropy over the held-out target tokens, in nats, and the number of these tokens."""
+        """Return the mean loss over what counts in the held-out batches, and how much that is."""
         if self.validation is None:
             raise ValueError("there is nothing to evaluate on")
         self._tell("evaluating", "evaluation")
         microbatches = [micro.to(self.device) for batch in self.validation() for micro in self._microbatches(batch)]
         with self._evaluating():
-            total, num_targets = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
-        return total / num_targets if num_targets else math.nan, num_targets
+            total, count = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
+        return total / count if count else math.nan, count
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

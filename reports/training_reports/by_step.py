@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pandas as pd
 import plotly.graph_objects as go
 
+from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents
@@ -65,19 +66,25 @@ def _loss_panel(contents: RunContents) -> Panel:
     last = steps["loss"].iloc[-1]
     return Panel(
         "Loss",
-        loss(steps, unigram, bigram),
-        f"{_range(steps)}: training loss from {first:.4f} to {last:.4f} nats per token.",
+        loss(steps, unigram, bigram, unit=contents.loss_unit),
+        f"{_range(steps)}: training loss from {first:.4f} to {last:.4f} {contents.loss_unit}.",
         [*_loss_notes(steps, unigram, bigram), *_left_out(steps)],
         wide=True,
     )
 
 
-def loss(steps: pd.DataFrame, unigram_entropy: float | None = None, bigram_entropy: float | None = None) -> go.Figure:
+def loss(
+    steps: pd.DataFrame,
+    unigram_entropy: float | None = None,
+    bigram_entropy: float | None = None,
+    *,
+    unit: str = NEXT_TOKEN.unit_in_words,
+) -> go.Figure:
     """Return training and held-out loss by step, with the entropies of the corpus as reference lines.
 
     A skipped step is marked at its loss, or at the nearest finite loss if its own is not finite.
     """
-    figure = styled_figure("loss (nats per token)")
+    figure = styled_figure(f"loss ({unit})")
     add_line(figure, steps["step"], steps["loss"], "training", color=BLUE, hover="%{y:.4f}")
     held_out = steps[steps["eval_loss"].notna()]
     if not held_out.empty:

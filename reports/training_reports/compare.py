@@ -1,6 +1,7 @@
 """The page that compares runs: settings that differ, losses by tokens and by time, speed, memory and cost."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -14,13 +15,13 @@ from training_reports.run_comparison import RunComparison
 from training_reports.sweep_loss import SMOOTHED_POINTS
 
 HEADLINES = {
-    "held-out loss": ("Lowest held-out loss", "nats per token"),
+    "held-out loss": ("Lowest held-out loss", ""),
     "tokens/s": ("Fastest", "tokens/s"),
     "peak memory": ("Least memory", ""),
     "cost": ("Cheapest", ""),
     "device hours": ("Least device time", "hours"),
 }
-"""Title and unit of the cards, by measure."""
+"""Title and unit of the cards, by measure; the unit of a loss is that of the runs' objective."""
 _UNITS = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 """Seconds of each unit of time; an axis has the largest unit of which the longest run takes two."""
 
@@ -57,7 +58,9 @@ def _cards(comparison: RunComparison) -> Iterator[Card]:
     for name, (title, unit) in HEADLINES.items():
         measure = measures.get(name)
         if measure is not None:
-            yield _card(title, unit, measure, comparison.runs)
+            yield _card(
+                title, _loss_unit(comparison.runs) if name == "held-out loss" else unit, measure, comparison.runs
+            )
 
 
 def _card(title: str, unit: str, measure: Measure, runs: Sequence[ComparedRun]) -> Card:
@@ -72,27 +75,32 @@ def _card(title: str, unit: str, measure: Measure, runs: Sequence[ComparedRun]) 
     return Card(title, measure.text(value), unit, [runs[place].name, f"{gap} {where} the next."])
 
 
+def _loss_unit(runs: Sequence[ComparedRun]) -> str:
+    return " or ".join(dict.fromkeys(run.contents.loss_unit for run in runs))
+
+
 def _loss_panels(runs: Sequence[ComparedRun]) -> Iterator[Panel]:
     trained = [run for run in runs if run.is_trained]
     if not trained:
         yield Panel("Loss", None, "", ["No run has taken a training step: they only timed steps."], wide=True)
         return
+    curves = partial(_curves, loss_unit=_loss_unit(trained))
     longest = max(run.seconds.iloc[-1] for run in trained)
     unit = next(unit for unit, seconds in _UNITS.items() if longest >= 2 * seconds or unit == "seconds")
     window = max(1, max(len(run.contents.steps) for run in trained) // SMOOTHED_POINTS)
     notes = [f"Each point is the mean of the last {window} steps."] if window > 1 else []
     by_tokens = {run.name: _smoothed(run, run.tokens, window) for run in trained}
     by_time = {run.name: _smoothed(run, run.seconds / _UNITS[unit], window) for run in trained}
-    yield _curves("Training loss by tokens", by_tokens, "tokens", "~s", notes)
+    yield curves("Training loss by tokens", by_tokens, "tokens", "~s", notes)
     idle = "Time in steps, without checkpoints, evaluations and restarts."
-    yield _curves("Training loss by time", by_time, unit, "~r", [*notes, idle])
+    yield curves("Training loss by time", by_time, unit, "~r", [*notes, idle])
     held_out = {}
     for run in trained:
         losses = run.contents.steps["eval_loss"].dropna()
         if not losses.empty:
             held_out[run.name] = pd.Series(losses.to_numpy(), index=run.tokens[losses.index])
     if any(len(losses) > 1 for losses in held_out.values()):
-        yield _curves("Held-out loss by tokens", held_out, "tokens", "~s", [], marked=True)
+        yield curves("Held-out loss by tokens", held_out, "tokens", "~s", [], marked=True)
 
 
 def _smoothed(run: ComparedRun, along: "pd.Series[float]", window: int) -> "pd.Series[float]":
@@ -107,11 +115,12 @@ def _curves(
     tick_format: str,
     notes: Sequence[str],
     *,
+    loss_unit: str,
     marked: bool = False,
 ) -> Panel:
-    figure = sweep_figures.loss_curves(losses, x_title=x_title, marked=marked)
+    figure = sweep_figures.loss_curves(losses, x_title=x_title, unit=loss_unit, marked=marked)
     figure.update_xaxes(tickformat=tick_format)
-    ends = ", ".join(f"{name} {loss.iloc[-1]:.4f} nats per token" for name, loss in losses.items())
+    ends = ", ".join(f"{name} {loss.iloc[-1]:.4f} {loss_unit}" for name, loss in losses.items())
     return Panel(
         title,
         figure,

@@ -14,6 +14,7 @@ import pyarrow as pa
 from llama_core.config.section import LARGEST
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError, TrainingInfraError
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.planning.memory.host import FREED, HostMemory
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
@@ -114,6 +115,12 @@ class RunContents:
     def profile_command(self) -> str:
         """The command that profiles some steps of a new run with the same configuration."""
         return f"training-infra profile {shlex.quote(str(self.path))}"
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the loss in words; empty for an objective that another version knew."""
+        name = str(self.setting("training", "objective") or DEFAULT_OBJECTIVE)
+        return OBJECTIVES[name].unit_in_words if name in OBJECTIVES else ""
 
     @cached_property
     def parallel_plan(self) -> ParallelPlan | None:

@@ -175,7 +175,7 @@ def _held_out_loss(contents: RunContents) -> Card:
             if entropy is not None
         ] or ["No byte entropies to compare with: the tokenizer is not the byte-level one."]
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
-    return Card("Held-out loss", None if loss is None else f"{loss:.4f}", "nats per token", lines)
+    return Card("Held-out loss", None if loss is None else f"{loss:.4f}", contents.loss_unit, lines)
 
 
 def _against(loss: float, entropy: float) -> str:

@@ -121,7 +121,9 @@ def _text(value: object) -> str:
 def _notes_on_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each kind of result that the settings make incomparable."""
     other_tokens = [key for key in sorted(HELD_OUT | {"data.source"}) if _differ(settings, key)]
-    if _differ(settings, "data.tokenizer"):
+    if _differ(settings, "training.objective"):
+        yield "The objectives differ: losses cannot be compared."
+    elif _differ(settings, "data.tokenizer"):
         yield "The tokenizers differ: losses per token cannot be compared."
     elif other_tokens:
         yield f"Held-out losses are not over the same tokens: {', '.join(other_tokens)} differ."

@@ -80,15 +80,18 @@ def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
     return figure
 
 
-def loss_curves(losses: "Mapping[str, pd.Series[float]]", *, x_title: str, marked: bool = False) -> go.Figure:
+def loss_curves(
+    losses: "Mapping[str, pd.Series[float]]", *, x_title: str, unit: str, marked: bool = False
+) -> go.Figure:
     """Return a line for each element.
 
     Args:
         losses: the losses of each element by step or token, the best element first.
         x_title: what they are by.
+        unit: of the losses.
         marked: whether every point gets a dot.
     """
-    figure = styled_figure("loss (nats per token)")
+    figure = styled_figure(f"loss ({unit})")
     for number, (name, loss) in enumerate(losses.items()):
         figure.add_scatter(
             x=loss.index.to_series(),

@@ -32,14 +32,15 @@ def rank(rows: Sequence[Row]) -> Ranking:
     steps = {row.name: row.steps for row in ranked if not row.steps.empty}
     lowest = losses[order[0]][0] if order else 0.0
     by = _x_axis(steps)
+    unit = " or ".join(dict.fromkeys(row.loss_unit for row in rows))
     return Ranking(
         title="Every element, lowest held-out loss first",
         order="ascending",
         columns=("Held-out loss", "Above the best", "Training loss", "Steps", "Tokens", "Tokens/s"),
         rows=ranked,
         results={name: _cells(*losses[name], lowest, steps.get(name)) for name in order},
-        cards=_best({name: losses[name] for name in order}),
-        panels=[_training(steps, by), *_held_out(steps, by)],
+        cards=_best({name: losses[name] for name in order}, unit),
+        panels=[_training(steps, by, unit), *_held_out(steps, by, unit)],
     )
 
 
@@ -55,7 +56,7 @@ def _cells(loss: float, summary: TrainingSummary, lowest: float, steps: pd.DataF
     ]
 
 
-def _best(losses: Mapping[str, tuple[float, TrainingSummary]]) -> list[Card]:
+def _best(losses: Mapping[str, tuple[float, TrainingSummary]], unit: str) -> list[Card]:
     title = "Lowest held-out loss"
     if not losses:
         return [Card(title, None, "", ["No element has been trained yet."])]
@@ -66,10 +67,12 @@ def _best(losses: Mapping[str, tuple[float, TrainingSummary]]) -> list[Card]:
         *(f"{loss - lowest:.4f} below the next, {name}." for name, (loss, _) in others[:1]),
         f"Mean over {' or '.join(map(format_count, num_tokens))} held-out tokens after the last step.",
     ]
-    return [Card(title, f"{lowest:.4f}", "nats per token", lines)]
+    return [Card(title, f"{lowest:.4f}", unit, lines)]
 
 
-def _curves(title: str, losses: "Mapping[str, pd.Series[float]]", x_title: str, notes: Sequence[str]) -> Panel:
+def _curves(
+    title: str, losses: "Mapping[str, pd.Series[float]]", x_title: str, unit: str, notes: Sequence[str]
+) -> Panel:
     ends = ", ".join(f"{name} {loss.iloc[-1]:.4f}" for name, loss in losses.items())
     highest = sweep_figures.highest_shown(losses.values())
     said = list(notes)
@@ -77,12 +80,12 @@ def _curves(title: str, losses: "Mapping[str, pd.Series[float]]", x_title: str, 
         said.append(f"Losses above {highest:.3g} are cut off.")
     if len(losses) > len(sweep_figures.CURVE_COLORS):
         said.append(f"All but the {len(sweep_figures.CURVE_COLORS)} best are grey.")
-    figure = sweep_figures.loss_curves(losses, x_title=x_title, marked=title == HELD_OUT)
-    summary = f"At the end: {ends} nats per token."
+    figure = sweep_figures.loss_curves(losses, x_title=x_title, unit=unit, marked=title == HELD_OUT)
+    summary = f"At the end: {ends} {unit}."
     return Panel(title, figure, summary, said, wide=True, height_px=300 + sweep_figures.LEGEND_LINE_PX * len(losses))
 
 
-def _training(steps: Mapping[str, pd.DataFrame], by: str) -> Panel:
+def _training(steps: Mapping[str, pd.DataFrame], by: str, unit: str) -> Panel:
     title = "Training loss"
     if not steps:
         return Panel(title, None, "", ["No element has taken a step yet."], wide=True)
@@ -98,17 +101,17 @@ def _training(steps: Mapping[str, pd.DataFrame], by: str) -> Panel:
     notes += ["The best element comes first. A click on a name hides its line; a double click hides all others."]
     if span > 1:
         notes.append(f"Each point is the mean of the last {span} steps.")
-    return _curves(title, losses, X_TITLES[by], notes)
+    return _curves(title, losses, X_TITLES[by], unit, notes)
 
 
-def _held_out(steps: Mapping[str, pd.DataFrame], by: str) -> Iterator[Panel]:
+def _held_out(steps: Mapping[str, pd.DataFrame], by: str, unit: str) -> Iterator[Panel]:
     """Yield a panel if an element was evaluated more than once."""
     evaluated = {name: _by(table[table["eval_loss"].notna()], "eval_loss", by) for name, table in steps.items()}
     evaluated = {name: losses for name, losses in evaluated.items() if not losses.empty}
     if max(map(len, evaluated.values()), default=0) > 1:
         drawn = sweep_figures.first_drawn(evaluated)
         notes = list(sweep_figures.not_drawn(evaluated))
-        yield _curves(HELD_OUT, drawn, X_TITLES[by], notes)
+        yield _curves(HELD_OUT, drawn, X_TITLES[by], unit, notes)
 
 
 def _by(table: pd.DataFrame, column: str, by: str) -> "pd.Series[float]":

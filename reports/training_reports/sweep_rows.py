@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
@@ -51,6 +52,8 @@ class Row:
     training: TrainingSummary | None = None
     steps: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False)
     """One row for each step of its run."""
+    loss_unit: str = NEXT_TOKEN.unit_in_words
+    """The unit of its loss."""
 
     @property
     def measured_seconds(self) -> float | None:
@@ -95,6 +98,7 @@ def measured_row(name: str, element: ElementRecord, contents: RunContents) -> Ro
         benchmark=benchmark,
         training=contents.training,
         steps=contents.steps,
+        loss_unit=contents.loss_unit,
     )
 
 

@@ -9,6 +9,7 @@ from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.models import layers
+from llama_core.models.batch import Batch
 from llama_core.models.cpu_attention import BLOCK_QUERIES, cpu_attention, cpu_attention_backward
 from llama_core.models.layers import attend, attend_with_all_scores, document_mask
 from llama_core.models.llama import build_llama
@@ -118,7 +119,7 @@ def gradients(spec, recompute, positions):
     apply_recompute(model, recompute)
     tokens = torch.randint(0, spec.vocab_size, (2, 300), generator=torch.Generator().manual_seed(1))
     with ByteCounter() as counter:
-        model(tokens, tokens.roll(-1, 1), positions).backward()
+        model(tokens, Batch(tokens, tokens.roll(-1, 1), positions)).backward()
     return [parameter.grad for parameter in model.parameters()], counter.flops
 
 

@@ -91,6 +91,15 @@ def test_a_batch_carries_the_documents_of_its_own_rows():
     assert Batch(positions, positions, None).with_documents().documents is None
 
 
+def test_a_batch_carries_the_numbers_of_its_own_tokens():
+    tokens, weights = torch.arange(12).view(3, 4), torch.rand(3, 4)
+    whole = Batch(tokens, tokens, None, per_token={"weight": weights})
+    first, last = whole.split(2)
+    assert torch.equal(torch.cat((first.per_token["weight"], last.per_token["weight"])), weights)
+    assert whole.with_documents().to("meta").per_token["weight"].device.type == "meta"
+    assert any(tensor is weights for tensor in whole.tensors())
+
+
 def test_rows_that_are_one_document_each_can_do_without_positions():
     """Attention is then causal over whole rows, for which CUDA has faster kernels."""
     whole = torch.arange(4).expand(2, -1)
@@ -109,8 +118,9 @@ def test_selective_recomputation_keeps_the_kernels_output(recompute, times):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(2, 64, dtype=torch.int64)
+        documents = Documents(torch.zeros(5, dtype=torch.int32), 40)
         with Operations() as operations:
-            model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
+            model(tokens, Batch(tokens, tokens, tokens, documents)).backward()
     assert operations.called.count(torch.ops.torch_attn._varlen_attn.default) == times * SPEC.num_layers
     assert operations.called.count(torch.ops.torch_attn._varlen_attn_backward.default) == SPEC.num_layers
     assert not any("repeat_interleave" in str(func) for func in operations.called)
@@ -120,7 +130,7 @@ def flops_counted(documents):
     model = Llama(SPEC, compute_dtype=torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter() as counter:
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        model(tokens, tokens, tokens, documents).backward()
+        model(tokens, Batch(tokens, tokens, tokens, documents)).backward()
     return counter.flops
 
 

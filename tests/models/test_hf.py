@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from whole_logits import logits_of_documents
 
 from llama_core.config.hugging_face import config_json, read_folder
 from llama_core.config.models import hugging_face_name, model_names, model_spec
@@ -172,7 +173,7 @@ def test_packed_documents_match_transformers_on_each_alone(name):
     positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
     with torch.no_grad():
         alone = torch.cat((theirs(tokens[:, :31]).logits, theirs(tokens[:, 31:]).logits), dim=1)
-        torch.testing.assert_close(ours(tokens, positions_BS=positions), alone, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_of_documents(ours, tokens, positions), alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -4,8 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from whole_logits import logits_of_documents
 
 from llama_core.config.models import model_names, model_spec
+from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, build_llama, initialize_parameter, initialize_weights
 
 TIED = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=256)
@@ -35,14 +37,14 @@ def test_the_loss_sum_is_the_cross_entropy_of_the_logits_over_targets_that_count
     tokens = random_tokens(2, 16)
     targets = random_tokens(2, 16).masked_fill(torch.arange(16) % 5 == 0, -100)
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-    torch.testing.assert_close(model(tokens, targets), expected)
+    torch.testing.assert_close(model(tokens, Batch(tokens, targets, None)), expected)
 
 
 @pytest.mark.parametrize("spec", [TIED, UNTIED])
 def test_every_parameter_receives_the_gradient_of_the_plain_loss(spec):
     tokens, targets = random_tokens(2, 16), random_tokens(2, 16)
     ours, plain = build(spec), build(spec)
-    ours(tokens, targets).backward()
+    ours(tokens, Batch(tokens, targets, None)).backward()
     torch.nn.functional.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
     for (name, parameter), reference in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5, msg=name)
@@ -53,14 +55,14 @@ def test_packed_documents_give_the_same_logits_as_each_alone():
     tokens = random_tokens(1, 30)
     positions = torch.cat((torch.arange(11), torch.arange(19)))[None]
     alone = torch.cat((model(tokens[:, :11]), model(tokens[:, 11:])), dim=1)
-    torch.testing.assert_close(model(tokens, positions_BS=positions), alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of_documents(model, tokens, positions), alone, rtol=1e-4, atol=1e-5)
 
 
 def test_positions_of_one_document_per_row_change_nothing():
     model = build(TIED)
     tokens = random_tokens(2, 16)
     torch.testing.assert_close(
-        model(tokens, positions_BS=torch.arange(16).expand(2, -1)), model(tokens), rtol=1e-4, atol=1e-5
+        logits_of_documents(model, tokens, torch.arange(16).expand(2, -1)), model(tokens), rtol=1e-4, atol=1e-5
     )
 
 
@@ -77,12 +79,13 @@ def test_no_logit_depends_on_a_later_token():
 def test_bf16_compute_keeps_fp32_parameters_and_gradients_and_nearly_the_same_loss():
     tokens, targets = random_tokens(2, 16), random_tokens(2, 16)
     exact, model = build(TIED), build(TIED, compute_dtype=torch.bfloat16)
-    loss = model(tokens, targets)
+    batch = Batch(tokens, targets, None)
+    loss = model(tokens, batch)
     loss.backward()
     assert model(tokens, layers=range(1)).dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-    torch.testing.assert_close(loss, exact(tokens, targets), rtol=2e-3, atol=0)  # bf16 has 8 bits
+    torch.testing.assert_close(loss, exact(tokens, batch), rtol=2e-3, atol=0)  # bf16 has 8 bits
 
 
 def test_a_training_step_runs_on_fake_tensors_with_packed_documents():
@@ -93,7 +96,7 @@ def test_a_training_step_runs_on_fake_tensors_with_packed_documents():
         model.to_empty(device="cpu")
         initialize_weights(model, seed=0)
         tokens = torch.zeros((1, 4096), dtype=torch.long)
-        model(tokens, tokens, tokens).backward()
+        model(tokens, Batch(tokens, tokens, tokens)).backward()
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
 
 
@@ -111,9 +114,10 @@ def test_the_parts_of_a_model_in_turn_match_the_whole(spec):
     first, last = (Llama(spec, layers=layers) for layers in (range(cut), range(cut, spec.num_layers)))
     for part in (first, last):
         part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
-    stream = first(tokens, layers=range(cut))
+    batch = Batch(tokens, tokens, None)
+    stream = first(tokens, batch, layers=range(cut))
     torch.testing.assert_close(
-        last(stream, tokens, layers=range(cut, spec.num_layers)), whole(tokens, tokens), rtol=0, atol=0
+        last(stream, batch, layers=range(cut, spec.num_layers)), whole(tokens, batch), rtol=0, atol=0
     )
     assert {*first.state_dict(), *last.state_dict()} == {*whole.state_dict()}
 

@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from llama_core.config.strategy import MoE
 from llama_core.models import grouped
+from llama_core.models.batch import Batch
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import FeedForward
 from llama_core.models.llama import Llama, build_llama, initialize_weights
@@ -196,7 +197,7 @@ def test_a_fake_step_has_the_shapes_of_a_real_one_and_counts_the_flops_of_active
         initialize_weights(model.to_empty(device="cpu"), seed=0)
         prepare_routers(model, torch.ones((), dtype=torch.promote_types(dtype, torch.float32)))
         with FlopCounterMode(display=False) as counter:
-            model(TOKENS, TOKENS).backward()
+            model(TOKENS, Batch(TOKENS, TOKENS, None)).backward()
         assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
         return counter.get_flop_counts()["Global"]
 

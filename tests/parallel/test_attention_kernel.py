@@ -10,6 +10,7 @@ from llama_core.chain.preview import preview
 from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
+from llama_core.models.batch import Batch
 from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import build_llama
 from llama_core.planning.plan import ParallelPlan
@@ -24,7 +25,7 @@ def losses_and_largest(positions):
     found = []
     for _ in range(2):
         with Operations() as operations:
-            loss = model(TOKENS, TOKENS.roll(-1, 1), positions)
+            loss = model(TOKENS, Batch(TOKENS, TOKENS.roll(-1, 1), positions))
             loss.backward()
         found.append((float(loss.detach()), operations.largest))
         use_all_scores(model)

@@ -139,7 +139,7 @@ def test_documents_of_any_number_and_length_share_one_graph(graphs, recompute, c
             for number in (2, 3, 5, 9):
                 documents = Documents(torch.zeros(number + 1, dtype=torch.int32), 64)
                 with torch.set_grad_enabled(is_training):
-                    loss = model(tokens, tokens, tokens, documents)
+                    loss = model(tokens, Batch(tokens, tokens, tokens, documents))
                 if is_training:
                     loss.backward()
                 made.append(graphs())
@@ -156,7 +156,7 @@ def test_the_kernel_for_documents_is_recomputed_within_the_graph_of_a_tensor_par
             parallel.model.to_empty(device="cpu")
             tokens = torch.zeros(2, 64, dtype=torch.int64)
             documents = Documents(torch.zeros(4, dtype=torch.int32), 64)
-            parallel.model(tokens, tokens, tokens, documents).backward()
+            parallel.model(tokens, Batch(tokens, tokens, tokens, documents)).backward()
     assert graphs() == 1
 
 

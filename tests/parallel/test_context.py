@@ -15,6 +15,7 @@ from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.errors import PlanError
+from llama_core.models.batch import Batch
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, build_llama
 from llama_core.parallel.block_attention import CUDA_BIASED, CUDA_FLASH, BlockMask, block_forward
@@ -270,7 +271,7 @@ def build(layers=None):
 
 
 def loss_and_gradients(model, *batch):
-    loss = model(*batch)
+    loss = model(batch[0], Batch(*batch))
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -297,13 +298,13 @@ def test_losses_and_gradients_of_the_ranks_sum_to_one_process_in_every_recompute
 def losses_of_parts():
     whole, first, last = build(), build(layers=[0]), build(layers=[1, 2])
     apply_context_parallel(whole, dist.group.WORLD)
-    batch = [held(x) for x in (TOKENS, TARGETS, positions("documents across the borders of chunks"))]
-    expected = whole(*batch)
+    batch = Batch(*(held(x) for x in (TOKENS, TARGETS, positions("documents across the borders of chunks"))))
+    expected = whole(batch.tokens_BS, batch)
     for part in (first, last):
         part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
         apply_context_parallel(part, dist.group.WORLD)
-    stream = first(batch[0], None, batch[2], layers=range(1))
-    return [last(stream, *batch[1:], layers=range(1, 3)).item(), expected.item()]
+    stream = first(batch.tokens_BS, batch, layers=range(1))
+    return [last(stream, batch, layers=range(1, 3)).item(), expected.item()]
 
 
 def test_the_parts_of_a_model_in_turn_give_the_loss_of_the_whole():
@@ -317,7 +318,7 @@ def check_compiled():
     apply_context_parallel(compiled, dist.group.WORLD)
     for block in compiled.layers.values():
         block.compile(backend="aot_eager")
-    batch = (held(TOKENS), held(TARGETS))
+    batch = (held(TOKENS), held(TARGETS), None)
     expected = loss_and_gradients(plain, *batch)
     torch.testing.assert_close(loss_and_gradients(compiled, *batch), expected, rtol=1e-10, atol=1e-12)
 
@@ -332,8 +333,8 @@ def shapes_on_fake_tensors(documents):
     model = Llama(SPEC, compute_dtype=torch.bfloat16)
     apply_context_parallel(model, group)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        batch = (held(TOKENS), held(TARGETS), held(positions(documents)))
-        model(*batch).backward()
+        batch = Batch(held(TOKENS), held(TARGETS), held(positions(documents)))
+        model(batch.tokens_BS, batch).backward()
     return [parameter.grad.shape == parameter.shape for parameter in model.parameters()]
 
 

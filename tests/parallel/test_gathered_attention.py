@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from width import wide
 
 from llama_core.config.models import model_spec
-from llama_core.models.batch import Documents
+from llama_core.models.batch import Batch, Documents
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, build_llama
 from llama_core.parallel import gathered_attention as gathered
@@ -157,7 +157,7 @@ TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(SEQ_LEN) % 5 == 0, -100)
 
 
 def loss_and_gradients(model, *batch):
-    loss = model(*batch)
+    loss = model(batch[0], Batch(*batch))
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -216,8 +216,9 @@ def test_selective_recomputation_keeps_the_output(one_of_two_ranks, recompute, t
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(2, 64, dtype=torch.int64)
+        documents = Documents(torch.zeros(5, dtype=torch.int32), 40)
         with Operations() as operations:
-            model(tokens, tokens, tokens, Documents(torch.zeros(5, dtype=torch.int32), 40)).backward()
+            model(tokens, Batch(tokens, tokens, tokens, documents)).backward()
     assert operations.called.count(gathered.GATHERED_ATTENTION) == times * SPEC.num_layers
     assert operations.called.count(gathered.GATHERED_ATTENTION_BACKWARD) == SPEC.num_layers
     assert not any("ring_attention" in str(func) for func in operations.called)

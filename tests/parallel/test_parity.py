@@ -223,7 +223,7 @@ def test_fp32_differs_by_rounding_alone(name):
 
 
 def _targets_of_other_ranks_not_counted():
-    apply.ParallelModel._num_targets = lambda self, pieces: sum(piece.num_targets() for piece in pieces)
+    apply.ParallelModel._count = lambda self, pieces: sum(piece.num_targets() for piece in pieces)
 
 
 def _gradients_not_averaged():

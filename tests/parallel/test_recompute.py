@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llama_core.config.models import model_spec
+from llama_core.models.batch import Batch
 from llama_core.models.llama import build_llama
 from llama_core.parallel.recompute import apply_recompute
 
@@ -18,7 +19,7 @@ def build(mode, compute_dtype=torch.float32):
 
 
 def loss_sum(model):
-    return model(TOKENS, TOKENS.roll(-1, 1), torch.arange(32).expand(2, -1) % 20)
+    return model(TOKENS, Batch(TOKENS, TOKENS.roll(-1, 1), torch.arange(32).expand(2, -1) % 20))
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from parity import ADAPTED, NUM_STEPS, TIED, TRAINING, UNTIED, make_batch, train, undefined
+from toy_objective import Masked
 from width import wide
 
 from llama_core.config.models import model_spec
@@ -23,12 +24,20 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checksums import file_sum
 from llama_core.training.optimizer import build_optimizer
 
+MASKED = Masked()
 DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
 
 
-def build(plan, spec=UNTIED, dtype=torch.float32):
+def build(plan, spec=UNTIED, dtype=torch.float32, objective=None):
     optimizer = partial(build_optimizer, training=TRAINING)
-    return DeepSpeedModel(spec, plan, device=torch.device("cpu"), compute_dtype=dtype, build_optimizer=optimizer)
+    return DeepSpeedModel(
+        spec,
+        plan,
+        device=torch.device("cpu"),
+        compute_dtype=dtype,
+        build_optimizer=optimizer,
+        objective=objective,
+    )
 
 
 def own_microbatches(plan, step):
@@ -56,14 +65,14 @@ def weights_of(model):
 
 
 @cache
-def two_ranks(plan, spec=UNTIED, dtype=torch.float32):
-    return run_ranks(2, trained, plan, spec, dtype)
+def two_ranks(plan, spec=UNTIED, dtype=torch.float32, objective=None):
+    return run_ranks(2, trained, plan, spec, dtype, objective)
 
 
-def trained(plan, spec, dtype):
+def trained(plan, spec, dtype, objective):
     phases = []
     with redirect_stdout(StringIO()) as out, redirect_stderr(out):
-        model = build(plan, spec, dtype)
+        model = build(plan, spec, dtype, objective)
         model.initialize_weights(seed=1)
         initial = weights_of(model)
         losses, norms, _ = zip(*(take_step(model, step, phases.append) for step in range(NUM_STEPS)), strict=True)
@@ -81,8 +90,8 @@ def trained(plan, spec, dtype):
 
 
 @cache
-def alone(spec):
-    return train(ParallelPlan(num_microbatches=8), spec, torch.float32, documents=True, draw=False)
+def alone(spec, objective=None):
+    return train(ParallelPlan(num_microbatches=8), spec, torch.float32, documents=True, draw=False, objective=objective)
 
 
 def assert_equal_within_rounding(ranks, expected):
@@ -113,6 +122,13 @@ def assert_equal_within_rounding(ranks, expected):
 )
 def test_training_matches_one_process_without_deepspeed(spec, choices):
     assert_equal_within_rounding(two_ranks(DeepSpeedPlan(**choices), spec), alone(spec))
+
+
+@pytest.mark.parametrize("stage", [2, wide(3)])
+def test_another_objective_matches_one_process_too(stage):
+    expected = alone(UNTIED, MASKED)
+    assert_equal_within_rounding(two_ranks(DeepSpeedPlan(zero_stage=stage), objective=MASKED), expected)
+    assert expected["losses"][""] != pytest.approx(alone(UNTIED)["losses"][""], rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])

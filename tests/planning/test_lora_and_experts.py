@@ -19,6 +19,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, TARGETS, LoRA, MoE
+from llama_core.models.batch import Batch
 from llama_core.models.layers import Block, rotation
 from llama_core.models.llama import Llama
 from llama_core.models.lora import with_adapters
@@ -100,7 +101,7 @@ def peaks_counted(spec, seq_len):
         with ByteCounter(block_bytes=1) as counter:
             counter.relabel(model.parameters(), "weights")
             tokens = torch.zeros(1, seq_len, dtype=torch.long)
-            loss = model(tokens, torch.zeros_like(tokens))
+            loss = model(tokens, Batch(tokens, torch.zeros_like(tokens), None))
             counter.phase = "backward"
             loss.backward()
     return {phase: peak.num_bytes for phase, peak in counter.peaks.items()}

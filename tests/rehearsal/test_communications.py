@@ -209,12 +209,12 @@ def recorded(plan, plant):
 
 
 def no_count_of_targets(patch):
-    patch.setattr(ParallelModel, "_num_targets", lambda model, pieces: pieces[0].num_targets())
+    patch.setattr(ParallelModel, "_count", lambda model, pieces: pieces[0].num_targets())
 
 
 def count_targets_last(patch):
     """Count the targets of a step after its pipeline has run."""
-    count, run, left = ParallelModel._num_targets, Pipeline.forward_backward, []
+    count, run, left = ParallelModel._count, Pipeline.forward_backward, []
 
     def count_later(model, pieces):
         left.append(partial(count, model, pieces))
@@ -223,10 +223,10 @@ def count_targets_last(patch):
     def run_first(pipeline, *arguments):
         losses = run(pipeline, *arguments)
         left.pop()()
-        patch.setattr(ParallelModel, "_num_targets", count)
+        patch.setattr(ParallelModel, "_count", count)
         return losses
 
-    patch.setattr(ParallelModel, "_num_targets", count_later)
+    patch.setattr(ParallelModel, "_count", count_later)
     patch.setattr(Pipeline, "forward_backward", run_first)
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from synthetic_run import FAILED, step_records, write_run
 from synthetic_sweep import write_sweep
+from toy_objective import MASKED
 
 from llama_core.config.run import RunConfig
+from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.files import read_json, write_json
 from training_infra.cli import main
 from training_reports.compare import write_comparison
@@ -105,6 +107,15 @@ def test_what_makes_results_incomparable_is_said(tmp_path):
     assert "losses per token cannot be compared" in said
     assert "The devices differ" in said
     assert "other has not finished: oom" in said
+
+
+def test_losses_of_different_objectives_are_not_comparable_and_each_has_its_unit(tmp_path, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, MASKED.name, MASKED)
+    runs = [write(tmp_path / name, **{"training.objective": name}) for name in ("next_token", "masked")]
+    comparison = compare_runs(runs)
+    assert "The objectives differ: losses cannot be compared." in comparison.notes
+    text = write_comparison(tmp_path / "page.html", comparison).read_text()
+    assert "nats per token or nats per kept token" in text
 
 
 def test_the_page_begins_with_the_settings_and_has_losses_by_tokens_and_by_time(pair, tmp_path):

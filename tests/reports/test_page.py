@@ -8,11 +8,13 @@ from urllib.parse import unquote
 import pytest
 import yaml
 from synthetic_run import ATTEMPT, BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_records, write_run
+from toy_objective import MASKED
 from width import wide
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import log_path
+from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
@@ -90,6 +92,15 @@ def test_the_page_is_titled_after_the_run_and_every_figure_is_described(run):
     assert all(label.partition(". ")[2] for label in labels)
     first, *_, last = step_records()
     assert labels[0] == f"Loss. Steps 1 to 40: training loss from {first.loss:.4f} to {last.loss:.4f} nats per token."
+
+
+def test_a_loss_has_the_unit_of_the_objective(run, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, MASKED.name, MASKED)
+    config = RunConfig.load(run.config, ["training.objective=masked"])
+    run.config.write_text(config.to_yaml())
+    text = report(run).text
+    assert "2.4518 nats per kept token" in text
+    assert "nats per token" not in text
 
 
 def test_headline_numbers_match_the_records(run):

@@ -1,6 +1,7 @@
 import math
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from threading import enumerate as threads
 
@@ -10,11 +11,13 @@ from distributed import run_ranks
 from parity import native_engine
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy_objective import MASKED
 from width import cases
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import NonFiniteError, StoppedError, WeightsError
+from llama_core.errors import DataError, NonFiniteError, StoppedError, WeightsError
 from llama_core.models.batch import Batch
+from llama_core.objectives.registry import OBJECTIVES
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
@@ -337,6 +340,27 @@ def test_evaluation_happens_when_due_and_after_the_last_step(run):
     assert [row["step"] for row in evaluated if row["eval_loss"] is not None] == [3, 6, 7]
     assert summary.eval_loss == evaluated[-1]["eval_loss"]
     assert summary.eval_tokens == int(batch(99).num_targets())
+
+
+def test_batches_without_what_the_objective_reads_are_refused_by_name(run, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, MASKED.name, MASKED)
+    with pytest.raises(DataError, match=r"training\.objective=masked reads mask of every token.*give batches"):
+        trainer(run, steps=1, objective="masked").fit()
+
+
+def test_a_summary_has_the_unit_of_the_objective(run, monkeypatch):
+    class WithMasks(Counting):
+        def next_batch(self):
+            rows = super().next_batch()
+            return replace(rows, per_token={"mask": (rows.tokens_BS % 2).float()})
+
+    monkeypatch.setitem(OBJECTIVES, MASKED.name, MASKED)
+    validation = WithMasks().next_batch()
+    one = trainer(run, steps=1, objective="masked", batches=WithMasks(), validation=lambda: [validation])
+    summary = one.fit()
+    assert f"held-out loss {summary.eval_loss:.3f} nats/kept token" in summary.summary()
+    counts = (validation.targets_BS != -100) & (validation.tokens_BS % 2 == 1)
+    assert 0 < summary.eval_tokens == int(counts.sum())
 
 
 def test_evaluation_uses_no_dropout(run, tmp_path):

@@ -7,7 +7,7 @@ even with shuffling. Rank 0 sends each batch to the others, and every data-paral
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,10 +136,14 @@ def own_rows(batch: Batch, plan: ParallelPlan, num_rows: int) -> Batch:
     """
     share = -(-num_rows // plan.dp)
     missing = share * plan.dp - len(batch.tokens_BS)
-    tokens_BS = _filled(batch.tokens_BS, missing, 0)
-    targets_BS = _filled(batch.targets_BS, missing, IGNORE_INDEX)
+    filled = replace(
+        batch.each_token(lambda tensor: _filled(tensor, missing, 0)),
+        targets_BS=_filled(batch.targets_BS, missing, IGNORE_INDEX),
+        positions_BS=None,
+        documents=None,
+    )
     first = plan.dp_rank(own_rank()) * share
-    return Batch(tokens_BS[first : first + share], targets_BS[first : first + share], None)
+    return filled.each_token(lambda tensor: tensor[first : first + share])
 
 
 def _filled(x_BS: Tensor, num_rows: int, value: int) -> Tensor:

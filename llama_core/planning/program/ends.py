@@ -5,6 +5,7 @@ vocabulary.
 """
 
 from functools import lru_cache
+from importlib import import_module
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING, HEAD
@@ -70,7 +71,10 @@ class FinalNorm(ModelProgram):
 
 
 class Head(ModelProgram):
-    """The head and the loss, which processes the tokens in chunks and computes its gradients in the forward."""
+    """The head, and the loss of the next token: in chunks of tokens, with its gradients computed in the forward.
+
+    Another objective's program is a subclass with another ``loss``.
+    """
 
     def __init__(self, spec: ModelSpec, setting: Setting) -> None:
         super().__init__(spec, setting)
@@ -145,6 +149,13 @@ def final_norm_passes(spec: ModelSpec, setting: Setting) -> Passes:
 
 
 @lru_cache(maxsize=512)
-def head_passes(spec: ModelSpec, setting: Setting) -> Passes:
-    """Return the forward and the backward of the head and the loss."""
-    return Passes(Head(spec, setting))
+def head_passes(spec: ModelSpec, setting: Setting, program: str) -> Passes:
+    """Return the forward and the backward of the head and the loss.
+
+    Args:
+        spec: the architecture.
+        setting: how it is divided, and which kernels run.
+        program: the module of the objective's ``Head``.
+    """
+    head: ModelProgram = import_module(program).Head(spec, setting)
+    return Passes(head)

@@ -1,0 +1,33 @@
+"""What a model is trained for, as a function of the head and the batch."""
+
+from importlib import import_module
+from typing import Protocol
+
+from torch import Tensor
+
+from llama_core.config.settings import TrainingConfig
+from llama_core.models.batch import Batch
+from llama_core.models.head import HeadInputs
+from llama_core.objectives.registry import objective_type
+
+
+class Objective(Protocol):
+    """A loss that is a sum, so that microbatches and ranks add up to the same as one batch."""
+
+    def loss(self, head: HeadInputs, batch: Batch) -> Tensor:
+        """Return the loss summed over what counts in ``batch``: a scalar in fp32, or in fp64 if the tensors are.
+
+        Ranks that divide the vocabulary call it together and all return the same.
+        """
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return how much counts, by which the sum over all ranks is divided: an int64 scalar on the batch's device.
+
+        It must not wait for the device. Sums of integers are exact in any order, so all ranks divide by the same.
+        """
+
+
+def build_objective(training: TrainingConfig) -> Objective:
+    """Return the objective that ``training`` names."""
+    objective: Objective = import_module(objective_type(training.objective).built_in).build(training)
+    return objective

@@ -1,0 +1,1 @@
+"""Objectives as planning and reports know them: what they read and report. ``models`` computes them."""

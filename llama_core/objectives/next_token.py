@@ -1,0 +1,5 @@
+"""The next token: cross-entropy, averaged over the targets."""
+
+from llama_core.objectives.traits import ObjectiveType
+
+NEXT_TOKEN = ObjectiveType("next_token", built_in="llama_core.models.next_token")

@@ -1,0 +1,26 @@
+"""All objectives by name. To add one, add its ``ObjectiveType`` here."""
+
+from llama_core.errors import ConfigError, did_you_mean
+from llama_core.objectives.next_token import NEXT_TOKEN
+from llama_core.objectives.traits import ObjectiveType
+
+OBJECTIVES = {objective.name: objective for objective in (NEXT_TOKEN,)}
+
+DEFAULT_OBJECTIVE = NEXT_TOKEN.name
+
+
+def objective_names() -> tuple[str, ...]:
+    """Return the name of every objective."""
+    return tuple(OBJECTIVES)
+
+
+def objective_type(name: str) -> ObjectiveType:
+    """Return the objective called ``name``, with its traits.
+
+    Raises:
+        ConfigError: if there is no such objective; the message names the nearest ones.
+    """
+    if name not in OBJECTIVES:
+        near = did_you_mean(name, objective_names())
+        raise ConfigError(f"training.objective={name} is not one of {', '.join(objective_names())}{near}")
+    return OBJECTIVES[name]

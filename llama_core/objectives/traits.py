@@ -1,0 +1,25 @@
+"""The traits of an objective that planning and reports need. Each states its own: nobody asks for its name."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ObjectiveType:
+    """What a model is trained for: a loss that is a sum over what counts, divided by how much counts."""
+
+    name: str
+    """Value of ``training.objective``."""
+    built_in: str
+    """The module whose ``build`` makes it; a string, so that planning needs no torch."""
+    program: str = "llama_core.planning.program.ends"
+    """The module whose ``Head`` says what the head and the loss do; default: next-token's, for a loss that is
+    ``linear_cross_entropy``."""
+    per_token: tuple[str, ...] = ()
+    """The values that batches carry for it beside targets: one fp32 number for each token."""
+    unit: str = "nats/token"
+    """Unit of the loss."""
+
+    @property
+    def unit_in_words(self) -> str:
+        """The unit as it is read aloud."""
+        return self.unit.replace("/", " per ")

@@ -1,0 +1,51 @@
+"""Whatever is trained for, every plan gives the numbers of one process; the bound is that of ``test_parity``."""
+
+import pytest
+from parity import ADAPTED, largest_differences, make_batch
+from test_parity import PLANS
+from toy_objective import Masked
+from weighted_objective import Weighted
+
+from llama_core.planning.plan import ParallelPlan
+
+NARROW = {name: PLANS[name] for name in ("dp2", "tp2 sp", "pp2 1f1b", "cp2", "tp2 pp2", "pp2 zero3 dp2")} | {
+    "zero3 dp2": ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2)
+}
+MASKED = Masked()
+WEIGHTED = Weighted()
+
+
+@pytest.mark.parametrize("plan", NARROW.values(), ids=NARROW)
+def test_an_objective_that_reads_a_number_of_each_token_matches_one_process(plan):
+    differences = largest_differences(plan, objective=MASKED)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "tp2 sp", "tp2 zero3 dp2", "cp2"])
+def test_an_objective_of_whole_logits_matches_one_process(name):
+    differences = largest_differences(PLANS[name], objective=WEIGHTED)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("objective", [MASKED, WEIGHTED], ids=["masked", "weighted"])
+@pytest.mark.parametrize("name", ["zero2 dp2", "tp2 pp2"])
+def test_objectives_match_one_process_with_adapters_too(name, objective):
+    differences = largest_differences(PLANS[name], spec=ADAPTED, objective=objective)
+    assert max(differences.values()) < 1e-8, differences
+
+
+def test_the_tests_of_an_objective_notice_another_objective():
+    """The mask leaves out half of the targets, so neither the loss nor the gradients are those of the next token."""
+    differences = largest_differences(PLANS["dp2"], objective=MASKED, fault=_all_targets)
+    assert differences["losses"] > 1e-3
+    assert differences["gradients"] > 1e-3
+
+
+def _all_targets():
+    Masked.loss = super(Masked, Masked).loss
+    Masked.count = super(Masked, Masked).count
+
+
+def test_the_mask_of_the_tests_leaves_some_tokens_and_takes_others():
+    mask = make_batch(0, 4, documents=True).per_token["mask"]
+    assert 0 < int((mask > 0).sum()) < mask.numel()
