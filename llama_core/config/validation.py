@@ -69,7 +69,7 @@ def _causes(mapping: dict[str, Any], location: tuple[int | str, ...]) -> tuple[s
         if isinstance(value, dict) and part not in value:
             return (key, *_BRINGING)
         value = value[part] if isinstance(value, dict) else None
-    return (key,) if key else ()
+    return (key,) if location else ()
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

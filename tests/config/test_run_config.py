@@ -143,6 +143,11 @@ def test_an_unknown_key_suggests_nothing_far_fetched(key):
     assert problems({}, f"{key}=1") == (f"unknown key {key!r}",)
 
 
+def test_a_key_without_a_name_is_an_unknown_one():
+    assert problems({"": 1}) == ("unknown key ''",)
+    assert problems({"training": {"": 1}}) == ("unknown key 'training.'",)
+
+
 def test_names_from_elsewhere_belong_to_keys_and_to_one_key_each():
     names = [name for names in ALSO_CALLED.values() for name in names]
     assert ALSO_CALLED.keys() <= config_keys().keys()
