@@ -67,10 +67,9 @@ class ParallelModel:
         check_started(plan)
         self.plan = plan
         self.device = device
-        self.objective = objective or NextToken()
         self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
         self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
-        self.model.objective = self.objective
+        self.model.objective = objective or NextToken()
         if fp8:
             use_fp8(self.model.layers)
         mesh = self.mesh
@@ -208,7 +207,7 @@ class ParallelModel:
         return batch.each_token(columns)  # the documents of whole rows say which keys of other ranks are seen
 
     def _count(self, pieces: Sequence[Batch]) -> Tensor:
-        total = torch.stack([self.objective.count(piece) for piece in pieces]).sum()
+        total = torch.stack([self.model.objective.count(piece) for piece in pieces]).sum()
         if self.mesh is not None:
             dist.all_reduce(total)
             total = total // (self.plan.tp * self.plan.pp)  # tp and pp ranks count the same

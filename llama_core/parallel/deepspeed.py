@@ -139,11 +139,10 @@ class DeepSpeedModel:
         check_started(plan)
         self.plan = plan
         self.device = device
-        self.objective = objective or NextToken()
         self._deepspeed = _import_deepspeed(device.type)
         config = deepspeed_config(plan, spec, device_type=device.type, compute_dtype=compute_dtype)
         self.model = self._build(spec, config, compute_dtype)
-        self.model.objective = self.objective
+        self.model.objective = objective or NextToken()
         if plan.attention == "math":
             use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)
@@ -306,7 +305,7 @@ class DeepSpeedModel:
         return loss
 
     def _count(self, microbatches: Sequence[Batch]) -> Tensor:
-        return self._sum_over_ranks(torch.stack([self.objective.count(batch) for batch in microbatches]).sum())
+        return self._sum_over_ranks(torch.stack([self.model.objective.count(batch) for batch in microbatches]).sum())
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)
