@@ -4,7 +4,7 @@ One class per kind of remedy. The CLI prints the message on one line and exits w
 traceback means a bug.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -173,6 +173,11 @@ def safe(text: str) -> str:
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x' or 'y'?"`` for the choices nearest to ``name``, or an empty string."""
     return ask_for(get_close_matches(name, list(choices), n=2, cutoff=0.7))
+
+
+def not_one_of(name: str, choices: Collection[str]) -> str:
+    """Return ``" is not one of a, b"`` for an unknown ``name``, with the choices nearest to it."""
+    return f" is not one of {', '.join(choices)}{did_you_mean(name, choices)}"
 
 
 def ask_for(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """All objectives by name. To add one, add its ``ObjectiveType`` here."""
 
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError, not_one_of
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.traits import ObjectiveType
 
@@ -21,6 +21,5 @@ def objective_type(name: str) -> ObjectiveType:
         ConfigError: if there is no such objective; the message names the nearest ones.
     """
     if name not in OBJECTIVES:
-        near = did_you_mean(name, objective_names())
-        raise ConfigError(f"training.objective={name} is not one of {', '.join(objective_names())}{near}")
+        raise ConfigError(f"training.objective={name}{not_one_of(name, OBJECTIVES)}")
     return OBJECTIVES[name]

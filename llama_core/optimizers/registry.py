@@ -1,6 +1,6 @@
 """All optimizers by name. To add one, add its ``OptimizerType`` here."""
 
-from llama_core.errors import ConfigError, did_you_mean
+from llama_core.errors import ConfigError, not_one_of
 from llama_core.optimizers.adamw import ADAMW
 from llama_core.optimizers.traits import OptimizerType
 
@@ -21,8 +21,7 @@ def optimizer_type(name: str) -> OptimizerType:
         ConfigError: if there is no such optimizer; the message names the nearest ones.
     """
     if name not in OPTIMIZERS:
-        near = did_you_mean(name, optimizer_names())
-        raise ConfigError(f"training.optimizer={name} is not one of {', '.join(optimizer_names())}{near}")
+        raise ConfigError(f"training.optimizer={name}{not_one_of(name, OPTIMIZERS)}")
     return OPTIMIZERS[name]
 
 

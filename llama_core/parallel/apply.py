@@ -16,7 +16,6 @@ from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
 from llama_core.models.moe import prepare_routers
-from llama_core.models.next_token import NextToken
 from llama_core.models.objective import Objective
 from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.context import apply_context_parallel, shard_sequence
@@ -46,7 +45,7 @@ class ParallelModel:
         weight_dtype: dtype of the parameters, their gradients and optimizer states.
         fp8: whether the matrices of the blocks multiply in fp8; ``compute_dtype`` is then bf16.
         documents: how attention is kept inside packed documents.
-        objective: what the model is trained for; default: the next token.
+        objective: what the model is trained for; default: the model's, the next token.
 
     Raises:
         PlanError: if the plan's number of ranks is not the number started.
@@ -69,7 +68,8 @@ class ParallelModel:
         self.device = device
         self.mesh = Mesh.build(plan, device.type) if dist.is_initialized() else None
         self.model = _meta_model(spec, plan, self.mesh, compute_dtype=compute_dtype, weight_dtype=weight_dtype)
-        self.model.objective = objective or NextToken()
+        if objective is not None:
+            self.model.objective = objective
         if fp8:
             use_fp8(self.model.layers)
         mesh = self.mesh

@@ -44,7 +44,6 @@ from llama_core.models.batch import Batch
 from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.models.lora import with_adapters
-from llama_core.models.next_token import NextToken
 from llama_core.models.objective import Objective
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
@@ -119,7 +118,7 @@ class DeepSpeedModel:
         device: where this rank computes.
         compute_dtype: dtype of activations, matrix products and the weights in them; the updated weights are fp32.
         build_optimizer: makes the optimizer of a module's parameters; at stage 3 these have no elements by then.
-        objective: what the model is trained for; default: the next token.
+        objective: what the model is trained for; default: the model's, the next token.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
@@ -142,7 +141,8 @@ class DeepSpeedModel:
         self._deepspeed = _import_deepspeed(device.type)
         config = deepspeed_config(plan, spec, device_type=device.type, compute_dtype=compute_dtype)
         self.model = self._build(spec, config, compute_dtype)
-        self.model.objective = objective or NextToken()
+        if objective is not None:
+            self.model.objective = objective
         if plan.attention == "math":
             use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)

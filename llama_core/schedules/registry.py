@@ -4,7 +4,7 @@ Symbols there and in the schedules' files: D ranks, N microbatches, F and B the 
 backward.
 """
 
-from llama_core.errors import PlanError, did_you_mean
+from llama_core.errors import PlanError, not_one_of
 from llama_core.schedules.actions import Schedule
 from llama_core.schedules.chimera import CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING
 from llama_core.schedules.one_way import GPIPE, INTERLEAVED, ONE_F_ONE_B
@@ -29,8 +29,7 @@ def schedule_type(name: str) -> ScheduleType:
         PlanError: if there is no such schedule; the message names the nearest ones.
     """
     if name not in _BY_NAME:
-        near = did_you_mean(name, schedule_names())
-        raise PlanError(f"schedule={name!r} is not one of {', '.join(schedule_names())}{near}")
+        raise PlanError(f"schedule={name!r}{not_one_of(name, _BY_NAME)}")
     return _BY_NAME[name]
 
 

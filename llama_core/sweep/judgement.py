@@ -167,7 +167,7 @@ def _remember(results: Sequence[Result], folder: Path, record: Path) -> Judgemen
     except OSError as error:
         raise RunDirectoryError(f"cannot keep the results in {folder}: {error}; choose another --history") from None
     write_json(record, judgement)
-    say("history", f"{len(results)} result{'s' * (len(results) > 1)} in {folder / part}")
+    say("history", f"{len(results)} result{'s' if len(results) > 1 else ''} in {folder / part}")
     for line in judgement.lines():
         say("history", line)
     return judgement

@@ -122,4 +122,5 @@ def _machine():
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
     cores = available_cores()
-    return f"{cores} core{'s' * (cores > 1)} of {cpu}, Python {platform.python_version()}, torch {torch.__version__}"
+    counted = f"{cores} cores" if cores > 1 else f"{cores} core"
+    return f"{counted} of {cpu}, Python {platform.python_version()}, torch {torch.__version__}"

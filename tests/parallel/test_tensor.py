@@ -1,0 +1,28 @@
+"""How tensor-parallel ranks divide a model; ``test_parity.py`` compares what they compute."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import UNTIED
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llama_core.models.llama import Llama
+from llama_core.parallel.tensor import apply_tensor_parallel
+
+
+@pytest.fixture
+def two_ranks():
+    """Two ranks, of which the other does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def test_a_weight_without_a_row_is_refused_when_the_model_is_divided(two_ranks):
+    with torch.device("meta"):
+        model = Llama(UNTIED)
+        model.layers["1"].attention.register_parameter("sinks", nn.Parameter(torch.zeros(UNTIED.num_heads)))
+    with pytest.raises(NotImplementedError, match=r"^layers\.1\.attention\.sinks is not divided: it has no row among"):
+        apply_tensor_parallel(model, two_ranks, sequence_parallel=True)
