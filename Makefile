@@ -5,9 +5,10 @@
 # make faults     breaks real runs in every phase, one fault at a time (FAULTS_PAGE=docs/reliability.md writes its table)
 # make fuzz       tries malformed files and command lines: no traceback, no writes elsewhere, no hang (FUZZ_CASES=3000)
 # make constraints  looks for newer versions of all packages and writes them to constraints.txt
+# make docs       writes the documentation as a website, with all commands, keys and the Python API, to build/docs
 # make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-wide faults fuzz constraints check clean
+.PHONY: help demo serve test test-wide faults fuzz constraints docs check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -54,6 +55,10 @@ constraints: $(VENV)/installed-dev
 		--no-header --no-annotate --output-file $(VENV)/constraints.new
 	@{ echo '# The tested versions, for pip install -c. Made by `make constraints`.'; \
 		grep -v '^nvidia-\|^cuda-' $(VENV)/constraints.new; } > constraints.txt
+
+docs: $(VENV)/installed-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/docs/index.html; to search, too: python3 -m http.server --directory build/docs 8000"
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -218,8 +218,10 @@ def tokenising() -> Figures:
     from llama_core.config.models import model_spec
     from llama_core.config.settings import DataConfig
     from llama_core.data.chat import chat_format
-    from llama_core.data.corpus import find_files
+    from llama_core.data.find import find_files
+    from llama_core.data.formats import FieldNames
     from llama_core.data.sample import sample_file
+    from llama_core.data.shard_store import Recipe
     from llama_core.data.token_cache import cached_tokens
     from llama_core.data.tokenizer import load_tokenizer
 
@@ -236,10 +238,10 @@ def tokenising() -> Figures:
         trained.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
         own = load_tokenizer(str(folder))
-        files = find_files(str(sample))
+        files = find_files(str(sample)).files
         chat = chat_format(DataConfig(), own, model_spec("tiny_llama3_50m"), files)
         with timed(figures, "ours"):
-            cached_tokens(files, "text", own, folder / "cache", chat=chat, max_bad_lines=0)
+            cached_tokens(files, Recipe(FieldNames(), own, chat, max_bad_lines=0), folder / "cache")
         alone = Tokenizer.from_file(str(folder / "tokenizer.json"))
         with timed(figures, "floor"):
             alone.encode_batch_fast(texts, add_special_tokens=False)
@@ -345,7 +347,9 @@ def report() -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         _, run = _small_run(Path(folder))
         sink = ParquetSink(run)
-        required = [field.name for field in fields(StepRecord) if field.default is MISSING]
+        required = [
+            field.name for field in fields(StepRecord) if field.default is MISSING and field.default_factory is MISSING
+        ]
         values: dict[str, Any] = dict.fromkeys(required, 1.0) | {"total_steps": 10_000, "skipped": False}
         for step in range(1, 10_001):
             sink.write(StepRecord(**(values | {"step": step, "loss": 5 + 1 / step})))

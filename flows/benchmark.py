@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from prefect import State, flow
-from prefect.states import Cancelled, Failed
 
-from llama_core.errors import CancelledError, StoppedError, TrainingInfraError
+from llama_core.errors import TrainingInfraError
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory
 from llama_core.sweep.grid import SweepConfig
-from llama_core.sweep.judgement import Judgement, refuse_regressions
+from llama_core.sweep.judgement import read_judgement, refuse_regressions
 from tasks import sweep as sweep_tasks
 from tasks.announce import lines_where_they_are_read
+from tasks.endings import ended_by
 
 
 @flow(name="benchmark", validate_parameters=True, on_cancellation=[sweep_tasks.cancel_sweep])
@@ -35,13 +35,11 @@ def benchmark(
         remember=sweep_tasks.remember,
         report=sweep_tasks.write_report,
     )
-    with lines_where_they_are_read():
-        try:
+    try:
+        with lines_where_they_are_read():
             report = run_sweep(sweep_tasks.prepare(sweep, sweep_dir, resume=resume), steps)
             if fail_on_regression:
-                refuse_regressions(Judgement.read(SweepDirectory(report.parent).history))
+                refuse_regressions(read_judgement(SweepDirectory(report.parent)))
             return report
-        except (CancelledError, StoppedError) as error:
-            return Cancelled(message=str(error), data=error)
-        except TrainingInfraError as error:
-            return Failed(message=str(error), data=error)
+    except TrainingInfraError as error:
+        return ended_by(error)

@@ -4,10 +4,14 @@ It starts a server only if none is configured. While that server is up, ``prefec
 this folder its address and its password; the user's other settings stay as they are.
 """
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 import tomllib
@@ -36,6 +40,8 @@ _DEFAULTS = {
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",  # the server answers this while its database is away
     "PREFECT_SERVER_API_HOST": "127.0.0.1",
     "PREFECT_SERVER_API_PORT": "4200",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_ROOT_LEVEL": "ERROR",  # a worker that stops warns of every record that it still sends
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
     "PREFECT_WORKER_QUERY_SECONDS": "2",
 }
@@ -87,7 +93,7 @@ def _start(stack: ExitStack) -> list[Service]:
     services.append(stack.enter_context(_worker()))
     prefect = Path(sys.executable).with_name("prefect")
     say("serve", f"watch and start runs at {url.removesuffix('/api')}; Ctrl-C stops everything")
-    say("next", f"in another terminal, in {ROOT}: {prefect} deployment run {EXAMPLE} --watch")
+    say("next", f"in another terminal, in {ROOT}: {prefect} deployment run {EXAMPLE}")
     return services
 
 

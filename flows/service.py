@@ -33,7 +33,7 @@ class Service:
     Args:
         name: its name in messages.
         command: its command line.
-        log: file for its output; None for the terminal.
+        log: file for its output; None to show its errors on the terminal, and nothing else.
         settings: variables of its environment besides those of this process.
         umask: permissions that its files do not get; -1 for those of this process.
         sockets: sockets that it inherits.
@@ -64,7 +64,7 @@ class Service:
             self.command,
             env=os.environ | self.settings | {SERVE_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=output or subprocess.DEVNULL,
             stderr=output,
             start_new_session=True,
             umask=self.umask,
@@ -100,7 +100,7 @@ class Service:
 
 @contextmanager
 def service(name: str, *command: str, visible: bool = False, **options: Any) -> Iterator[Service]:
-    """Run a service for the block; its output is shown if ``visible``, else kept for an error message.
+    """Run a service for the block; its errors are shown if ``visible``, else its output is kept for an error message.
 
     ``options`` are those of ``Service``.
     """

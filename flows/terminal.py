@@ -1,6 +1,8 @@
 """Run the ``train`` flow from one terminal, on its own Prefect server if none is configured."""
 
 import atexit
+import logging
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 
 
-def train_through_the_flow(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Path:
+def train_through_the_flow(
+    config: RunConfig, run_dir: Path | None, *, resume: bool, allow_data_change: bool = False
+) -> Path:
     """Run the flow and return the path of its report; see ``flows.train.train``.
 
     Raises:
@@ -27,10 +31,22 @@ def train_through_the_flow(config: RunConfig, run_dir: Path | None, *, resume: b
             f"the Prefect server at {url} does not answer; start it, or unset PREFECT_API_URL (it may also be set in "
             "this folder's prefect.toml) to let the run start its own server"
         )
-    report = train(config, run_dir=run_dir, resume=resume)
+    _silence_senders()
+    try:
+        report = train(config, run_dir=run_dir, resume=resume, allow_data_change=allow_data_change)
+    finally:
+        # The first exit handler to run: Ctrl-C would only interrupt the seconds in which Prefect and the server end.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     if not isinstance(report, Path):
         raise TypeError("a flow run that returns a state raises the error it holds")
     return report
+
+
+def _silence_senders() -> None:
+    """Print nothing if records reach the server late or not at all: the run goes on, and its lines are printed here."""
+    logging.raiseExceptions = False  # else the sender of log records writes its errors to stderr
+    for sender in ("APILogWorker", "EventsWorker"):
+        logging.getLogger(sender).setLevel(logging.ERROR)
 
 
 def _start_server() -> None:

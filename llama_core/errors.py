@@ -112,6 +112,10 @@ class WeightsError(RequestError):
     """Weights that cannot be read or written: use the folder or model that the message names."""
 
 
+class HubError(RequestError):
+    """Files of the Hugging Face Hub that cannot be had: do what the message says, or name a folder here."""
+
+
 class EnvironmentMismatchError(RequestError):
     """Something this machine lacks: install it, or ask for less."""
 
@@ -168,6 +172,11 @@ class StoppedError(TrainingFailedError):
 def safe(text: str) -> str:
     """Return ``text`` on one line that a terminal can show, without secrets."""
     return one_line(redacted(text))
+
+
+def as_clause(sentence: str) -> str:
+    """Return a sentence without its capital letter, to follow a colon."""
+    return f"{sentence[0].lower()}{sentence[1:]}"
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,6 +74,25 @@ def printable(text: str) -> str:
         return text
     plain = _COLOUR.sub("", text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in plain)
+
+
+def shell_word(text: object) -> str:
+    """Return ``text``, such as a path, as one word of a command that people copy into a shell.
+
+    A word with characters that a terminal cannot show is written as ``$'...'``, which holds their bytes as numbers.
+    """
+    word = str(text)
+    if word.isprintable():
+        return shlex.quote(word)
+    return f"$'{''.join(map(_in_ansi_c, word))}'"
+
+
+def _in_ansi_c(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
 def _secrets() -> Iterator[str]:

@@ -1,47 +1,57 @@
-"""Output of a flow while it runs: lines on the terminal or in Prefect's log, and artifacts in Prefect's UI."""
+"""Output of a flow while it runs: lines on the terminal and in Prefect's log, and artifacts in Prefect's UI."""
 
-import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import httpx
-from prefect import get_run_logger
+from prefect.exceptions import ObjectNotFound, ParameterTypeError
+from prefect.logging.handlers import APILogHandler
 from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from rich.console import Console
 
 from llama_core.chain.console import say
+from llama_core.errors import TrainingInfraError
+from tasks.endings import is_stop
 
 ARTIFACT_RETRIES = 3
 """Retries of an artifact, over 14 s, while the server is away; a flow run retries its final state longer."""
 
+log = logging.getLogger("training-infra")
+"""The log of the current flow or task run. Prefect's own loggers report every task; a worker sets them to warnings."""
+log.setLevel(logging.INFO)
+log.propagate = False
+log.addHandler(APILogHandler())
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Drop Prefect's traceback of an error that the user can fix: the log has its line, except for parameters."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ParameterTypeError):
+        record.msg = str(error)
+        record.exc_info = None
+    return not isinstance(error, TrainingInfraError)
+
+
+logging.getLogger("prefect.flow_runs").addFilter(_without_traceback)
+
 
 @contextmanager
 def lines_where_they_are_read() -> Iterator[None]:
-    """Send the lines of ``say`` inside the block to Prefect's log if a worker runs the flow."""
-    if deployment.id is None:
-        yield
-        return
-    before = say.console
-    say.console = Console(file=_RunLog(), highlight=False, soft_wrap=True)
-    try:
-        yield
-    finally:
-        say.console = before
+    """Copy the lines of ``say`` inside the block, and the error that ends it, to Prefect's log.
 
-
-class _RunLog(io.StringIO):
-    """A text stream whose lines go to the log of the current flow or task run."""
-
-    def write(self, text: str) -> int:
-        line = text.rstrip()
-        if line:
-            get_run_logger().info(line)
-        return len(text)
+    If a worker runs the flow, they are not printed: nobody sees its terminal.
+    """
+    with say.silenced(deployment.id is not None), say.copied(log.info):
+        try:
+            yield
+        except TrainingInfraError as error:
+            log.log(logging.INFO if is_stop(error) else logging.ERROR, str(error))
+            raise
 
 
 @contextmanager
-def unless_the_server_is_away() -> Iterator[None]:
+def unless_the_server_is_away(retries: int = ARTIFACT_RETRIES) -> Iterator[None]:
     """Continue without the block's artifact if the server does not take it: a missing artifact must not end a run."""
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: ARTIFACT_RETRIES}), suppress(httpx.HTTPError):
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}), suppress(httpx.HTTPError, ObjectNotFound):
         yield

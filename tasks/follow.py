@@ -1,4 +1,4 @@
-"""Record in a run's directory which Prefect flow runs follow it, for retries and cancellation.
+"""Record in a run's directory which Prefect flow runs follow it, for retries and cancellation; give them its name.
 
 A flow run that Prefect restarts after its process or worker was killed continues the run it had started.
 """
@@ -14,13 +14,18 @@ from uuid import UUID
 import httpx
 from prefect import Flow, State, get_client
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
 from llama_core.chain.runs import RUNS
-from llama_core.chain.stopping import cancel
-from llama_core.errors import RunDirectoryError
+from llama_core.chain.stopping import cancel, stopped
+from llama_core.errors import CancelledError, RunDirectoryError, StoppedError
+from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
+from tasks.announce import log, unless_the_server_is_away
+from tasks.endings import BeingCancelledError
+from tasks.run_page import RunPage
 from training_reports.page import write_report
 
 CANCELLATION_POLL_SECONDS = 15.0
@@ -28,9 +33,11 @@ CANCELLATION_POLL_SECONDS = 15.0
 
 
 def follow(run: RunDirectory, flow_run_id: UUID) -> None:
-    """Record that a flow run now follows ``run``, in place of the previous one."""
+    """Record that a flow run now follows ``run``, in place of the previous one, and name it after the run."""
     earlier = [other for other in followers(run) if other != flow_run_id]
     write_json(run.flow_run, {"flow_runs": [str(follower) for follower in (*earlier, flow_run_id)]})
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(flow_run_id, name=run.name)
 
 
 def followers(run: RunDirectory) -> list[UUID]:
@@ -64,27 +71,71 @@ def cancel_job(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     A job that another flow run has taken over keeps running.
     """
     run = followed_by(flow_run)
-    if run is not None:
-        cancel(run)
-        write_report(run)
+    if run is None:
+        return
+    cancel(run)
+    write_report(run)
+    log.info(_how_it_stopped(run, flow_run.id), extra={"flow_run_id": flow_run.id})
+    page = RunPage.of(run, flow_run.id)
+    if page is not None and run.outcome.exists():
+        page.show_outcome()
 
 
 @contextmanager
 def cancellation_heeded(run: RunDirectory) -> Iterator[None]:
-    """Cancel the job of ``run`` if its flow run is cancelled inside the block, even if its worker is gone."""
+    """End the block if its flow run is cancelled.
+
+    The worker interrupts this process, stops the job of ``run`` after a step and lets it save a checkpoint. If the
+    worker is gone, this process stops the job.
+
+    Raises:
+        BeingCancelledError: if the worker interrupts.
+        StoppedError: if this process has stopped the job.
+        TerminationSignal: if somebody else ends this process: the job keeps running.
+    """
+    flow_run_id = UUID(current_flow_run.get_id())
     over = threading.Event()
-    arguments = (run, UUID(current_flow_run.get_id()), over)
+    has_cancelled = threading.Event()
+    arguments = (run, flow_run_id, over, has_cancelled)
     threading.Thread(target=copy_context().run, args=(_heed_cancellation, *arguments), daemon=True).start()
     try:
         yield
+    except TerminationSignal:
+        with unless_the_server_is_away(retries=0):
+            if _is_being_cancelled(flow_run_id):
+                raise BeingCancelledError("the flow run is being cancelled; its job ends after this step") from None
+        raise
+    except CancelledError:
+        if has_cancelled.is_set():
+            raise StoppedError(_how_it_stopped(run, flow_run_id)) from None
+        raise
     finally:
         over.set()
 
 
-def _heed_cancellation(run: RunDirectory, flow_run_id: UUID, over: threading.Event) -> None:
+def _heed_cancellation(
+    run: RunDirectory, flow_run_id: UUID, over: threading.Event, has_cancelled: threading.Event
+) -> None:
     while not over.wait(CANCELLATION_POLL_SECONDS):
-        with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
-            state = client.read_flow_run(flow_run_id).state
-            if state is not None and state.is_cancelling():
+        with suppress(httpx.HTTPError):
+            if _is_being_cancelled(flow_run_id):
+                has_cancelled.set()
                 cancel(run)
                 return
+
+
+def _is_being_cancelled(flow_run_id: UUID) -> bool:
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run_id).state
+    return state is not None and state.is_cancelling()
+
+
+def _how_it_stopped(run: RunDirectory, flow_run_id: UUID) -> str:
+    """Return after which step a cancelled flow run's job has ended, and the command that continues it."""
+    again = f"prefect flow-run retry {flow_run_id}"
+    if not run.outcome.exists():
+        return f"stopped before the job had started; start over with: {again}"
+    outcome = read_outcome(run)
+    if outcome.status == "cancelled":
+        return str(stopped(run, outcome, again))
+    return f"{outcome.status} after step {outcome.step}: {outcome.reason}"  # by itself, before it could be cancelled

@@ -24,11 +24,18 @@ if TYPE_CHECKING:
 
 
 @task(name="prepare-run", cache_policy=NO_CACHE)
-def prepare_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory:
+def prepare_run(
+    config: RunConfig, run_dir: Path | None, *, resume: bool, allow_data_change: bool = False
+) -> RunDirectory:
     """Create the run's directory and plan, or find the run that this flow run started; show the plan as a table."""
     flow_run_id = UUID(flow_run.get_id())
     begun = run_of(flow_run_id, run_dir)
-    run = prepare.prepare_run(config, begun.path if begun else run_dir, resume=resume or begun is not None)
+    run = prepare.prepare_run(
+        config,
+        begun.path if begun else run_dir,
+        resume=resume or begun is not None,
+        allow_data_change=allow_data_change,
+    )
     follow(run, flow_run_id)
     plan = load_plan(run).as_dict()
     reasons = "\n".join(f"* {reason}" for reason in steps.reasons(run))

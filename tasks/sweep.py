@@ -17,7 +17,7 @@ from llama_core.sweep import steps as sweeps
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
 from llama_core.sweep.judgement import Judgement, remember_sweep
-from tasks.announce import unless_the_server_is_away
+from tasks.announce import log, unless_the_server_is_away
 from tasks.follow import follow, followers
 from training_reports.sweep import write_report as write_page
 
@@ -29,7 +29,8 @@ def prepare(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> Swe
     begun = _sweep_of(flow_run_id, sweep_dir)
     sweep = sweeps.prepare(config, begun.path if begun else sweep_dir, resume=resume or begun is not None)
     follow(_as_run(sweep), flow_run_id)
-    rows = [{"element": element.name, "skipped": element.skipped} for element in read_record(sweep).elements]
+    record = read_record(sweep)
+    rows = [{"element": record.names[element.name], "skipped": element.skipped} for element in record.elements]
     create_table_artifact(rows, key="sweep")
     return sweep
 
@@ -100,6 +101,8 @@ def cancel_sweep(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
     if sweep is not None and followers(_as_run(sweep))[-1] == flow_run.id:
         sweeps.cancel(sweep)
         write_page(sweep)
+        end = sweeps.stopped(sweep, f"prefect flow-run retry {flow_run.id}")
+        log.info(str(end), extra={"flow_run_id": flow_run.id})
 
 
 def _sweep_of(flow_run_id: UUID, sweep_dir: Path | None) -> SweepDirectory | None:

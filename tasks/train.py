@@ -1,20 +1,24 @@
 """Training: submit the job or find it again, follow it, and show how it ended."""
 
 from contextlib import nullcontext
-from uuid import UUID
+from typing import Any
 
-from prefect import task
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect import State, task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
 from llama_core.chain import steps
+from llama_core.errors import TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
+from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.measurements import StepRecord, TrainingSummary
+from llama_core.records.measurements import TrainingSummary
 from tasks.announce import unless_the_server_is_away
+from tasks.endings import ended_by
 from tasks.follow import cancellation_heeded
+from tasks.run_page import Renewal, RunPage
 
 
 @task(name="submit", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=[2, 10])
@@ -24,33 +28,18 @@ def submit(run: RunDirectory) -> JobHandle | None:
 
 
 @task(name="train", cache_policy=NO_CACHE)
-def train(run: RunDirectory) -> TrainingSummary | None:
-    """Follow the job to its end; show the progress as a bar and the outcome as a page."""
-    with cancellation_heeded(run) if deployment.id else nullcontext():
-        try:
-            return steps.follow(run, _Progress())
-        finally:
-            if run.outcome.exists():
-                with unless_the_server_is_away():
-                    create_markdown_artifact(_outcome_page(run), key="outcome")
-
-
-class _Progress:
-    """A Prefect progress artifact, updated at every whole percent."""
-
-    def __init__(self) -> None:
-        artifact = create_progress_artifact(0.0, key="training-progress")
-        if not isinstance(artifact, UUID):
-            raise TypeError("create_progress_artifact returned no UUID; call it in a synchronous task")
-        self.artifact = artifact
-        self.percent = 0
-
-    def __call__(self, record: StepRecord) -> None:
-        percent = record.step * 100 // record.total_steps
-        if percent > self.percent:
-            self.percent = percent
+def train(run: RunDirectory, page: RunPage) -> TrainingSummary | State[Any] | None:
+    """Follow the job to its end; show its progress on the flow run's page, and the outcome as a page of its own."""
+    try:
+        with cancellation_heeded(run) if deployment.id else nullcontext():
+            return steps.follow(run, Renewal(page))
+    except TrainingInfraError as error:
+        return ended_by(error)
+    finally:
+        if run.outcome.exists() and attach(run) is None:  # else it is the outcome of an earlier job
+            page.show_outcome()
             with unless_the_server_is_away():
-                update_progress_artifact(self.artifact, float(percent))
+                create_markdown_artifact(_outcome_page(run), key="outcome")
 
 
 def _outcome_page(run: RunDirectory) -> str:

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llama_core.config.models import model_spec
+from llama_core.config.models import model_spec, weight_of
+from llama_core.config.rope import YarnScaling
 from llama_core.config.run import TrainingConfig
-from llama_core.config.strategy import TARGETS, LoRA, MoE
+from llama_core.config.strategy import MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.parallel.apply import ParallelModel
+from llama_core.parallel.measured import measured_totals
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import NativeEngine, train_step
 from llama_core.training.optimizer import build_optimizer
@@ -38,6 +40,22 @@ SPARSE = replace(
     moe=MoE(num_experts=4, moe_layers=2, balance_loss_coefficient=0.5, z_loss_coefficient=0.05),
 )
 ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
+RELATIVE = replace(
+    UNTIED,
+    head_dim=12,
+    qkv_bias=True,
+    qk_norm=True,
+    sliding_window=5,
+    windowed_layers=(0, 3),
+    rope_scaling=YarnScaling(4.0, 8),
+)
+"""A Llama with every trait of its relatives."""
+ADAPTED_RELATIVE = replace(
+    RELATIVE, lora=LoRA(lora_rank=4, target_modules=MATRICES), trainable=("layers.2.attention.*",)
+)
+SPARSE_RELATIVE = replace(RELATIVE, moe=MoE(num_experts=4, gate_softmax="all"))
+DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
+PRINCIPAL = replace(UNTIED, lora=LoRA(lora_rank=4, rslora=True, initial_values="pissa", target_modules=MATRICES))
 HYBRID = replace(
     SPARSE,
     lora=LoRA(lora_rank=4, target_modules=TARGETS),
@@ -47,8 +65,20 @@ HYBRID = replace(
 TRAINING = TrainingConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 
 
-def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=True, fault=None, objective=None):
+def largest_differences(
+    plan,
+    *,
+    spec=UNTIED,
+    dtype=torch.float64,
+    documents=True,
+    fault=None,
+    objective=None,
+    optimizer="adamw",
+    moments="fp32",
+):
     """Return the largest relative difference of losses, norms, first gradients, weights and held-out loss.
+
+    Of an objective of pairs, also that of the rewards, and of the log-probabilities of answers.
 
     Args:
         plan: what the ranks train under.
@@ -57,10 +87,13 @@ def largest_differences(plan, *, spec=UNTIED, dtype=torch.float64, documents=Tru
         documents: whether rows are packed documents.
         fault: a function that changes something on every rank before it trains.
         objective: what is trained for; default: the next token.
+        optimizer: what updates the weights.
+        moments: in what AdamW keeps its moments.
     """
     spec = replace(spec, num_layers=max(4, 2 * plan.num_stages))
-    expected = _alone(plan.batch_size, spec, dtype, documents, objective)
-    ranks = run_ranks(plan.world_size, _differences, plan, spec, dtype, documents, expected, fault, objective)
+    arguments = (spec, dtype, documents, objective, optimizer, moments)
+    expected = _alone(plan.batch_size, *arguments)
+    ranks = run_ranks(plan.world_size, _differences, plan, *arguments, expected, fault)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
@@ -86,13 +119,41 @@ def make_batch(step, batch_size, *, documents):
     index = torch.arange(SEQ_LEN)
     positions = index - (starts * index).cummax(1).values
     mask = torch.rand(targets.shape, generator=generator).sub(0.5).clamp(min=0).mul(2)
-    return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None, per_token={"mask": mask})
+    answer = number_answers(positions if documents else index.expand_as(targets), targets)
+    reference = -5 * torch.rand(targets.shape, generator=generator) * (answer < 0)
+    values = {"mask": mask, "answer": answer, "reference": reference}
+    return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None, per_token=values)
+
+
+def number_answers(positions, targets):
+    """Number the documents of each row as answers, in pairs, with a minus at the first token that has a target.
+
+    The middle of a row begins another document, so that every row has a pair.
+    """
+    starts = (positions == 0) | (torch.arange(SEQ_LEN) == SEQ_LEN // 2)
+    answers = torch.zeros(targets.shape)
+    for row, documents in enumerate(starts.long().cumsum(1)):
+        has_target = targets[row] != IGNORE_INDEX
+        numbered = documents[has_target].unique().tolist()
+        for number, document in enumerate(numbered[: len(numbered) // 2 * 2], start=1):
+            places = torch.nonzero((documents == document) & has_target).flatten()
+            answers[row, places] = number
+            answers[row, places[0]] = -number
+    return answers
 
 
 def native_engine(
-    plan, spec=UNTIED, compute_dtype=torch.float32, *, weight_dtype=torch.float32, seed=1, objective=None
+    plan,
+    spec=UNTIED,
+    compute_dtype=torch.float32,
+    *,
+    weight_dtype=torch.float32,
+    seed=1,
+    objective=None,
+    optimizer="adamw",
+    moments="fp32",
 ):
-    """Return this rank's part of a model with drawn weights, and AdamW for it."""
+    """Return this rank's part of a model with drawn weights, and an optimizer for it."""
     parallel = ParallelModel(
         spec,
         plan,
@@ -101,7 +162,8 @@ def native_engine(
         weight_dtype=weight_dtype,
         objective=objective,
     ).materialize()
-    engine = NativeEngine(parallel, build_optimizer(parallel.model, TRAINING))
+    training = TRAINING.model_copy(update={"optimizer": optimizer, "moments": moments, "precision": "fp32"})
+    engine = NativeEngine(parallel, build_optimizer(parallel.model, training))
     engine.initialize_weights(seed)
     return engine
 
@@ -113,9 +175,11 @@ def undefined(model):
         parameter.fill_(torch.nan)
 
 
-def train(plan, spec, dtype, *, documents, draw=True, objective=None):
+def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer="adamw", moments="fp32"):
     """Train, and return losses, norms, gradients, weights and evaluation as numpy arrays by name."""
-    engine = native_engine(plan, spec, dtype, weight_dtype=dtype, objective=objective)
+    engine = native_engine(
+        plan, spec, dtype, weight_dtype=dtype, objective=objective, optimizer=optimizer, moments=moments
+    )
     if draw:
         draw_adapters(engine.model)
     engine.forward_backward(own_microbatches(0, plan, documents), loss_scale=1.0, on_phase=lambda phase: None)
@@ -131,20 +195,25 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None):
         )
         for step in range(NUM_STEPS)
     ]
-    return {
+    rewards = measured_totals(engine.model, plan)
+    of_pairs = {}
+    if rewards is not None:
+        answers = engine.log_probabilities_of_answers(held_out_microbatches(plan, documents))
+        of_pairs = {"rewards": {"": rewards.numpy()}, "answers": {"": answers.numpy()}}
+    return of_pairs | {
         "losses": {"": _array([step.loss for step in steps])},
         "norms": {"": _array([step.grad_norm for step in steps])},
         "gradients": gradients,
         "weights": {name: _whole(parameter.detach()) for name, parameter in engine.model.named_parameters()},
-        "evaluation": {"": _array(engine.evaluate(own_microbatches(99, plan, documents)))},
+        "evaluation": {"": _array(engine.evaluate(held_out_microbatches(plan, documents)).losses)},
     }
 
 
 @torch.no_grad()
 def draw_adapters(model):
-    """Draw every B and the embedding's A, which begin at zero and would keep the other side's gradients at zero."""
+    """Draw what begins at zero, and would keep the gradients of an adapter's other weights at zero."""
     for name, parameter in model.named_parameters():
-        if name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":
+        if weight_of(name).begins == "zeros":
             generator = torch.Generator().manual_seed(sum(name.encode()))
             drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             if isinstance(parameter, DTensor):
@@ -155,15 +224,16 @@ def draw_adapters(model):
 
 
 @cache
-def _alone(batch_size, spec, dtype, documents, objective):
-    return train(ParallelPlan(num_microbatches=batch_size), spec, dtype, documents=documents, objective=objective)
+def _alone(batch_size, spec, dtype, documents, objective, optimizer, moments):
+    plan = ParallelPlan(num_microbatches=batch_size)
+    return train(plan, spec, dtype, documents=documents, objective=objective, optimizer=optimizer, moments=moments)
 
 
-def _differences(plan, spec, dtype, documents, expected, fault, objective):
+def _differences(plan, spec, dtype, documents, objective, optimizer, moments, expected, fault):
     logging.disable(logging.WARNING)  # torch warns about gathering sharded tensors for the comparison
     if fault is not None:
         fault()
-    ours = train(plan, spec, dtype, documents=documents, objective=objective)
+    ours = train(plan, spec, dtype, documents=documents, objective=objective, optimizer=optimizer, moments=moments)
     return {
         kind: max(_relative(value, expected[kind][name]) for name, value in values.items())
         for kind, values in ours.items()
@@ -175,6 +245,13 @@ def own_microbatches(step, plan, documents=True):
     batch = make_batch(step, plan.batch_size, documents=documents)
     rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
     return batch.split(len(batch.tokens_BS) // plan.dp)[rank].split(plan.rows_per_forward)
+
+
+def held_out_microbatches(plan, documents=True):
+    """Return the microbatches that this rank evaluates; data-parallel ranks take the rows in turns."""
+    batch = make_batch(99, plan.batch_size, documents=documents)
+    rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
+    return batch.each_token(lambda tensor: tensor[rank :: plan.dp]).split(plan.rows_per_forward)
 
 
 def _whole(tensor):

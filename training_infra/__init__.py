@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from training_infra.orchestrator import create_llama3_405b_orchestrator as create_llama3_405b_orchestrator
     from training_infra.orchestrator import create_tiny_llama3_orchestrator as create_tiny_llama3_orchestrator
     from training_infra.orchestrator import estimate_requirements as estimate_requirements
+    from training_infra.orchestrator import evaluate as evaluate
     from training_infra.orchestrator import quick_start as quick_start
+    from training_infra.orchestrator import tokenize as tokenize
     from training_infra.orchestrator import validate_environment as validate_environment
 
 _HOMES = {
@@ -34,7 +36,9 @@ _HOMES = {
     "create_llama3_8b_orchestrator": "orchestrator",
     "create_tiny_llama3_orchestrator": "orchestrator",
     "estimate_requirements": "orchestrator",
+    "evaluate": "orchestrator",
     "quick_start": "orchestrator",
+    "tokenize": "orchestrator",
     "validate_environment": "orchestrator",
 }
 __all__ = [
@@ -46,7 +50,9 @@ __all__ = [
     "create_llama3_405b_orchestrator",
     "create_tiny_llama3_orchestrator",
     "estimate_requirements",
+    "evaluate",
     "quick_start",
+    "tokenize",
     "validate_environment",
 ]
 
@@ -55,3 +61,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,14 +4,18 @@ The commands are in ``commands/``, each beside its own flags; the flags of a run
 are a table in ``flags.py``. Nothing here imports torch; the commands import what they need.
 """
 
-import io
 import signal
 import sys
+
+if sys.argv[0].endswith(("training-infra", "training_infra/cli.py")) or sys.argv[0] == "-m":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends the process without a traceback
+
+import io
 from collections.abc import Sequence
 
 from llama_core.errors import ConfigError, RequestError, StoppedError, TrainingInfraError, safe
 from llama_core.records.files import is_disk_full
-from training_infra.commands import planning, runs, sweep, timing, train, weights
+from training_infra.commands import decay, evaluate, planning, runs, sweep, timing, tokenize, train, weights
 from training_infra.lines import print_line
 from training_infra.parser import Parser
 
@@ -21,12 +25,14 @@ COMMANDS = {
         planning.ESTIMATE_MEMORY,
         planning.DRY_RUN,
         planning.VALIDATE_ENVIRONMENT,
+        tokenize.TOKENIZE,
     ),
     "run": (
         train.TRAIN,
         timing.BENCHMARK,
         timing.PROFILE,
         sweep.SWEEP,
+        decay.DECAY,
     ),
     "follow a run, and use it": (
         runs.LOGS,
@@ -34,6 +40,7 @@ COMMANDS = {
         runs.DOCTOR,
         runs.REPORT,
         runs.COMPARE,
+        evaluate.EVALUATE,
         weights.GENERATE,
         weights.EXPORT_HF,
     ),
@@ -46,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are not text
     options = make_parser().parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Treat SIGTERM like Ctrl-C: stop the job with a checkpoint instead of leaving it behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -53,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingInfraError as error:
         if options.debug:
             raise
+        begins = "" if isinstance(error, StoppedError) else "error: "
         for problem in error.problems if isinstance(error, ConfigError) else (str(error),):
-            print_line(f"error: {problem}", file=sys.stderr)
+            print_line(f"{begins}{problem}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print_line("interrupted", file=sys.stderr)

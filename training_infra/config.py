@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 from llama_core.config.names import keys_called
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.settings import StrategyName, literal_values
-from llama_core.config.strategy import PARTS, LoRA, MoE
+from llama_core.config.strategy import PARTS, LoRA, MoE, not_a_strategy
 from llama_core.errors import ConfigError, ask_for, did_you_mean
 from training_infra.spelling import python_spelling
 
@@ -33,9 +34,8 @@ class TrainingStrategy:
 
     def __post_init__(self) -> None:
         if self.name not in literal_values(StrategyName):
-            raise ConfigError(
-                f"unknown strategy {self.name!r}; choose one of {', '.join(literal_values(StrategyName))}"
-            )
+            why = not_a_strategy(self.name) or f"choose one of {', '.join(literal_values(StrategyName))}"
+            raise ConfigError(f"unknown strategy {self.name!r}; {why}")
         known = [name for part in PARTS[self.name] for name in _SECTIONS.get(part, (part,))]
         unknown = [parameter for parameter in self.parameters if parameter not in known]
         if unknown:
@@ -93,6 +93,16 @@ class TrainingConfig:
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         return f"TrainingConfig({given})"
+
+
+def check_kind(name: str, given: object, kind: type | UnionType, remedy: str) -> None:
+    """Refuse an argument of another class than ``kind``.
+
+    Raises:
+        ConfigError: with the argument's name, its class, and the remedy.
+    """
+    if not isinstance(given, kind):
+        raise ConfigError(f"{name} is a {type(given).__name__!r}; {remedy}")
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -1,6 +1,7 @@
 """The command-line flags of a run, each with the configuration key that it sets."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import get_args
 
 from llama_core.config.run import LauncherName
@@ -14,10 +15,14 @@ class Flag:
     key: str
     example: str = ""
     """A value, for the help; empty for a flag that takes none."""
-    constant: str | None = None
+    constant: str | int | None = None
     """The value if the flag is given without one."""
+    long_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Other spellings of its values."""
     also: tuple[str, ...] = ()
     """Other names of the flag."""
+    takes_several: bool = False
+    """Whether it takes several values, and may be repeated."""
     is_common: bool = False
     """Whether the short help has it."""
 
@@ -36,8 +41,8 @@ FLAGS = (
     Flag("--strategy", "strategy", "lora", is_common=True),
     Flag("--lora-rank", "lora.lora_rank", "64"),
     Flag("--lora-alpha", "lora.lora_alpha", "128"),
-    Flag("--data", "data.source", "texts.jsonl", is_common=True),
-    Flag("--validation-data", "data.validation", "held-out.jsonl"),
+    Flag("--data", "data.source", "texts.jsonl", takes_several=True, is_common=True),
+    Flag("--validation-data", "data.validation", "held-out.jsonl", takes_several=True),
     Flag("--num-workers", "data.num_workers", "4"),
     Flag("--tokenizer", "data.tokenizer", "~/my-tokenizer", is_common=True),
     Flag("--init-from", "training.init_from", "~/Llama-3.2-1B", is_common=True),
@@ -45,13 +50,15 @@ FLAGS = (
     Flag("--epochs", "training.epochs", "2"),
     Flag("--batch-size", "training.batch_size", "32", is_common=True),
     Flag("--seq-len", "training.seq_len", "2048", is_common=True),
+    Flag("--objective", "training.objective", "dpo"),
+    Flag("--optimizer", "training.optimizer", "adamw"),
     Flag("--learning-rate", "training.learning_rate", "1e-4", also=("--lr",), is_common=True),
     Flag("--lr-schedule", "training.lr_schedule", "wsd"),
     Flag("--warmup-steps", "training.warmup_steps", "100"),
     Flag("--weight-decay", "training.weight_decay", "0.05"),
-    Flag("--mixed-precision", "training.precision", "bfloat16"),
+    Flag("--mixed-precision", "training.precision", "bfloat16", long_names=LONG_NAMES),
     Flag("--seed", "training.seed", "1"),
-    Flag("--deterministic", "training.deterministic", constant="true"),
+    Flag("--deterministic", "training.deterministic", constant=True),
     Flag("--eval-every", "training.eval_every", "100"),
     Flag("--checkpoint-every", "training.checkpoint_every", "500"),
     Flag("--gpus", "parallel.gpus", "8", is_common=True),
@@ -74,10 +81,10 @@ FLAGS = (
     Flag("--partition", "launch.slurm.partition", "gpu"),
     Flag("--account", "launch.slurm.account", "llm"),
     Flag("--time", "launch.slurm.time_limit_min", "12:00:00"),
-    Flag("--force", "launch.force", constant="true"),
+    Flag("--force", "launch.force", constant=True),
     Flag("--wandb", "tracking.wandb", "offline"),
     Flag("--history", "benchmark.history", "/shared/history"),
-    Flag("--no-benchmark", "benchmark.steps", constant="0"),
+    Flag("--no-benchmark", "benchmark.steps", constant=0),
 )
 _GROUPS = {
     "strategy": "model",

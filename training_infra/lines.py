@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from llama_core.redaction import indented_line, printable
@@ -22,6 +23,51 @@ def print_text(text: str) -> None:
 def print_json(record: Mapping[str, Any]) -> None:
     """Print a record for a program that reads it."""
     print_text(json.dumps(record, indent=2) + "\n")
+
+
+def print_pieces(pieces: Iterable[str]) -> None:
+    """Print the pieces of a text as they come, and end its last line."""
+    shown = for_standard_output()
+    for piece in pieces:
+        print_text(shown(piece))
+    print_line()
+
+
+class ProgressLine:
+    """A line about what is being done: redrawn in place on a terminal, else printed every half minute.
+
+    Args:
+        file: where it is shown, usually standard error.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._is_redrawn = file.isatty()
+        self._seconds = 0.1 if self._is_redrawn else 30.0
+        self._last = time.monotonic()
+        self._is_shown = False
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Show how much of something is done, unless it was shown just now."""
+        if time.monotonic() < self._last + self._seconds:
+            return
+        self._last = time.monotonic()
+        text = printable(f"{name}: {done:,} of {total:,} requests")
+        self._file.write(f"\r\x1b[K{text}" if self._is_redrawn else f"{text}\n")
+        self._file.flush()
+        self._is_shown = self._is_redrawn
+
+    def clear(self) -> None:
+        """Remove the line, so that another can be printed."""
+        if self._is_shown:
+            self._file.write("\r\x1b[K")
+            self._file.flush()
+            self._is_shown = False
+
+    def tell(self, text: str) -> None:
+        """Print another line instead."""
+        self.clear()
+        print_line(text, file=self._file)
 
 
 def for_standard_output() -> Callable[[str], str]:

@@ -14,13 +14,21 @@ from llama_core.sweep.judgement import remember_sweep
 from training_reports import page, sweep
 
 
-def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: Part | None = None) -> Steps:
+def local_steps(
+    config: RunConfig,
+    run_dir: Path | None,
+    *,
+    resume: bool,
+    allow_data_change: bool = False,
+    only: Part | None = None,
+) -> Steps:
     """Return the steps of a run, to be run by this process.
 
     Args:
         config: what to run.
         run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+        allow_data_change: let the run in ``run_dir`` go on with other sources, weights or stages of its mixture.
         only: run this part alone: training or the timed steps.
 
     Raises:
@@ -29,12 +37,13 @@ def local_steps(config: RunConfig, run_dir: Path | None, *, resume: bool, only: 
     if only == "benchmark":
         steps.refuse_untimed(config)
     return Steps(
-        prepare=lambda: prepare_run(config, run_dir, resume=resume),
+        prepare=lambda: prepare_run(config, run_dir, resume=resume, allow_data_change=allow_data_change),
         validate=partial(steps.validate, saves=only != "benchmark"),
         estimate=steps.estimate,
         rehearse=steps.rehearse,
         submit=partial(steps.submit, only=only),
         train=steps.follow,
+        evaluate=steps.evaluate,
         benchmark=steps.timed_steps,
         report=page.write_report,
     )

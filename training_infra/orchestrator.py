@@ -1,9 +1,9 @@
 """``LlamaTrainingOrchestrator``: one run as a Python object."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama_core.chain import environment, steps
 from llama_core.chain.chain import run_chain
@@ -18,8 +18,9 @@ from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import TrainingSummary
 from llama_core.units import GB
-from training_infra.config import TrainingConfig, TrainingStrategy, with_settings
-from training_infra.distributed.config import DistributedConfig
+from training_infra.config import TrainingConfig, TrainingStrategy, check_kind, with_settings
+from training_infra.distributed.config import MADE_BY_FACTORY, DistributedConfig
+from training_infra.interruption import one_line_if_interrupted
 from training_infra.local import local_steps
 from training_infra.spelling import in_python, python_spelling
 
@@ -60,6 +61,7 @@ class LlamaTrainingOrchestrator:
         distributed_config: DistributedConfig | None = None,
         **settings: Any,
     ) -> None:
+        check_kind("training_config", training_config, TrainingConfig | None, "make it with TrainingConfig(...)")
         strategy = TrainingStrategy(training_strategy) if isinstance(training_strategy, str) else training_strategy
         self.auto_configure = auto_configure
         self.config = RunConfig.from_mapping(
@@ -94,10 +96,7 @@ class LlamaTrainingOrchestrator:
     @distributed_config.setter
     @python_spelling()
     def distributed_config(self, asked: DistributedConfig) -> None:
-        if not isinstance(asked, DistributedConfig):
-            raise ConfigError(
-                f"distributed_config is a {type(asked).__name__!r}; make it with a method of ConfigurationFactory"
-            )
+        check_kind("distributed_config", asked, DistributedConfig, MADE_BY_FACTORY)
         parallel = self._divided(asked.model_dump())
         self.config = RunConfig.from_mapping(self.config.model_dump() | {"parallel": parallel})
 
@@ -137,6 +136,7 @@ class LlamaTrainingOrchestrator:
         """Return the bytes of every rank, counted on fake tensors without a device; None under DeepSpeed."""
         return preview(self.config, here=True, data=False).rehearsed
 
+    @one_line_if_interrupted()
     @python_spelling()
     def launch_training(
         self,
@@ -145,6 +145,7 @@ class LlamaTrainingOrchestrator:
         *,
         run_dir: Path | str | None = None,
         resume: bool = False,
+        allow_data_change: bool = False,
     ) -> TrainingSummary:
         """Train, and write the run's report.
 
@@ -153,17 +154,23 @@ class LlamaTrainingOrchestrator:
         Without a dataloader, a job trains on ``data.source``.
 
         Args:
-            train_dataloader: an iterable of global batches, or a function that makes one: tensors of tokens [B, S],
-                pairs of inputs and targets, or mappings with ``input_ids``. Ranks divide the rows of every batch.
+            train_dataloader: an iterable of global batches, or a function that makes one: arrays of tokens [B, S],
+                pairs of inputs and targets, or mappings with ``input_ids``, whose ``labels`` are not shifted, as in
+                Hugging Face. Ranks divide the rows of every batch.
             val_dataloader: held-out batches in the same forms.
             run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
             resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+            allow_data_change: let the run in ``run_dir`` go on with other sources, weights or stages of its mixture;
+                each source that is the same goes on where it was. Not with a dataloader, whose order is its own.
 
         Raises:
             TrainingInfraError: if the request is wrong or the run does not finish.
+            InterruptedRunError: if Ctrl-C has stopped the run; it is a KeyboardInterrupt too.
         """
         path = None if run_dir is None else Path(run_dir)
-        own = local_steps(self.config, path, resume=resume)
+        if train_dataloader is not None and allow_data_change:
+            raise ConfigError("allow_data_change is for a mixture (data.sources); leave it out with a dataloader")
+        own = local_steps(self.config, path, resume=resume, allow_data_change=allow_data_change)
 
         def validate(run: RunDirectory) -> EnvironmentReport:
             self.run_dir = run.path  # set early, for runs that fail
@@ -267,6 +274,100 @@ def estimate_requirements(
         "categories": dict(estimate.profile.peak),
         "ranks": [dict(rank.peak) for rank in estimate.ranks],
     }
+
+
+@one_line_if_interrupted()
+@python_spelling()
+def tokenize(
+    model_variant: str, source: str | list[str] | None = None, *, num_workers: int | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Tokenise the data of a run with all cores, so that no job waits for it; go on where an earlier call was stopped.
+
+    Args:
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
+        source: what ``data.source`` takes: files, folders or wildcards; None for a mixture, or the default.
+        num_workers: processes on this machine, or with ``launcher="slurm"`` elements of a job array.
+        **settings: as for ``LlamaTrainingOrchestrator.configure``, such as ``tokenizer``.
+
+    Returns:
+        ``num_shards``, ``num_new_shards``, ``num_documents``, ``num_tokens``, ``seconds`` and ``directories``.
+    """
+    from llama_core.chain.tokenize import tokenize as tokenize_data
+
+    own = {} if source is None else {"source": source}
+    return tokenize_data(LlamaTrainingOrchestrator(model_variant, **(own | settings)).config, num_workers).as_dict()
+
+
+def evaluate(
+    source: str | Path,
+    data: Mapping[str, str | list[str]] | None = None,
+    *,
+    tasks: Sequence[str] | None = None,
+    include_path: str | Path | None = None,
+    steps: int | Literal["best", "all"] | None = None,
+    num_sequences: int | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Return the loss and perplexity of weights on what their run has held out, or on other data; or scores on tasks.
+
+    What checkpoints of a run score is also recorded in its directory.
+
+    Args:
+        source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
+        data: what to evaluate on, by name, as ``data.source`` takes it; by default what the run has held out.
+        tasks: instead of data, names of tasks, groups or tags of lm-evaluation-harness.
+        include_path: a folder with the YAML files of further tasks.
+        steps: the step of a run's checkpoint, ``"best"`` or ``"all"``; by default the newest intact one.
+        num_sequences: most sequences of each of the data, spread evenly; 0 for all. By default those of an evaluation
+            in training.
+        **settings: ``tokenizer``, ``device`` (cpu or cuda) and ``dtype`` (fp32, bf16 or fp16); for data also
+            ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``, ``chat``, ``system``,
+            ``allow_code`` (execute Python code that comes with a task, or that the model writes for one), ``num_gpus``
+            (devices that share the texts) and ``tensor_parallel`` (devices among them that divide each copy).
+
+    Returns:
+        For each checkpoint and name of data: ``weights``, ``step``, ``data``, ``loss`` (nats per token),
+        ``standard_error``, ``perplexity``, ``tokens`` and ``seq_len``. For each checkpoint, task and metric:
+        ``weights``, ``step``, ``task``, ``metric``, ``value``, ``standard_error``, ``higher_is_better``, ``examples``,
+        ``version`` and ``num_fewshot``.
+
+    Raises:
+        ConfigError: if both data and tasks are given.
+    """
+    if tasks is not None:
+        if data is not None or num_sequences is not None:
+            raise ConfigError("tasks and data exclude each other; evaluate on data in a call of its own")
+        return _scores_on_tasks(Path(source), tasks, include_path, steps, settings)
+    if include_path is not None:
+        raise ConfigError("include_path has no effect without tasks; name tasks, or drop it")
+    from llama_core.chain.evaluate import evaluate as evaluate_weights
+    from llama_core.chain.recorded import recorded_losses
+
+    named = None
+    if data is not None:
+        named = {name: paths if isinstance(paths, str) else tuple(paths) for name, paths in data.items()}
+    found = evaluate_weights(Path(source), named, steps=steps, num_sequences=num_sequences, **settings)
+    of_record = {name: settings[name] for name in ("seq_len", "tokenizer", "dtype") if name in settings}
+    return [one.as_dict() for one in recorded_losses(found, num_sequences=num_sequences, **of_record)]
+
+
+def _scores_on_tasks(
+    source: Path,
+    names: Sequence[str],
+    folder: str | Path | None,
+    steps: int | Literal["best", "all"] | None,
+    settings: dict[str, Any],
+) -> list[dict[str, Any]]:
+    from llama_core.chain.recorded import recorded_tasks
+    from llama_core.chain.tasks import Asked, evaluate_tasks
+
+    if isinstance(names, str):
+        raise ConfigError(f"tasks={names!r}: give a list of names, [{names!r}]")
+    own = {field.name: settings.pop(field.name) for field in fields(Asked) if field.name in settings}
+    asked = Asked(**own)
+    found = evaluate_tasks(source, names, folder=folder, steps=steps, asked=asked, **settings)
+    of_record = {name: settings[name] for name in ("tokenizer", "dtype") if name in settings}
+    return [record for one in recorded_tasks(found, asked, **of_record) for record in one.as_dicts()]
 
 
 def validate_environment() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The command line's parser: one-line errors, and help in groups with an example for every flag."""
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
@@ -11,12 +12,23 @@ from typing import Any, NoReturn
 from llama_core.config.names import keys_called
 from llama_core.config.run import config_keys
 from llama_core.errors import ask_for, did_you_mean, safe
+from training_infra.elsewhere import COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
 from training_infra.flags import Flag, group_of
 
+_UNKNOWN_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
 _WIDEST = 110
 """Most columns that help takes."""
 _LEFT = 30
 """Columns for flags, beside their descriptions."""
+
+SET: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "training.beta2=0.98",
+    "dest": "overrides",
+    "help": "set any configuration key, with a value in YAML; may be repeated",
+}
+"""The options of the argument ``--set``."""
 
 Rows = list[tuple[str, str]]
 """The left and the right text of each row of a table."""
@@ -52,18 +64,13 @@ class Parser(argparse.ArgumentParser):
             kind |= {"nargs": "?", "const": flag.constant}
         elif flag.constant is not None:
             kind = {"action": "store_const", "const": flag.constant}
+        elif flag.takes_several:
+            kind |= {"action": "extend", "nargs": "+"}
         return self.add_argument(flag.name, *flag.also, dest=flag.key, help=text.replace("%", "%%"), **kind)
 
     def _add_configuration(self) -> None:
         self.add_argument("--config", type=Path, metavar="run.yaml", help="configuration in YAML; flags override it")
-        self.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="training.beta2=0.98",
-            dest="overrides",
-            help="set any configuration key; may be repeated",
-        )
+        self.add_argument("--set", **SET)
         everything = "show all flags and configuration keys"
         self.add_argument("--help-all", action=_Help, nargs=0, dest="help", help=everything)
 
@@ -79,8 +86,11 @@ class Parser(argparse.ArgumentParser):
         """Exit with one line that suggests the flag that was meant."""
         hint = ""
         if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
-            hint = self._suggestion(unknown.partition("=")[0])
+            unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
+            answer = FLAGS_ELSEWHERE.get(unknown)
+            hint = f"; {answer}" if answer else self._suggestion(unknown)
+        elif (name := _UNKNOWN_COMMAND.match(message)) and name[1] in COMMANDS_ELSEWHERE:
+            message = f"{name[1]} is no command; {COMMANDS_ELSEWHERE[name[1]]}"
         elif message.startswith("the following arguments are required"):
             hint = f"; see {self.prog} --help"
         self.exit(2, f"error: {safe(message)}{hint}\n")
@@ -156,7 +166,7 @@ class _Help(argparse.Action):
 
 def _row(action: argparse.Action, suffix: str = "") -> tuple[str, str]:
     """Return an argument with an example of its value, and its description."""
-    value = f"[{action.metavar}]" if action.nargs == "?" else action.metavar
+    value = {"?": f"[{action.metavar}]", "+": f"{action.metavar} ..."}.get(str(action.nargs), action.metavar)
     names = ", ".join(action.option_strings)
     return f"{names} {value or ''}".strip(), f"{action.help}{suffix}".replace("%%", "%")
 

@@ -1,19 +1,21 @@
 """Spell settings in errors as Python arguments: ``device="cpu"`` instead of ``--device cpu``."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llama_core.errors import ConfigError, TrainingInfraError
 from training_infra.flags import FLAGS
 
-_CONTINUING = re.compile(r"training-infra train --run-dir (\S+) --resume")
+_CONTINUING = re.compile(r"training-infra train --run-dir (.+?) --resume")
 _FLAG = re.compile(r"(--[a-z][a-z-]*[a-z])(?: (\d+|cpu|cuda|local|slurm|standard|lora|moe|hybrid|PATH)\b)?")
 _ARGUMENTS = {
     "--gpus": "num_gpus",
     "--model": "model_variant",
     "--run-dir": "run_dir",
     "--resume": "resume=True",
+    "--allow-data-change": "allow_data_change=True",
     "--sweep-dir": "sweep_dir",
 }
 """Flags whose Python argument is not a setting."""
@@ -21,7 +23,7 @@ _ARGUMENTS = {
 
 def in_python(text: str) -> str:
     """Return a message with its command-line flags replaced by Python arguments."""
-    text = _CONTINUING.sub(lambda found: f"launch_training(..., run_dir={found[1]!r}, resume=True)", text)
+    text = _CONTINUING.sub(_continuing, text)
     return re.sub(r"(?<![\w.])gpus=(?=\d)", "num_gpus=", _FLAG.sub(_argument, text))
 
 
@@ -37,6 +39,14 @@ def python_spelling() -> Iterator[None]:
         raise
 
 
+def _continuing(found: re.Match[str]) -> str:
+    try:
+        (run_dir,) = shlex.split(found[1])
+    except ValueError:  # a name that only a shell can read
+        return found[0]
+    return f"launch_training(..., run_dir={run_dir!r}, resume=True)"
+
+
 def _argument(found: re.Match[str]) -> str:
     name = found[1]
     value = found[2]
@@ -46,7 +56,7 @@ def _argument(found: re.Match[str]) -> str:
     elif flag is None:
         return found[0]
     elif flag.constant is not None:
-        constant = "True" if flag.constant == "true" else f'"{flag.constant}"'
+        constant = f'"{flag.constant}"' if isinstance(flag.constant, str) else flag.constant
         return f"{flag.key.rpartition('.')[2]}={constant}"
     else:
         argument = flag.key.rpartition(".")[2]

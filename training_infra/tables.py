@@ -1,8 +1,10 @@
 """The tables that the command line prints."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from llama_core.hub import repository_in_cache
 from llama_core.planning.memory.profile import STATES, Category, MemoryProfile, Phase
 from llama_core.planning.time.cost import BILLION, Cost
 from llama_core.units import GB, format_bytes, format_count, format_duration
@@ -26,7 +28,8 @@ def print_plan(planned: "PlannedRun") -> None:
     config = planned.config
     plan = planned.plan
     num_parameters = format_count(config.spec.num_parameters)
-    print_line(f"{config.model}: {num_parameters} parameters, sequence length {config.seq_len}")
+    model = repository_in_cache(Path(config.model)) or config.model
+    print_line(f"{model}: {num_parameters} parameters, sequence length {config.seq_len}")
     if config.spec.lora:
         print_line(f"weights: {config.spec.parameter_counts}")
     for choice in planned.choices:
@@ -180,7 +183,7 @@ def _short_duration(seconds: float) -> str:
 
 
 def print_variants(variants: "Sequence[ModelVariant]", device: str, *, markdown: bool) -> None:
-    """Print a line for each model variant; with ``markdown``, the README's table."""
+    """Print a line for each model variant; with ``markdown``, the table of docs/models.md."""
     if markdown:
         full, lora = (f"{what}: {device} x GB used" for what in ("full", "LoRA"))
         print_line(f"| model | parameters | context | vocabulary | {full} | {lora} |")

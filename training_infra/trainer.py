@@ -1,16 +1,13 @@
 """The base trainer: a model, its training configuration, and the division of the work."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llama_core.records.measurements import TrainingSummary
-from training_infra.config import TrainingConfig
+from training_infra.config import TrainingConfig, check_kind
 from training_infra.distributed.config import DistributedConfig
+from training_infra.models.llama import ParallelLlama
 from training_infra.orchestrator import LlamaTrainingOrchestrator, Loader
 from training_infra.spelling import python_spelling
-
-if TYPE_CHECKING:
-    from training_infra.models.llama import ParallelLlama
 
 
 class Trainer:
@@ -29,12 +26,14 @@ class Trainer:
     @python_spelling()
     def __init__(
         self,
-        model: "ParallelLlama",
+        model: ParallelLlama,
         config: TrainingConfig | None = None,
         distributed_config: DistributedConfig | None = None,
         *,
         auto_configure: bool = True,
     ) -> None:
+        check_kind("model", model, ParallelLlama, "make one with ParallelLlama(...) of training_infra.models.llama")
+        check_kind("config", config, TrainingConfig | None, "make it with TrainingConfig(...)")
         self.model = model
         self.orchestrator = LlamaTrainingOrchestrator(
             model.variant,
@@ -50,8 +49,11 @@ class Trainer:
         *,
         run_dir: Path | str | None = None,
         resume: bool = False,
+        allow_data_change: bool = False,
     ) -> TrainingSummary:
         """Train like ``LlamaTrainingOrchestrator.launch_training``; the model then has the run's weights."""
-        summary = self.orchestrator.launch_training(train_dataloader, val_dataloader, run_dir=run_dir, resume=resume)
+        summary = self.orchestrator.launch_training(
+            train_dataloader, val_dataloader, run_dir=run_dir, resume=resume, allow_data_change=allow_data_change
+        )
         self.model.run_dir = self.orchestrator.run_dir
         return summary

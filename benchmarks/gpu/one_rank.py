@@ -9,19 +9,11 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.machine import TIMEOUT_S
 from benchmarks.gpu.parity import packed_positions
 from benchmarks.gpu.shapes import llama3
-from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch
-from llama_core.models.llama import Llama
-from llama_core.parallel.apply import ParallelModel
-from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.ranks import joined_ranks
-from llama_core.parallel.recompute import recompute_and_compile
-from llama_core.parallel.tensor import apply_tensor_parallel
-from llama_core.parallel.zero import Sharded
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention
-from llama_core.training.engine import COMPUTE_DTYPES, Engine, NativeEngine, build_engine, train_step
-from llama_core.training.optimizer import build_optimizer
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.engine import Engine, build_engine, train_step
 
 NUM_STEPS = 4
 
@@ -34,28 +26,12 @@ class _ShardingPlan(ParallelPlan):
         return 3
 
 
-class _DividedModel(ParallelModel):
-    """A model on one rank, sharded and perhaps divided, in the order of ``ParallelModel``; every mesh has one rank."""
+class _DividingPlan(_ShardingPlan):
+    """A plan of one rank that also divides its matrices; every mesh has one rank."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        plan: ParallelPlan,
-        *,
-        device: torch.device,
-        compute_dtype: torch.dtype,
-        documents: DocumentAttention,
-        divides_matrices: bool,
-    ) -> None:
-        self.plan = plan
-        self.device = device
-        self.mesh = mesh = Mesh.build(plan, device.type)
-        with torch.device("meta"):
-            self.model = Llama(spec, compute_dtype=compute_dtype)
-        if divides_matrices:
-            apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=True)
-        recompute_and_compile(self.model, plan, device, documents=documents)
-        self._sharded = Sharded(self.model, mesh, plan, compute_dtype=compute_dtype)
+    @property
+    def divides_matrices(self) -> bool:
+        return True
 
 
 def one_rank(bench: Bench) -> Iterator[Row]:
@@ -70,16 +46,15 @@ def one_rank(bench: Bench) -> Iterator[Row]:
     alone: list[float] = []
     yield bench.attempted({"ranks": "alone"}, _alone, bench, config, alone)
     with joined_ranks(bench.device.type, TIMEOUT_S, even_alone=True):
-        yield bench.attempted({"ranks": f"a group of one ({dist.get_backend()})"}, _in_group, bench, config, alone)
-        ways = (
-            ("fully_shard", False, False),
-            ("fully_shard and tensor parallelism", True, False),
-            ("fully_shard and tensor parallelism, compiled", True, True),
-        )
-        for name, divides_matrices, compiled in ways[: bench.size(3, 2)]:  # other tests compile it on a CPU
-            row = {"ranks": name}
-            settings = {"divides_matrices": divides_matrices, "compiled": compiled}
-            yield bench.attempted(row, _divided, bench, config, alone, **settings)
+        row = {"ranks": f"a group of one ({dist.get_backend()})"}
+        yield bench.attempted(row, _under, bench, config, ParallelPlan(microbatch_size=2), alone)
+        ways = {
+            "fully_shard": _ShardingPlan(microbatch_size=2),
+            "fully_shard and tensor parallelism": _DividingPlan(microbatch_size=2),
+            "fully_shard and tensor parallelism, compiled": _DividingPlan(microbatch_size=2, compile=True),
+        }
+        for name, plan in list(ways.items())[: bench.size(3, 2)]:  # other tests compile it on a CPU
+            yield bench.attempted({"ranks": name}, _under, bench, config, plan, alone)
 
 
 def _alone(bench: Bench, config: RunConfig, losses: list[float]) -> Row:
@@ -87,23 +62,8 @@ def _alone(bench: Bench, config: RunConfig, losses: list[float]) -> Row:
     return _compared(losses, losses)
 
 
-def _in_group(bench: Bench, config: RunConfig, alone: list[float]) -> Row:
-    engine = build_engine(config, ParallelPlan(microbatch_size=2), bench.device)
-    return _compared(_losses(bench, config, engine), alone)
-
-
-def _divided(bench: Bench, config: RunConfig, alone: list[float], *, divides_matrices: bool, compiled: bool) -> Row:
-    plan = _ShardingPlan(microbatch_size=2, compile=compiled)
-    parallel = _DividedModel(
-        config.spec,
-        plan,
-        device=bench.device,
-        compute_dtype=COMPUTE_DTYPES[config.training.precision],
-        documents=document_attention(config, plan),
-        divides_matrices=divides_matrices,
-    ).materialize()
-    engine = NativeEngine(parallel, build_optimizer(parallel.model, config.training))
-    return _compared(_losses(bench, config, engine), alone)
+def _under(bench: Bench, config: RunConfig, plan: ParallelPlan, alone: list[float]) -> Row:
+    return _compared(_losses(bench, config, build_engine(config, plan, bench.device)), alone)
 
 
 def _losses(bench: Bench, config: RunConfig, engine: Engine) -> list[float]:

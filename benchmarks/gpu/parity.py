@@ -19,10 +19,13 @@ from llama_core.models.batch import Documents
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.loss import linear_cross_entropy
+from llama_core.parallel import document_chunks
 from llama_core.parallel.block_attention import VARLEN, block_backward
-from llama_core.parallel.context import ring_masks, sequence_index
-from llama_core.parallel.gathered_attention import held_documents
+from llama_core.parallel.context import ring_masks, sequence_index, shard_sequence
+from llama_core.parallel.document_chunks import DocumentChunks
+from llama_core.parallel.gathered_attention import held_chunks, held_documents
 from llama_core.parallel.ring import attention_over_blocks
+from llama_core.rehearsal.byte_counter import replaced
 from llama_core.training.flash import activate_flash_attention
 
 NUM_ROWS = 2
@@ -53,23 +56,29 @@ class _Attention:
         self.documents = Documents.of_positions(self.positions_BS)
         self.on_device = self.documents._replace(starts=self.documents.starts.to(bench.device))
         self.mask = document_mask(self.positions_BS, torch.float64).to(bench.device)
+        self.window = bench.size(256, 6)
+        self.mask_of_window = document_mask(self.positions_BS, torch.float64, self.window).to(bench.device)
         wide = [x.double() for x in self.heads]
         self.in_documents = _with_gradients(partial(attend, mask=self.mask), wide)
+        self.in_window = _with_gradients(partial(attend, mask=self.mask_of_window), wide)
         self.causal = _with_gradients(partial(attend, mask=None), wide)
 
 
 def attention(bench: Bench) -> Iterator[Row]:
     """Yield the distances of attention over whole rows."""
     exact = _Attention(bench)
-    starts, row_length = exact.on_device
-    with_empty = Documents(torch.cat((starts, starts[-1:].expand(3))), row_length)
-    for what, mask in (
-        ("mask", exact.mask.to(torch.bfloat16)),
-        ("documents", exact.on_device),
-        ("documents, three of them empty", with_empty),
+    starts = exact.on_device.starts
+    with_empty = exact.on_device._replace(starts=torch.cat((starts, starts[-1:].expand(3))))
+    in_window = exact.on_device._replace(window=exact.window)
+    for what, mask, expected in (
+        ("mask", exact.mask.to(torch.bfloat16), exact.in_documents),
+        ("documents", exact.on_device, exact.in_documents),
+        ("documents, three of them empty", with_empty, exact.in_documents),
+        ("sliding window, mask", exact.mask_of_window.to(torch.bfloat16), exact.in_window),
+        ("sliding window, documents", in_window, exact.in_window),
     ):
         row = {"what": what, "dtype": "bfloat16"}
-        yield bench.attempted(row, _distances, partial(_attended, exact.heads, mask), exact.in_documents)
+        yield bench.attempted(row, _distances, partial(_attended, exact.heads, mask), expected)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         heads = [x.to(dtype) for x in exact.heads]
         row = {"what": "causal", "dtype": name_of(dtype)}
@@ -104,15 +113,21 @@ def _upstream(out: Tensor) -> Tensor:
 def divided(bench: Bench) -> Iterator[Row]:
     """Yield the distances of attention as the ranks of a divided sequence compute it, one rank after the other."""
     exact = _Attention(bench)
+    ring = partial(_ring, bench, exact.heads)
+    gathered = partial(_gathered, bench, exact.heads)
+    documents = exact.documents
     for what, ours, expected in (
-        ("ring of 4", partial(_ring, bench, exact.heads, None), exact.causal),
-        ("ring of 4, documents", partial(_ring, bench, exact.heads, exact.positions_BS), exact.in_documents),
-        ("documents, gathered by 4", partial(_gathered, bench, exact.heads, exact.documents), exact.in_documents),
+        ("ring of 4", partial(ring, None), exact.causal),
+        ("ring of 4, documents", partial(ring, exact.positions_BS), exact.in_documents),
+        ("ring of 4, sliding window", partial(ring, exact.positions_BS, exact.window), exact.in_window),
+        ("documents, gathered by 4", partial(gathered, documents), exact.in_documents),
+        ("documents, each cut by 4", partial(gathered, documents, shortest_piece=1), exact.in_documents),
+        ("sliding window, documents, gathered by 4", partial(gathered, documents, exact.window), exact.in_window),
     ):
         yield bench.attempted({"what": what, "dtype": "bfloat16"}, _distances, ours, expected)
 
 
-def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None) -> list[Tensor]:
+def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None, window: int = 0) -> list[Tensor]:
     """Return attention and gradients as the ranks of a ring compute them."""
     whole = tensors[0].shape[2]
     out, *grads = (torch.zeros_like(x, dtype=torch.float64) for x in (tensors[0], *tensors))
@@ -121,7 +136,7 @@ def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None) -> l
     kv = [torch.stack((tensors[1][:, :, place], tensors[2][:, :, place])) for place in places]
     for rank, place in enumerate(places):
         own = None if positions_BS is None else positions_BS.to(bench.device)[:, place]
-        masks = ring_masks(own, place, tensors[0].dtype, cp_rank=rank, cp_size=RING_SIZE)
+        masks = ring_masks(own, place, tensors[0].dtype, window, cp_rank=rank, cp_size=RING_SIZE)
         sources = [(rank - step) % RING_SIZE for step in range(RING_SIZE)]
         q = tensors[0][:, :, place]
         part, lse = attention_over_blocks(q, (kv[source] for source in sources), masks)
@@ -134,27 +149,39 @@ def _ring(bench: Bench, tensors: list[Tensor], positions_BS: Tensor | None) -> l
     return [out, *grads]
 
 
-def _gathered(bench: Bench, tensors: list[Tensor], documents: Documents) -> list[Tensor]:
+def _gathered(
+    bench: Bench,
+    tensors: list[Tensor],
+    documents: Documents,
+    window: int = 0,
+    *,
+    shortest_piece: int = document_chunks.SHORTEST_PIECE,
+) -> list[Tensor]:
     """Return the same as computed by ranks that gather keys and values."""
-    out, *grads = (torch.zeros_like(x, dtype=torch.float64) for x in (tensors[0], *tensors))
-    upstream = _upstream(out).to(tensors[0].dtype)
-    batch, _, whole, _ = out.shape
-    chunk = whole // (2 * RING_SIZE)
+    batch, _, length, _ = tensors[0].shape
+    own_length = length // RING_SIZE
+    upstream = _upstream(tensors[0])
+    q_TNH, k_TKH, v_TKH, grad_out_TNH = (x.transpose(1, 2).flatten(0, 1) for x in (*tensors, upstream))
+    out, *grads = (torch.zeros_like(x, dtype=torch.float64) for x in (q_TNH, q_TNH, k_TKH, v_TKH))
     for rank in range(RING_SIZE):
-        place = sequence_index(whole, rank, RING_SIZE, bench.device)
-        starts = held_documents(documents, 2 * chunk, cp_rank=rank, cp_size=RING_SIZE)
-        bounds = (*(x.to(bench.device) for x in starts[:2]), min(documents.row_length, chunk), documents.row_length)
-        ends = ((rank + 1) * chunk, (2 * RING_SIZE - rank) * chunk)
-        seen = torch.cat([torch.arange(end, device=bench.device) for end in ends])
-        q, k, v, grad_out = (
-            x[:, :, index].transpose(1, 2).flatten(0, 1)
-            for x, index in zip((*tensors, upstream), (place, seen, seen, place), strict=True)
-        )
+        with replaced(document_chunks, "SHORTEST_PIECE", shortest_piece):
+            chunks = DocumentChunks(documents.starts, batch, length, 2 * RING_SIZE)
+            held = held_documents(documents, batch, own_length, cp_rank=rank, cp_size=RING_SIZE)
+        first_of_row_B1 = length * torch.arange(batch)[:, None]
+        tokens = chunks.order + first_of_row_B1
+        own = shard_sequence(tokens, rank, RING_SIZE).flatten().to(bench.device)
+        of_chunks = [tokens[:, : (last + 1) * own_length // 2] for last in held_chunks(rank, RING_SIZE)]
+        seen = torch.empty(held.key_places.numel(), dtype=torch.int64)
+        seen[held.key_places.flatten()] = torch.cat(of_chunks, dim=1).flatten()
+        seen = seen.to(bench.device)
+        starts = (x.to(bench.device) for x in (held.query_starts, held.key_starts))
+        bounds = (*starts, min(documents.row_length, own_length // 2), documents.row_length, window)
+        q, k, v, grad_out = q_TNH[own], k_TKH[seen], v_TKH[seen], grad_out_TNH[own]
         part, lse = VARLEN.forward(q, k, v, *bounds)
         parts = (part, *VARLEN.backward(grad_out, q, k, v, part, lse, *bounds))
-        for whole_BNSH, x, index in zip((out, *grads), parts, (place, place, seen, seen), strict=True):
-            whole_BNSH.index_add_(2, index, x.view(batch, -1, *x.shape[1:]).transpose(1, 2).double())
-    return [out, *grads]
+        for whole, x, index in zip((out, *grads), parts, (own, own, seen, seen), strict=True):
+            whole.index_add_(0, index, x.double())
+    return [x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in (out, *grads)]
 
 
 def experts(bench: Bench) -> Iterator[Row]:
@@ -201,16 +228,17 @@ def loss(bench: Bench) -> Iterator[Row]:
     """Yield the distances of the head and its loss."""
     tokens, hidden, vocab = bench.size((4096, 2048, 128256), (64, 32, 512))
     operands = [bench.random(tokens, hidden), 0.02 * bench.random(vocab, hidden, dtype=torch.float32)]
-    exact = _loss_and_gradients([x.double() for x in operands])
-    ours = partial(_loss_and_gradients, [x.bfloat16() for x in operands])
-    row = {"what": "loss", "dtype": "bfloat16"}
-    yield bench.attempted(row, _distances, ours, exact, ("loss", "grad hidden", "grad weight"))
+    for what, z_loss in {"loss": 0.0, "loss, z-loss": 1e-2}.items():
+        exact = _loss_and_gradients([x.double() for x in operands], z_loss)
+        ours = partial(_loss_and_gradients, [x.bfloat16() for x in operands], z_loss)
+        row = {"what": what, "dtype": "bfloat16"}
+        yield bench.attempted(row, _distances, ours, exact, ("loss", "grad hidden", "grad weight"))
 
 
-def _loss_and_gradients(operands: list[Tensor]) -> list[Tensor]:
+def _loss_and_gradients(operands: list[Tensor], z_loss: float) -> list[Tensor]:
     hidden_TD, weight_VD = (x.detach().requires_grad_() for x in operands)
     targets_T = torch.arange(len(hidden_TD), device=hidden_TD.device) * 31 % len(weight_VD)
-    loss = linear_cross_entropy(hidden_TD, weight_VD, targets_T)
+    loss = linear_cross_entropy(hidden_TD, weight_VD, targets_T, z_loss=z_loss)
     return [loss.detach(), *torch.autograd.grad(loss, (hidden_TD, weight_VD))]
 
 

@@ -180,10 +180,9 @@ def predicted_ms(
     The planner adds up layers. What a part costs is what the step gains if that part is free.
     """
     work = replace(Work.of(config, plan), documents=documents)
-    (modes,) = plan.recompute_modes(config.spec)
 
     def passes(compute: StageCompute) -> float:
-        return sum(compute.stage(compute.work.layers, modes, is_first=True, is_last=True))
+        return sum(sum(compute.stage(stage)) for stage in compute.work.stages)
 
     compute = StageCompute(work, device)
     without_memory = StageCompute(work, replace(device, memory_bandwidth=math.inf))
@@ -202,7 +201,7 @@ def predicted_ms(
         ENDS: ends,
     }
     of_step = {part: plan.num_microbatches * spent for part, spent in seconds.items()}
-    of_step[ADAMW] = compute.optimizer(config.spec.num_trainable_parameters)
+    of_step[ADAMW] = compute.optimizer(config.spec.trained)
     of_step[WHOLE] = sum(of_step.values())
     return {part: 1e3 * spent for part, spent in of_step.items()}
 

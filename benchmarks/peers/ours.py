@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.turns import WEIGHTS, Step, serve
-from llama_core.config.models import hugging_face_name
+from llama_core.config.models import adapter_weight, hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
@@ -41,7 +41,7 @@ def build(folder: Path) -> Callable[[dict[str, Any]], Step]:
 def _renamed(model: Llama) -> dict[str, Tensor]:
     """Return the weights by the names of transformers, and the adapters by those of PEFT."""
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {(peft_name if ".lora_" in name else hugging_face_name)(name): weight for name, weight in named.items()}
+    return {(peft_name if adapter_weight(name) else hugging_face_name)(name): weight for name, weight in named.items()}
 
 
 if __name__ == "__main__":

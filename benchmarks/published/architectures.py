@@ -110,11 +110,14 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters of the model, except for a few biases."""
+        """All parameters of the model, except for biases."""
         h = self.hidden_size
         experts = self.experts
         total = (1 if self.tied else 2) * self.table_parameters + h
-        total += self.num_layers * (self.attention_parameters + self.num_norms * h)
+        norms = self.num_norms * h
+        if self.norms_queries:
+            norms += 2 * self.head_dim
+        total += self.num_layers * (self.attention_parameters + norms)
         total += (self.num_layers - self.num_expert_layers) * self.ffn_parameters(self.ffn_size)
         if experts:
             each = experts.count * (self.ffn_parameters(experts.ffn_size) + h)
@@ -123,7 +126,7 @@ class Architecture:
 
 
 def from_spec(spec: ModelSpec) -> Architecture:
-    """Return the shape of a registered LLaMA variant."""
+    """Return the shape of a registered variant."""
     return Architecture(
         spec.hidden_size,
         spec.num_layers,
@@ -133,6 +136,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         spec.ffn_size,
         spec.vocab_size,
         tied=spec.tied_embeddings,
+        norms_queries=spec.qk_norm,
     )
 
 
@@ -142,20 +146,19 @@ _OTHERS = {
     "llama3_1b":  from_spec(model_spec("llama3_2_1b")),
     "llama3_3b":  from_spec(model_spec("llama3_2_3b")),
     "tinyllama":  Architecture( 2048,  22,  32,  4,  64,  5632,  32_000),
-    "mistral_7b": Architecture( 4096,  32,  32,  8, 128, 14336,  32_000),
-    "qwen2_0.5b": Architecture(  896,  24,  14,  2,  64,  4864, 151_936, tied=True),
-    "qwen2_1.5b": Architecture( 1536,  28,  12,  2, 128,  8960, 151_936, tied=True),
-    "qwen2_3b":   Architecture( 2048,  36,  16,  2, 128, 11008, 151_936, tied=True),
-    "qwen2_7b":   Architecture( 3584,  28,  28,  4, 128, 18944, 152_064),
-    "qwen2_14b":  Architecture( 5120,  48,  40,  8, 128, 13824, 152_064),
-    "qwen2_32b":  Architecture( 5120,  64,  40,  8, 128, 27648, 152_064),
-    "qwen2_72b":  Architecture( 8192,  80,  64,  8, 128, 29568, 152_064),
-    "qwen3_0.6b": Architecture( 1024,  28,  16,  8, 128,  3072, 151_936, tied=True, norms_queries=True),
-    "qwen3_1.7b": Architecture( 2048,  28,  16,  8, 128,  6144, 151_936, tied=True, norms_queries=True),
-    "qwen3_4b":   Architecture( 2560,  36,  32,  8, 128,  9728, 151_936, tied=True, norms_queries=True),
-    "qwen3_8b":   Architecture( 4096,  36,  32,  8, 128, 12288, 151_936, norms_queries=True),
-    "qwen3_14b":  Architecture( 5120,  40,  40,  8, 128, 17408, 151_936, norms_queries=True),
-    "qwen3_32b":  Architecture( 5120,  64,  64,  8, 128, 25600, 151_936, norms_queries=True),
+    "qwen2_0.5b":from_spec(model_spec("qwen2_5_0_5b")),
+    "qwen2_1.5b":from_spec(model_spec("qwen2_5_1_5b")),
+    "qwen2_3b":  from_spec(model_spec("qwen2_5_3b")),
+    "qwen2_7b":  from_spec(model_spec("qwen2_5_7b")),
+    "qwen2_14b": from_spec(model_spec("qwen2_5_14b")),
+    "qwen2_32b": from_spec(model_spec("qwen2_5_32b")),
+    "qwen2_72b": from_spec(model_spec("qwen2_5_72b")),
+    "qwen3_0.6b":from_spec(model_spec("qwen3_0_6b")),
+    "qwen3_1.7b":from_spec(model_spec("qwen3_1_7b")),
+    "qwen3_4b":  from_spec(model_spec("qwen3_4b")),
+    "qwen3_8b":  from_spec(model_spec("qwen3_8b")),
+    "qwen3_14b": from_spec(model_spec("qwen3_14b")),
+    "qwen3_32b": from_spec(model_spec("qwen3_32b")),
     "qwen3_30b_a3b": Architecture(
         2048, 48, 32, 4, 128, 6144, 151_936, norms_queries=True, experts=Experts(128, 8, 768)
     ),

@@ -13,9 +13,11 @@ from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import intact, read_json
+from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
+from llama_core.records.hub import HubRecord
 from llama_core.records.metrics import read_heartbeat
+from llama_core.redaction import shell_word
 from llama_core.training.rates import learning_rate
 
 
@@ -60,6 +62,16 @@ def say_plan(run: RunDirectory) -> None:
     launch = load_config(run).launch
     if launch.is_elastic:
         say("note", f"the job starts with {launch.fewest_nodes} to {launch.nodes} nodes, as many as Slurm has free")
+
+
+def say_hub(run: RunDirectory) -> None:
+    """Print what the run has from the Hub, with the commit of each repository, and notes on it."""
+    if run.hub.exists():
+        found = read_typed(run.hub, HubRecord)
+        for source in found.sources:
+            say("hub", f"{source.setting}: {source.name} at {source.commit}")
+        for note in found.notes:
+            say("note", note)
 
 
 def say_weights(run: RunDirectory) -> None:
@@ -127,9 +139,9 @@ def say_goodput(run: RunDirectory) -> None:
 def say_metrics(run: RunDirectory) -> None:
     """Print how to look at the run's metrics elsewhere than in its report."""
     if run.tensorboard.exists():
-        say("metrics", f"tensorboard --logdir {run.tensorboard}")
+        say("metrics", f"tensorboard --logdir {shell_word(run.tensorboard)}")
     if any(run.wandb.glob("offline-run-*")):
-        say("metrics", f"wandb sync {run.wandb}/offline-run-*")
+        say("metrics", f"wandb sync {shell_word(run.wandb)}/offline-run-*")
     elif run.wandb.exists():
         project = load_config(run).tracking.wandb_project
         say("metrics", f"Weights & Biases, project {project}; local files in {run.wandb}")

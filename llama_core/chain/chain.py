@@ -1,6 +1,6 @@
 """The chain of a run, shared by the command line, the Prefect flow and ``launch_training``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ from llama_core.chain.announcements import (
     say_environment,
     say_extension,
     say_goodput,
+    say_hub,
     say_metrics,
     say_plan,
     say_weights,
 )
 from llama_core.chain.console import say
-from llama_core.chain.expected import expected_time
+from llama_core.chain.expected import expected_time, record_expected_step
+from llama_core.chain.samples import say_next, say_samples
 from llama_core.chain.steps import NOT_REHEARSED
 from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.errors import TrainingInfraError
@@ -26,6 +28,7 @@ from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluations import Score
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ class Steps:
     """Start the run's job, or find the running one; None if there is no job to wait for."""
     train: Callable[[RunDirectory], TrainingSummary | None]
     """Follow the run to its end; None if it only times steps."""
+    evaluate: Callable[[RunDirectory], Sequence[Score]]
+    """Evaluate the checkpoints that still wait for it; return the scores of all, none if nothing is asked for."""
     benchmark: Callable[[RunDirectory], BenchmarkRecord | None]
     """Return the steps timed at the end of the run; None if it times none."""
     report: Callable[[RunDirectory], Path]
@@ -55,7 +60,7 @@ class Steps:
 
 
 def run_chain(steps: Steps) -> RunDirectory:
-    """Prepare, validate, estimate, rehearse, submit, train, benchmark and report one run, printing a line for each.
+    """Prepare, validate, estimate, rehearse, submit, train, evaluate, benchmark and report a run, with a line for each.
 
     From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. If both the
     run and the report fail, the run's error is raised.
@@ -64,6 +69,7 @@ def run_chain(steps: Steps) -> RunDirectory:
         TrainingInfraError: if a step fails.
     """
     run = steps.prepare()
+    say_hub(run)
     say_weights(run)
     say("run", describe(run))
     say_extension(run)
@@ -77,6 +83,7 @@ def run_chain(steps: Steps) -> RunDirectory:
         say("order", rehearsed.order.summary())
     if memory := asked_memory(run):
         say("memory", memory)
+    record_expected_step(run)
     if slow := expected_time(run):
         say("expect", slow)
     with _reported(run, steps.report), stopping_on_interrupt(run):
@@ -84,8 +91,13 @@ def run_chain(steps: Steps) -> RunDirectory:
             say("submit", job.describe())
         if (trained := steps.train(run)) is not None:
             say("train", trained.summary())
+            steps.evaluate(run)
         timed = steps.benchmark(run)
         say("benchmark", timed.summary() if timed else "skipped: benchmark.steps=0")
+        if trained is not None:
+            say_samples(run, trained)
+    if trained is not None:
+        say_next(run, trained)
     return run
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,9 @@ from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.records.metrics import read_heartbeat, read_metrics, set_aside
 from llama_core.records.owners import other_owner
+from llama_core.records.retention import by_held_out_loss
 from llama_core.records.rollbacks import read_rollbacks
+from llama_core.redaction import shell_word
 from llama_core.units import format_bytes, format_duration
 
 State = Literal["new", "queued", "running", "finished", "stopped", "failed", "unknown"]
@@ -66,11 +67,14 @@ class CheckpointFinding:
     """How its files were compared: by size alone if that was asked for, or if an earlier version wrote it."""
     problem: str
     """The damaged file, and how it differs from what was written; empty if the checkpoint is good."""
+    is_best: bool = False
+    """Whether its held-out loss is the lowest of all checkpoints'."""
 
     def fact(self) -> Fact:
         """Return this as a line."""
         verdict = f"damaged: {self.problem}" if self.problem else f"every file has its {self.compared[:-1]}"
-        text = f"step {self.step}, {format_bytes(self.num_bytes)}: {verdict}"
+        best = ", the best" if self.is_best else ""
+        text = f"step {self.step}, {format_bytes(self.num_bytes)}{best}: {verdict}"
         return Fact("checkpoint", text, is_problem=self.problem != "")
 
 
@@ -122,9 +126,9 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
     config = load_config(run)
     owner = other_owner(run)
     state, found, outcome = _state(run, config, owner)
-    checkpoints = tuple(_checkpoints(run, read))
+    checkpoints = tuple(_checkpoints(run, config.training.keep_best_by, read))
     good = [checkpoint for checkpoint in checkpoints if not checkpoint.problem]
-    advice, command = _next(run, config, state, outcome, has_good=bool(good) or not checkpoints)
+    advice, command = _next(run, config, state, outcome, checkpoints)
     attempts = tuple(map(dict, outcome.attempts)) if outcome else ()
     facts = [
         found,
@@ -203,15 +207,17 @@ def _attempt(number: int, attempt: dict[str, Any]) -> Fact:
     return Fact(f"attempt {number}", f"{steps}, {attempt['status']}: {attempt['reason']}{again}")
 
 
-def _checkpoints(run: RunDirectory, read: bool) -> Iterator[CheckpointFinding]:
-    for path in list_checkpoints(run):
+def _checkpoints(run: RunDirectory, best_by: str, read: bool) -> Iterator[CheckpointFinding]:
+    found = list_checkpoints(run)
+    best = by_held_out_loss(found, best_by)[:1]
+    for path in found:
         problem = find_problem(path, read=read)
         num_bytes = 0
         with suppress(FileNotFoundError):
             num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         compared: Literal["checksums", "sizes"] = "checksums" if read and (path / MANIFEST).exists() else "sizes"
         if path.exists():  # a running job deletes the oldest
-            yield CheckpointFinding(checkpoint_step(path), num_bytes, compared, problem)
+            yield CheckpointFinding(checkpoint_step(path), num_bytes, compared, problem, path in best and not problem)
 
 
 def _disk(run: RunDirectory, config: RunConfig, state: State, good: Sequence[CheckpointFinding]) -> Fact:
@@ -260,7 +266,16 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
 def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
     """Yield a line for each record that is there but cannot be read, besides those of the job and its end."""
     typed = {run.plan: ParallelPlan, run.training: TrainingSummary, run.benchmark: BenchmarkRecord}
-    others = (run.choice, run.estimate, run.environment, run.dry_run, run.data, run.checkpoint_interval)
+    others = (
+        run.choice,
+        run.generation_config,
+        run.estimate,
+        run.environment,
+        run.dry_run,
+        run.data,
+        run.checkpoint_interval,
+        run.length,
+    )
     readers: dict[Path, Callable[[], object]] = {path: partial(read_typed, path, kind) for path, kind in typed.items()}
     readers |= {path: partial(read_json, path) for path in others}
     readers |= {run.rollbacks: partial(read_rollbacks, run)}
@@ -273,15 +288,40 @@ def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
 
 
 def _next(
-    run: RunDirectory, config: RunConfig, state: State, outcome: Outcome | None, *, has_good: bool
+    run: RunDirectory,
+    config: RunConfig,
+    state: State,
+    outcome: Outcome | None,
+    checkpoints: Sequence[CheckpointFinding],
 ) -> tuple[str, str]:
     """Return what to do first, if anything, and the command to go on with."""
+    has_none_good = bool(checkpoints) and all(checkpoint.problem for checkpoint in checkpoints)
+    again = resume_command(run, config.data.source)
     match state:
-        case "finished" | "unknown":
+        case "unknown":
             return "", ""
         case "queued" | "running":
-            return "", f"training-infra logs {shlex.quote(str(run.path))} --follow"
-    advice = outcome.next_action if outcome and outcome.next_action != RESUME else ""
-    if not has_good:
-        advice = "no checkpoint is good: restore one from a backup, or move them away to start over"
-    return advice, resume_command(run, config.data.source)
+            return "", f"training-infra logs {shell_word(run.path)} --follow"
+        case "finished" if has_none_good:
+            return "no checkpoint is good: restore one from a backup", ""
+        case "finished":
+            advice = _restoring_the_end(run, checkpoints)
+            return advice, again if advice else ""
+    if has_none_good:
+        return "no checkpoint is good: restore one from a backup, or move them away to start over", again
+    return (outcome.next_action if outcome and outcome.next_action != RESUME else ""), again
+
+
+def _restoring_the_end(run: RunDirectory, checkpoints: Sequence[CheckpointFinding]) -> str:
+    """Return how a finished run gets its last checkpoint back; empty if that is good, or if there is none at all."""
+    sound = max((checkpoint.step for checkpoint in checkpoints if not checkpoint.problem), default=0)
+    damaged = [checkpoint.step for checkpoint in checkpoints if checkpoint.step > sound]
+    if not damaged:
+        return ""
+    moved = [run.checkpoints / checkpoint_name(step) for step in damaged]
+    move = " ".join(map(shell_word, ("mv", *moved, run.path)))
+    steps = " and ".join(map(str, damaged))
+    return (
+        f"the checkpoint of step {steps} is damaged, and the newest sound one is of step {sound}, which generate and "
+        f"export-hf take; to train the steps after it again, {move}, then"
+    )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from llama_core.chain.downloads import DOCUMENTS, INITIAL_WEIGHTS, resolve
 from llama_core.chain.prepare import check_initial_weights
 from llama_core.chain.runs import RUNS
 from llama_core.config.run import RunConfig
@@ -25,15 +26,30 @@ def validate_environment(
     found = Findings()
     check_machine(found, config, run_dir, saves=saves)
     if config is not None:
-        try:
-            check = check_data(config.data, config.spec)
-            found.facts["data"] = "; ".join((check.summary, *check.notes))
-        except RequestError as error:
-            found.errors.append(str(error))
-        try:
-            found.warnings += check_initial_weights(config, RunDirectory(run_dir))
-        except RequestError as error:
-            found.errors.append(str(error))
+        _check_files(found, config, RunDirectory(run_dir))
     for name, launcher in LAUNCHERS.items():
         launcher.check(found, config if config is not None and config.launch.launcher == name else None)
     return found.report()
+
+
+def _check_files(found: Findings, config: RunConfig, run: RunDirectory) -> None:
+    """Check a run's data and initial weights, as far as they are here."""
+    try:
+        asked = resolve(config)
+    except RequestError as error:
+        found.errors.append(str(error))
+        return
+    no_data = asked.waits_for(*DOCUMENTS)
+    no_weights = asked.waits_for(INITIAL_WEIGHTS)
+    found.warnings += [*asked.notes, *no_data, *no_weights]
+    try:
+        if not no_data:
+            check = check_data(asked.config.data, asked.config.spec, reads=asked.config.objective.reads)
+            found.facts["data"] = "; ".join((check.summary, *check.notes))
+    except RequestError as error:
+        found.errors.append(str(error))
+    try:
+        if not no_weights:
+            found.warnings += check_initial_weights(asked.config, run)
+    except RequestError as error:
+        found.errors.append(str(error))

@@ -11,7 +11,8 @@ from llama_core.imports import importing_torch
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import hardware_flops_per_token, step_time_of
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import intact, read_json
+from llama_core.records.files import intact, read_json, write_json
+from llama_core.records.measurements import ExpectedStep
 from llama_core.units import TFLOP, format_duration
 
 SLOW_STEP_SECONDS = 180.0
@@ -34,13 +35,13 @@ def expected_time(run: RunDirectory) -> str:
     It times matrix products, which takes a fraction of a second.
     """
     config = load_config(run)
-    num_tokens = None
+    num_sequences = None
     if not _computes_here(config):
         return ""
     if run.data.exists():
         with intact(run.data):
-            num_tokens = int(read_json(run.data)["num_tokens"])
-    return slow_steps(config, load_plan(run), _rate_here(config.training.precision), num_tokens)
+            num_sequences = int(read_json(run.data)["num_sequences"])
+    return slow_steps(config, load_plan(run), _rate_here(config.training.precision), num_sequences)
 
 
 def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None) -> str:
@@ -62,21 +63,30 @@ def _computes_here(config: RunConfig) -> bool:
     return config.launch.device == "cpu" and config.launch.is_here
 
 
-def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, num_tokens: int | None) -> str:
+def record_expected_step(run: RunDirectory) -> None:
+    """Record how long a step should take, for the report to compare; only for a run on this machine's CPU."""
+    config = load_config(run)
+    if _computes_here(config):
+        rate = _rate_here(config.training.precision)
+        plan = load_plan(run)
+        write_json(run.expected, ExpectedStep(_step_seconds(config, plan, rate), _step_flops(config, plan), rate))
+
+
+def slow_steps(config: RunConfig, plan: ParallelPlan, flops_per_second: float, num_sequences: int | None) -> str:
     """Return the time of a step and of the run, and what would shorten it; empty if neither is long.
 
     Args:
         config: the resolved configuration.
         plan: its plan.
         flops_per_second: rate of matrix products of all ranks together.
-        num_tokens: tokens of the training data; None if unknown.
+        num_sequences: sequences of an epoch; None if unknown.
     """
     seconds = _step_seconds(config, plan, flops_per_second)
     training = config.training
     steps = training.steps
-    if steps is None and num_tokens is not None:
-        steps = max(1, int(training.epochs * num_tokens / (plan.batch_size * config.seq_len)))
-    if seconds < SLOW_STEP_SECONDS and (steps or 0) * seconds < LONG_RUN_SECONDS:
+    if num_sequences is not None:
+        steps = training.total_steps(num_sequences / config.batch_size)
+    if seconds < SLOW_STEP_SECONDS and _run_seconds(config, plan, seconds, steps or 0) < LONG_RUN_SECONDS:
         return ""
     return f"{_told(config, plan, flops_per_second, steps)}; {_QUICKER}"
 
@@ -86,11 +96,16 @@ def _told(config: RunConfig, plan: ParallelPlan, flops_per_second: float, steps:
     whole = ""
     if steps:
         count = f"{steps:,} {'step' if steps == 1 else 'steps'}"
-        whole = f", the {count} of the run {format_duration(steps * seconds)}"
+        whole = f", the {count} of the run {format_duration(_run_seconds(config, plan, seconds, steps))}"
     return (
         f"a step takes about {format_duration(seconds)} on this CPU ({_step_flops(config, plan) / TFLOP:,.1f} TFLOP; "
         f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"
     )
+
+
+def _run_seconds(config: RunConfig, plan: ParallelPlan, step_seconds: float, steps: int) -> float:
+    """Return the time of so many steps; a ramp's smaller ones take less than ``step_seconds``, those of the plan."""
+    return step_seconds * config.tokens_before(steps) / (plan.batch_size * config.seq_len)
 
 
 def expected_step(run: RunDirectory) -> str:
@@ -108,7 +123,7 @@ def _step(run: RunDirectory) -> str:
         cores = plan.world_size * config.launch.slurm.cores_of_a_rank("cpu")
         rate = _rate_here(config.training.precision) if config.launch.is_here else cores * CORE_RATE
         flops = _step_flops(config, plan)
-        return f"a step of {flops / TFLOP:.3g} TFLOP takes roughly {format_duration(flops / (CPU_SHARE * rate))}"
+        return f"a step of {flops / TFLOP:.3g} TFLOP takes roughly {format_duration(_step_seconds(config, plan, rate))}"
     device = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
     took = step_time_of(config, plan, device)
     compiles = ", and the first compiles the blocks" if plan.compile else ""

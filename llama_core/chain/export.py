@@ -6,31 +6,36 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from llama_core.chain.runs import find_checkpoint, load_config
+from llama_core.chain.checkpoints import Best, checkpoints_to_average, find_checkpoint
+from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
-from llama_core.data.tokenizer import BYTES, load_tokenizer
-from llama_core.errors import CheckpointError, DataError, WeightsError
+from llama_core.data.byte_level import write_byte_tokenizer
+from llama_core.data.chat import chat_format
+from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_file
+from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.imports import importing_torch
+from llama_core.models.generation_config import GENERATION_CONFIG, generation_config, with_special_tokens
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, saved_run
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import open_file, read_file, user_path
+from llama_core.records.files import open_file, own_file, read_file, read_json, user_path
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a tokenizer's template, which takes precedence over one in ``tokenizer_config.json``."""
 _BESIDE_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     "tokenizer.model",
     "vocab.json",
@@ -46,12 +51,13 @@ def export_run(
     run: RunDirectory,
     out: Path,
     *,
-    step: int | None = None,
+    step: int | Best | None = None,
+    average: str | None = None,
     dtype: str = "fp32",
     merged: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write a checkpoint's weights and tokenizer for transformers or PEFT, and return ``out``.
+    """Write a checkpoint's weights, or the mean of several, and the tokenizer for transformers or PEFT; return ``out``.
 
     A run that trains nothing but adapters becomes a PEFT folder, unless ``merged`` is set. Adapters of other runs are
     always merged. The folder appears only when it is complete. At most one weight is in memory at a time.
@@ -59,30 +65,43 @@ def export_run(
     Args:
         run: a run that trains a full model or adapters, under any plan.
         out: a folder that does not exist or is empty.
-        step: step of the checkpoint; by default the newest intact one.
+        step: step of the checkpoint, or ``best`` for the one with the lowest held-out loss; by default the newest
+            intact one.
+        average: checkpoints to average in fp32, in place of ``step``: the newest, as in ``last:5``, or those of steps,
+            as in ``1000,1200,1400``. Of adapters, each factor is averaged, and merged after that.
         dtype: one of ``hugging_face.DTYPES``; training keeps its weights in fp32.
         merged: add the adapters to the weights that the run started from, and write a full model.
         tell: called with a line for each thing written or left out.
 
     Raises:
         RunDirectoryError: if there is no such run or checkpoint.
-        WeightsError: if ``out`` is not empty, the checkpoint holds neither a full model nor adapters, or there is
-            nothing to merge.
+        ConfigError: if ``average`` says neither, or comes with ``step``.
+        WeightsError: if ``out`` is not empty, the checkpoint holds neither a full model nor adapters, there is nothing
+            to merge, or a weight to average is not finite.
         CheckpointError: if the weights are damaged or cannot be read, or ``out`` cannot be written.
     """
     load_config(run)
-    checkpoint = find_checkpoint(run, step, tell)
+    if average is not None and step is not None:
+        raise ConfigError(f"step={step} and average={average} choose other checkpoints; give one of them")
+    if average is None:
+        others = []
+        checkpoint = find_checkpoint(run, step, tell)
+    else:
+        *others, checkpoint = checkpoints_to_average(run, average)
     config = saved_run(checkpoint)
     _refuse(config, checkpoint, out, merged=merged)
-    tell(f"{checkpoint} in {dtype}")
+    _refuse_other_models(config, others)
+    names = ", ".join(path.name for path in others)
+    tell(f"{f'the mean of {names} and ' if others else ''}{checkpoint} in {dtype}")
     try:
-        with _new_folder_beside(out.absolute()) as writing:
+        with new_folder_beside(out.absolute()) as writing:
             special = _write_tokenizer(config.data, writing, tell)
+            _write_chat_template(run, config, writing)
             if _is_for_peft(config.spec) and not merged:
-                _write_adapters(checkpoint, config, writing, dtype=dtype, tell=tell)
+                _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
             else:
-                _write_model(checkpoint, config, writing, dtype=dtype, special=special, tell=tell)
-            _refuse_files_in(out)  # another export may have come first
+                _write_model(checkpoint, others, config, writing, dtype=dtype, special=special, tell=tell)
+            refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; nothing is left there") from None
@@ -90,7 +109,7 @@ def export_run(
 
 
 @contextmanager
-def _new_folder_beside(out: Path) -> Iterator[Path]:
+def new_folder_beside(out: Path) -> Iterator[Path]:
     """Yield a new folder, which is removed at the end unless it has been renamed; remove what killed exports left."""
     for left in out.parent.glob(f".{glob.escape(out.name)}.*{_WRITING}"):
         with suppress(OSError):  # another export holds the lock
@@ -127,18 +146,26 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
             f"{checkpoint} holds a full model (strategy={config.strategy}) and no adapters to merge; drop --merged"
         )
     spec = config.spec
-    if spec.moe is not None and (spec.num_sparse_layers < spec.num_layers or spec.moe.gate_softmax != "chosen"):
-        raise WeightsError(
-            f"{checkpoint} holds experts that transformers' Mixtral cannot describe: it has experts in every layer "
-            "(moe_layers) and gates over the chosen ones (gate_softmax=chosen)"
-        )
-    if spec.lora is not None and (merged or not _is_for_peft(spec)):
+    if merged or not _is_for_peft(spec):
+        config_json(spec)
+    if spec.lora is not None and (merged or not _is_for_peft(spec) or spec.lora.take_principal_part):
         check_pretrained(spec, checkpoint)
         refuse_damaged_base(checkpoint)
-    _refuse_files_in(out)
+    refuse_files_in(out)
 
 
-def _refuse_files_in(out: Path) -> None:
+def _refuse_other_models(config: RunConfig, checkpoints: Sequence[Path]) -> None:
+    for checkpoint in checkpoints:
+        if saved_run(checkpoint).spec != config.spec:
+            raise WeightsError(f"{checkpoint} holds another model than the newest of those to average; leave it out")
+
+
+def refuse_files_in(out: Path) -> None:
+    """Refuse to write to anything but a new or an empty folder.
+
+    Raises:
+        WeightsError: if it is something else.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
 
@@ -150,6 +177,7 @@ def _is_for_peft(spec: ModelSpec) -> bool:
 
 def _write_model(
     checkpoint: Path,
+    others: Sequence[Path],
     config: RunConfig,
     folder: Path,
     *,
@@ -162,13 +190,23 @@ def _write_model(
 
     if config.spec.lora is not None:
         tell(f"adapters added to {_base(checkpoint, config)}")
-    _write_json(folder / "config.json", config_json(config.spec, dtype, **special))
-    _write_json(folder / "generation_config.json", {_token(name, "_id"): index for name, index in special.items()})
-    write_hugging_face(checkpoint, config.spec, folder, dtype=dtype, on_file=lambda name: tell(f"wrote {name}"))
+    generation = with_special_tokens(generation_config(checkpoint), special)
+    described = config_json(config.spec, dtype, bos_id=special.get("bos_id"), eos_id=generation.get("eos_token_id"))
+    _write_json(folder / "config.json", described)
+    _write_json(folder / GENERATION_CONFIG, generation)
+    write_hugging_face(
+        checkpoint, config.spec, folder, dtype=dtype, others=others, on_file=lambda name: tell(f"wrote {name}")
+    )
 
 
 def _write_adapters(
-    checkpoint: Path, config: RunConfig, folder: Path, *, dtype: str, tell: Callable[[str], None]
+    checkpoint: Path,
+    others: Sequence[Path],
+    config: RunConfig,
+    folder: Path,
+    *,
+    dtype: str,
+    tell: Callable[[str], None],
 ) -> None:
     with importing_torch():
         from llama_core.training.weights import write_adapters
@@ -176,7 +214,7 @@ def _write_adapters(
     base = origin_of(checkpoint).base
     tell(f"adapters over {_base(checkpoint, config)}")
     _write_json(folder / ADAPTER_CONFIG, adapter_json(config.lora, str(base or config.model)))
-    write_adapters(checkpoint, config.spec, folder, dtype=dtype)
+    write_adapters(checkpoint, config.spec, folder, dtype=dtype, others=others)
     tell(f"wrote {ADAPTERS}")
 
 
@@ -200,58 +238,53 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
         return {}
     special = {"eos_id": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_id": tokenizer.bos_id})
     if data.tokenizer == BYTES:
-        tell("no tokenizer: the run trained on bytes, for which transformers has no tokenizer")
+        try:
+            write_byte_tokenizer(folder)
+        except EnvironmentMismatchError as error:
+            tell(f"no tokenizer: {error}")
         return special
-    path = user_path(data.tokenizer)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not _copy(file, folder / "tokenizer.json", tell):
+    file = tokenizer_file(user_path(data.tokenizer))
+    is_sentencepiece = file.suffix == SENTENCEPIECE.suffix
+    if not _copy(file, folder / (SENTENCEPIECE if is_sentencepiece else "tokenizer.json"), tell):
         return special
-    for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER):
+    for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER if not (folder / name).exists()):
         if beside.exists():
             _copy(beside, folder / beside.name, tell)
-    if not (folder / "tokenizer_config.json").exists():
+    if not is_sentencepiece and not (folder / "tokenizer_config.json").exists():
         names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
         tokens = {_token(name): names[index] for name, index in special.items() if index in names}
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
     return special
 
 
+def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path) -> None:
+    """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another."""
+    if not any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE)):
+        return
+    if not run.data.exists() or read_json(run.data).get("chat_template") is None:  # it was trained on none
+        return
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    template = chat_format(config.data, tokenizer, config.spec, files=()).template
+    if tokenizer.chat_template is None or tokenizer.chat_template.template != template.source:
+        (folder / CHAT_TEMPLATE).write_text(template.source)
+
+
 def _copy(file: Path, to: Path, tell: Callable[[str], None]) -> bool:
     """Copy a file of a tokenizer, and return whether it is one of the tokenizer's own."""
     try:
-        with _open_own(file) as source, to.open("xb") as target:
-            shutil.copyfileobj(source, target)
-    except NotItsOwnError as error:
-        tell(f"left out {file.name}: {error}; copy it there if it belongs to the tokenizer")
+        own = own_file(file)
+        source = open_file(own, own.parent)
+    except OSError as error:
+        tell(f"left out {file.name}: {error.strerror}; copy it there if it belongs to the tokenizer")
         return False
+    with source, to.open("xb") as target:
+        shutil.copyfileobj(source, target)
     return True
 
 
-class NotItsOwnError(Exception):
-    """A file that does not belong to a tokenizer although its name says so."""
-
-
-def _open_own(file: Path) -> BufferedReader:
-    """Open a file of a tokenizer; a link may stand for another file of its folder, or of Hugging Face's cache.
-
-    People publish an export. A link made by somebody else could put any file into it.
-    """
-    folder = file.parent.resolve()
-    target = file.resolve()
-    own = {folder}
-    if folder.parent.name == "snapshots":  # the cache, whose folders hold links to its files
-        own.add(folder.parents[1] / "blobs")
-    if target.parent not in own:
-        raise NotItsOwnError(f"it is a link to {target}")
-    try:
-        return open_file(target, target.parent)
-    except OSError as error:
-        raise NotItsOwnError(str(error.strerror)) from None
-
-
-def _token(name: str, suffix: str = "") -> str:
-    """Return ``eos_token`` for ``eos_id``, and ``eos_token_id`` with that suffix."""
-    return f"{name.removesuffix('_id')}_token{suffix}"
+def _token(name: str) -> str:
+    """Return ``eos_token`` for ``eos_id``."""
+    return f"{name.removesuffix('_id')}_token"
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

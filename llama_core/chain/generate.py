@@ -1,16 +1,16 @@
-"""Continue a prompt with the weights of a run or of a folder, in this process, to look at what was trained."""
+"""Continue a text with the weights of a run or of a folder, to look at what was trained."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llama_core.chain.runs import find_checkpoint
+from llama_core.chain.checkpoints import Best, find_checkpoint
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
-from llama_core.data.chat import chat_format
-from llama_core.data.corpus import UnusableRecordError, checked_text
-from llama_core.data.rendering import TemplateRefusalError
+from llama_core.data.bad_lines import UnusableRecordError, checked_text
 from llama_core.data.tokenizer import Tokenizer, check_fits, decode_stream, load_tokenizer
 from llama_core.errors import (
     ConfigError,
@@ -22,6 +22,7 @@ from llama_core.errors import (
 )
 from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
+from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.models.pretrained import (
     is_checkpoint,
     origin_of,
@@ -29,41 +30,25 @@ from llama_core.models.pretrained import (
     refuse_damaged_base,
     saved_run,
 )
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
 from llama_core.units import format_bytes
 
+if TYPE_CHECKING:
+    from llama_core.models.llama import Llama
 
-def generate(
-    source: Path,
-    prompt: str,
-    *,
-    chat: bool = False,
-    step: int | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    tokenizer: str | None = None,
-    device: str | None = None,
-    dtype: str = "fp32",
-    tell: Callable[[str], None] = lambda text: None,
-) -> Iterator[str]:
-    """Return the text that follows ``prompt``, in pieces as they are generated, up to the end of the document or turn.
 
-    All arguments are checked, and the weights are read, before this returns.
+class TextModel:
+    """A model with its tokenizer, which continues texts. The weights are read for the first of them.
 
     Args:
         source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
-        prompt: the beginning of a document or, with ``chat``, the user's message.
-        chat: put the prompt into the model's chat template, as training does.
-        step: step of the run's checkpoint; by default the newest intact one.
-        max_new_tokens: the most tokens to generate; the model's context is another limit.
+        step: step of the run's checkpoint, or ``best``; by default the newest intact one.
+        max_new_tokens: the most tokens of a text; the model's context is another limit.
         temperature: see ``Sampling``, also for the next three.
         top_k: likeliest tokens to draw from.
         top_p: probability of the tokens to draw from.
-        seed: repeats a draw.
+        seed: repeats the draws of each text.
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
         device: cpu or cuda; by default cuda if present.
         dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
@@ -73,39 +58,102 @@ def generate(
         ConfigError: if a number is out of range.
         RunDirectoryError: if the run has no such checkpoint.
         CheckpointError: if the checkpoint, or the one below its adapters, is damaged.
-        WeightsError: if the source holds no weights that can be read; while generating, if logits are not finite.
-        DataError: if the prompt, the tokenizer or the chat template cannot be used.
+        WeightsError: if the source holds no weights that can be read.
+        DataError: if the tokenizer cannot be used.
         EnvironmentMismatchError: if there is no such device.
         DoesNotFitError: if the device has less memory than the weights take.
     """
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}: generate at least 1")
-    weights, config = _find_model(source, step, tell)
-    spoken = load_tokenizer(_tokenizer(source, config, tokenizer))
-    check_fits(spoken, config.spec.vocab_size)
-    ids, ends = _encode(prompt, spoken, config, weights, chat=chat)
-    room = config.spec.max_context - len(ids)
-    if room < 1:
-        raise DataError(
-            f"the prompt has {len(ids):,} tokens, which fill the context of {config.spec.name} "
-            f"({config.spec.max_context:,}); shorten it"
-        )
-    used = choose_device(device, config, dtype)
 
-    with importing_torch():
-        from llama_core.models.generation import Sampling, generate_tokens
-        from llama_core.training.weights import whole_model
+    def __init__(
+        self,
+        source: Path,
+        *,
+        step: int | Best | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        tokenizer: str | None = None,
+        device: str | None = None,
+        dtype: str = "fp32",
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}: generate at least 1")
+        self.weights, self.config = find_model(source, step, tell)
+        self.tokenizer = load_tokenizer(tokenizer_of(self.weights, self.config, tokenizer))
+        check_fits(self.tokenizer, self.config.spec.vocab_size)
+        self.ends = ends_of_texts(self.weights, self.tokenizer)
+        """The sequences of tokens that end any text."""
+        self._device = choose_device(device, self.config, dtype)
+        self._dtype = dtype
+        self._max_new_tokens = max_new_tokens
+        self.tell = tell
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    tell(f"{weights} in {dtype} on {used}, tokenizer {spoken.name}")
-    if room < max_new_tokens:
-        tell(f"the context leaves room for {room:,} tokens")
-    model = whole_model(config.spec, weights, device=used, dtype=dtype)
-    tokens = generate_tokens(model, ids, num_tokens=min(room, max_new_tokens), sampling=sampling, ends=ends)
-    return decode_stream(spoken, ids, tokens)
+        with importing_torch():
+            from llama_core.models.generation import Sampling
+
+        self._sampling = Sampling(temperature, top_k, top_p, seed)
+
+    def continue_text(self, prompt: str) -> Iterator[str]:
+        """Return the text that follows ``prompt``, in pieces as they are generated, up to the end of the document.
+
+        The prompt is checked, and the weights are read, before this returns.
+
+        Raises:
+            DataError: if the prompt is empty, no text, or fills the model's context.
+            WeightsError: while generating, if logits are not finite.
+        """
+        check_text(prompt, "prompt")
+        ids = self.tokenizer.encode_documents([prompt])[0][:-1].tolist()
+        self.refuse_full(ids, "prompt")
+        return self.pieces_after(ids, self.ends)
+
+    def room_after(self, ids: Sequence[int]) -> int:
+        """Return the number of tokens that the model's context has room for after ``ids``; below 1 if it is full."""
+        return self.config.spec.max_context - len(ids)
+
+    def refuse_full(self, ids: Sequence[int], what: str) -> None:
+        """Refuse tokens that fill the model's context.
+
+        Raises:
+            DataError: if they do; it calls them ``what``.
+        """
+        if self.room_after(ids) < 1:
+            raise DataError(
+                f"the {what} has {len(ids):,} tokens, which fill the context of {self.config.spec.name} "
+                f"({self.config.spec.max_context:,}); shorten it"
+            )
+
+    def pieces_after(self, ids: Sequence[int], ends: Collection[tuple[int, ...]]) -> Iterator[str]:
+        """Return the text that follows ``ids``, in pieces, up to the first of ``ends``."""
+        model = self._model
+
+        with importing_torch():
+            from llama_core.models.generation import generate_tokens
+
+        room = self.room_after(ids)
+        if room < self._max_new_tokens:
+            self.tell(f"the context leaves room for {room:,} tokens")
+        num_tokens = min(room, self._max_new_tokens)
+        tokens = generate_tokens(model, ids, num_tokens=num_tokens, sampling=self._sampling, ends=ends)
+        return decode_stream(self.tokenizer, ids, tokens)
+
+    def read_weights(self) -> None:
+        """Read the weights now, rather than for the first text."""
+        _ = self._model
+
+    @cached_property
+    def _model(self) -> "Llama":
+        with importing_torch():
+            from llama_core.training.weights import whole_model
+
+        self.tell(f"{self.weights} in {self._dtype} on {self._device}, tokenizer {self.tokenizer.name}")
+        return whole_model(self.config.spec, self.weights, device=self._device, dtype=self._dtype)
 
 
-def _find_model(source: Path, step: int | None, tell: Callable[[str], None]) -> tuple[Path, RunConfig]:
+def find_model(source: Path, step: int | Best | None, tell: Callable[[str], None]) -> tuple[Path, RunConfig]:
     """Return where the weights are, all of them intact, and the configuration of a run that has them."""
     run = RunDirectory(source)
     if run.config.exists() and not is_checkpoint(source):  # a checkpoint has a configuration too
@@ -125,7 +173,7 @@ def _find_model(source: Path, step: int | None, tell: Callable[[str], None]) -> 
     return source, RunConfig.from_mapping({"strategy": strategy, "training": {"init_from": str(source)}})
 
 
-def _tokenizer(source: Path, config: RunConfig, asked: str | None) -> str:
+def tokenizer_of(source: Path, config: RunConfig, asked: str | None) -> str:
     """Return the name of the model's tokenizer.
 
     Raises:
@@ -141,58 +189,54 @@ def _tokenizer(source: Path, config: RunConfig, asked: str | None) -> str:
     return config.data.tokenizer
 
 
-def _encode(
-    prompt: str, tokenizer: Tokenizer, config: RunConfig, weights: Path, *, chat: bool
-) -> tuple[list[int], set[tuple[int, ...]]]:
-    """Return the tokens of a prompt, and the sequences of tokens that end what follows it."""
-    if not prompt:
-        raise DataError("the prompt is empty; give some text to continue")
-    try:
-        checked_text(prompt)
-    except UnusableRecordError as error:
-        raise DataError(f"the prompt is {error}; write it in UTF-8") from None
-    ends: set[tuple[int, ...]] = {(tokenizer.eos_id,)}
-    if not chat:
-        return tokenizer.encode_documents([prompt])[0][:-1].tolist(), ends
-    if not _has_chat_template(config, tokenizer, weights):
-        raise DataError(
-            f"{weights} has no chat template: neither an instruct model, nor trained on conversations; drop --chat"
-        )
-    template = chat_format(config.data, tokenizer, config.spec, files=()).template
-    try:
-        text = checked_text(template.render([{"role": "user", "content": prompt}], add_generation_prompt=True))
-        end = template.end_of_turn
-    except TemplateRefusalError as error:
-        raise DataError(f"chat template {template.name!r} refuses the prompt: {error}") from None
-    except UnusableRecordError as error:
-        raise DataError(f"chat template {template.name!r} renders text that is {error}; name another") from None
-    encoded = [tuple(tokens.ids.tolist()) for tokens in tokenizer.encode_rendered([text, end])]
-    return list(encoded[0]), ends | ({encoded[1]} if end else set())
+def ends_of_texts(weights: Path, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
+    """Return the sequences of tokens that end any text: EOS, and those that the weights' folder or run names."""
+    ends = (tokenizer.eos_id, *end_tokens(generation_config(weights)))
+    return frozenset((end,) for end in ends)
 
 
-def _has_chat_template(config: RunConfig, tokenizer: Tokenizer, weights: Path) -> bool:
-    """Return whether the model knows a chat template: of its own, or from the conversations of its run."""
-    if config.data.chat_template or tokenizer.chat_template or config.spec.instruct:
-        return True
-    data = RunDirectory(weights.absolute().parents[1]).data if is_checkpoint(weights) else None
-    return data is not None and data.exists() and read_json(data).get("chat_template") is not None
-
-
-def choose_device(asked: str | None, config: RunConfig, dtype: str) -> str:
-    """Return the device that generates: the one asked for, else the first GPU, else the CPU.
+def check_text(text: str, what: str) -> None:
+    """Refuse a text that is empty or no text.
 
     Raises:
-        EnvironmentMismatchError: if there is no such device.
+        DataError: if so; it calls the text ``what``.
+    """
+    if not text:
+        raise DataError(f"the {what} is empty; give some text")
+    try:
+        checked_text(text)
+    except UnusableRecordError as error:
+        raise DataError(f"the {what} is {error}; write it in UTF-8") from None
+
+
+def choose_device(asked: str | None, config: RunConfig, dtype: str, plan: ParallelPlan | None = None) -> str:
+    """Return the device that computes: the one asked for, else the first GPU, else the CPU.
+
+    Args:
+        asked: cpu or cuda; None for a GPU if present.
+        config: a run with the model.
+        dtype: dtype of the weights.
+        plan: how devices of this machine divide the model; None for one.
+
+    Raises:
+        EnvironmentMismatchError: if there is no such device, or there are too few.
         DoesNotFitError: if the weights do not fit into its memory, as far as that is known.
     """
+    plan = plan or ParallelPlan()
     machine = detect_machine()
     if asked == "cuda" and not machine.gpus:
         raise EnvironmentMismatchError("--device cuda: this machine has no CUDA device that torch can use; use cpu")
+    if asked != "cpu" and plan.world_size > max(1, len(machine.gpus)):
+        raise EnvironmentMismatchError(
+            f"{plan.world_size} GPUs are more than the {len(machine.gpus)} of this machine; use fewer, or --device cpu "
+            "for as many processes"
+        )
     device = asked or ("cuda" if machine.gpus else "cpu")
     free: float = machine.available_memory_bytes
     if device == "cuda":
         free = machine.gpu_type.usable_bytes if machine.gpu_type else math.inf
     needed = config.spec.num_parameters * (4 if dtype == "fp32" else 2)
+    needed = needed // plan.tp if device == "cuda" else needed * plan.dp
     if needed > free:
         raise DoesNotFitError(
             f"the weights of {config.spec.name} take {format_bytes(needed)} in {dtype}, more than the "

@@ -22,7 +22,7 @@ from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
 from llama_core.chain.stopping import check_outcome, stopped
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import DATALOADER
+from llama_core.config.settings import DATALOADER, TrainingConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFailedError
 from llama_core.launch.attempts import LOG_HEADER, log_path
 from llama_core.launch.jobs import submission
@@ -127,10 +127,14 @@ def prepare_loader_run(
     validation = made(loaders.validation)
     if validation is not None:  # checked before training rather than after
         LoaderBatches(validation, config.spec.vocab_size).next_batch()
+    else:
+        _refuse_to_evaluate(config.training)
     num_sequences, seq_len = LoaderBatches(train, config.spec.vocab_size).next_batch().tokens_BS.shape
     num_steps = config.training.steps
+    if num_steps is None and config.training.minutes is not None:
+        raise ConfigError("training.minutes needs data.source; with your own dataloader, give training.steps")
     if num_steps is None:
-        num_steps = max(1, round(config.training.epochs * _length(train)))
+        num_steps = config.training.total_steps(_length(train))
     if config.data.num_workers:
         logger.warning(
             "data.num_workers=%d has no effect on your own dataloader; give it workers of its own",
@@ -141,6 +145,13 @@ def prepare_loader_run(
     # rank 0 sends batches to the others with collectives, which must not cross those of a step.
     data = {"source": DATALOADER, "document_mask": False, "num_workers": 0}
     return prepare_run(with_keys(config, training=sizes, data=data), run_dir, resume=resume)
+
+
+def _refuse_to_evaluate(training: TrainingConfig) -> None:
+    """Refuse what needs held-out batches, since there are none."""
+    for key in ("keep_best", "patience"):
+        if value := getattr(training, key):
+            raise ConfigError(f"training.{key}={value} needs held-out batches; give val_dataloader")
 
 
 def train_in_process(run: RunDirectory, loaders: "Loaders") -> TrainingSummary:

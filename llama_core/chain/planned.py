@@ -66,7 +66,7 @@ class PlannedRun:
         if tokens is not None:
             return tokens, "as asked for"
         if training.steps is not None:
-            return training.steps * self.config.batch_size * self.config.seq_len, f"{training.steps:,} steps"
+            return self.config.num_tokens, f"{training.steps:,} steps"
         if data is not None and data.num_tokens is not None:
             return training.epochs * data.num_tokens, f"{training.epochs:g} epochs of the data"
         return None, ""
@@ -108,7 +108,7 @@ def on_nodes(config: RunConfig, num_nodes: int) -> RunConfig:
     ranks = config.parallel.gpus // config.launch.nodes
     return with_keys(
         config,
-        training={"batch_size": config.batch_size, "seq_len": config.seq_len},
+        training={"batch_size": config.first_batch_size, "seq_len": config.first_seq_len},
         parallel={"gpus": ranks * num_nodes},
         launch={"nodes": num_nodes, "min_nodes": None},
     )

@@ -5,35 +5,47 @@ from functools import partial
 from pathlib import Path
 
 from llama_core.chain.console import say
+from llama_core.chain.downloads import INITIAL_WEIGHTS, record_sources, resolve
+from llama_core.chain.paths import absolute, data_from_anywhere
 from llama_core.chain.planned import PlannedRun, on_nodes, plan_run, planned_as, with_fewest, with_keys
 from llama_core.chain.runs import (
+    RUNS,
     existing_run,
+    has_lost_its_end,
     load_config,
     load_plan,
     new_run,
     settings_to_continue,
     why_none_goes_on,
 )
+from llama_core.chain.tasks import Asked, find_tasks
+from llama_core.chain.tokenize import refuse_long_wait
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import DATALOADER, SAMPLE
-from llama_core.data.chat_template import BUILT_IN
+from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
-from llama_core.data.datasets import DataStatistics, load_datasets
-from llama_core.data.tokenizer import BYTES
-from llama_core.errors import DoesNotFitError, RunDirectoryError
+from llama_core.data.datasets import load_datasets
+from llama_core.data.statistics import DataStatistics
+from llama_core.errors import ConfigError, DataError, DoesNotFitError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
+from llama_core.models.generation_config import generation_config
 from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
 from llama_core.planning.memory.verdict import MemoryEstimate
-from llama_core.records.checkpoints import newest_checkpoint
+from llama_core.records.checkpoints import data_digests, newest_checkpoint
+from llama_core.records.data_changes import allow_data_change as record_allowed_change
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, user_path, write_json
+from llama_core.records.files import atomic_write, write_json
+from llama_core.records.metrics import read_heartbeat
 from llama_core.records.owners import refuse_links
 
+_PATHS = {"source", "sources", "validation", "tokenizer", "chat_template", "cache_dir"}
 _ALL_THE_SAME = "or run it anyway with --force (launch.force=true)"
 
 
-def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool = False) -> RunDirectory:
+def prepare_run(
+    config: RunConfig, run_dir: Path | None = None, *, resume: bool = False, allow_data_change: bool = False
+) -> RunDirectory:
     """Create a run's directory, or find the one to resume, and write its configuration and plan.
 
     A resumed run keeps its plan unless ``config.parallel`` has changed, because other microbatches round their sums
@@ -44,27 +56,41 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
         run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration; with
             ``training.steps``, a run that took fewer steps, too.
+        allow_data_change: let the run in ``run_dir`` go on with other sources, weights or stages of its mixture, or
+            with other documents; each source that is the same goes on where it was.
 
     Raises:
-        RunDirectoryError: if the directory holds other files, or already holds this run and ``resume`` is not set.
-        ConfigError, DataError, WeightsError, PlanError, EnvironmentMismatchError: if the request cannot be met, or is
-            estimated not to fit the device and ``launch.force`` is not set. Nothing has been written then.
+        RunDirectoryError: if the directory holds other files, has a name that is not UTF-8, or already holds this run
+            and ``resume`` is not set.
+        ConfigError, DataError, WeightsError, HubError, PlanError, EnvironmentMismatchError: if the request cannot be
+            met, or is estimated not to fit the device and ``launch.force`` is not set. Nothing has been written then,
+            except to the cache of the Hub.
     """
-    planned = plan_run(_seen_from_anywhere(config))
+    _refuse_undecodable(run_dir or RUNS)
+    if allow_data_change:
+        _refuse_change_of_nothing(config, run_dir, resume=resume)
+    asked = resolve(config)
+    planned = plan_run(_seen_from_anywhere(asked.config))
     try:
-        run = existing_run(planned.config, run_dir, resume=resume)
+        run = existing_run(planned.config, run_dir, resume=resume, allow_data_change=allow_data_change)
     except OSError as error:
         raise RunDirectoryError(
             f"cannot write run directory {str(run_dir)!r}: {error.strerror}; choose another --run-dir"
         ) from None
+    if run is None:
+        refuse_unfit_on_any_nodes(planned)  # rather than after a download
+    for source in asked.sources:
+        if source.setting != INITIAL_WEIGHTS or _needs_initial_weights(planned.config, run):
+            source.fetch()
     check_initial_weights(planned.config, run)
-    statistics = _check_data(config)
+    statistics = _check_data(asked.config, has_changed_data=allow_data_change or _has_changed_data(run))
+    check_evaluation(planned.config)
     is_new = run is None
     if run is None:
         if resume and run_dir is None:
             say("note", f"nothing to resume: {why_none_goes_on(planned.config)}")
         run = new_run(planned.config, run_dir)
-    elif run.plan.exists() and load_config(run).parallel == planned.config.parallel:
+    elif run.plan.exists() and _divides_alike(load_config(run), planned.config):
         planned = _with_kept_plan(planned, run)
     refuse_unfit_on_any_nodes(planned)
     refuse_links(run)
@@ -72,23 +98,64 @@ def prepare_run(config: RunConfig, run_dir: Path | None = None, *, resume: bool 
     with only_one_submission(run.logs):
         if is_new and run.config.exists():  # another process may have started a run here since we looked
             existing_run(planned.config, run.path, resume=resume)
-        _write(run, planned, statistics)
+        _write(run, planned, statistics, allow_data_change=allow_data_change)
+        record_sources(run, asked)
     return run
 
 
-def _write(run: RunDirectory, planned: PlannedRun, statistics: DataStatistics | None) -> None:
-    if run.config.exists() and settings_to_continue(run).training.steps != planned.config.training.steps:
+def _divides_alike(before: RunConfig, now: RunConfig) -> bool:
+    """Return whether a plan for one configuration is one for the other, too: stages may have changed the lengths."""
+    return before.parallel == now.parallel and before.seq_lens == now.seq_lens
+
+
+def _refuse_undecodable(folder: Path) -> None:
+    """Refuse a folder whose path holds bytes that are not UTF-8: torch saves no checkpoint there."""
+    path = str(folder.absolute())
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise RunDirectoryError(
+            f"run directory {path!r} has a name that is not UTF-8, below which torch saves no checkpoint; "
+            "choose another --run-dir"
+        ) from None
+
+
+def _write(
+    run: RunDirectory, planned: PlannedRun, statistics: DataStatistics | None, *, allow_data_change: bool
+) -> None:
+    if allow_data_change:
+        record_allowed_change(run, data_digests(run))  # before the run has settings that need it
+    if run.config.exists() and (_is_extended(run, planned.config.training) or has_lost_its_end(run)):
         for of_fewer_steps in (run.training, run.benchmark):
             of_fewer_steps.unlink(missing_ok=True)
-    sizes = {"batch_size": planned.config.batch_size, "seq_len": planned.config.seq_len}
+    sizes = {"batch_size": planned.config.first_batch_size, "seq_len": planned.config.first_seq_len}
     with atomic_write(run.config) as temporary:
         temporary.write_text(with_keys(planned.config, training=sizes).to_yaml())
     write_json(run.plan, planned.plan.as_dict())
     write_json(run.estimate, planned.estimate.as_dict())
+    _keep_generation_config(run, planned.config.training.init_from)
     if planned.choice is not None:
         write_json(run.choice, planned.choice.as_dict())
     if statistics is not None:
         write_json(run.data, statistics.as_dict())
+
+
+def _is_extended(run: RunDirectory, training: TrainingConfig) -> bool:
+    """Return whether a run is to go on beyond its end: to another last step, or with other patience."""
+    before = settings_to_continue(run).training
+    if before.steps != training.steps:
+        return True
+    newest = read_heartbeat(run)
+    ended_early = newest is not None and newest.step < newest.total_steps
+    return ended_early and before.patience != training.patience
+
+
+def _keep_generation_config(run: RunDirectory, init_from: str | None) -> None:
+    """Write how the initial weights generate, for exports: once the run has a checkpoint, they may be gone."""
+    if init_from is None or run.generation_config.exists():
+        return
+    if generation := generation_config(Path(init_from)):
+        write_json(run.generation_config, generation)
 
 
 def _with_kept_plan(planned: PlannedRun, run: RunDirectory) -> PlannedRun:
@@ -115,13 +182,20 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
         A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own.
 
     Raises:
-        WeightsError: if the weights are missing, incomplete or another model's.
+        WeightsError: if the weights are missing, incomplete or another model's, or their ``generation_config.json`` is
+            damaged.
     """
     init_from = config.training.init_from
-    is_saved = run is not None and newest_checkpoint(run) is not None and config.spec.lora is None
-    if init_from is None or is_saved:
+    if init_from is None or not _needs_initial_weights(config, run):
         return []
-    return check_pretrained(config.spec, Path(resolve_pretrained(init_from)))
+    source = Path(resolve_pretrained(init_from))
+    generation_config(source)  # the run keeps it
+    return check_pretrained(config.spec, source)
+
+
+def _needs_initial_weights(config: RunConfig, run: RunDirectory | None) -> bool:
+    is_saved = run is not None and newest_checkpoint(run) is not None and config.spec.lora is None
+    return config.training.init_from is not None and not is_saved
 
 
 def refuse_unfit(estimate: MemoryEstimate, config: RunConfig, how: str) -> None:
@@ -150,27 +224,67 @@ def refuse_unfit_on_any_nodes(planned: PlannedRun) -> None:
             raise DoesNotFitError(f"launch.min_nodes={fewest.config.launch.nodes}: {error}") from None
 
 
-def _check_data(config: RunConfig) -> DataStatistics | None:
-    """Refuse unusable data. For a run on this machine, also tokenise them now, where the user sees it."""
+def _refuse_change_of_nothing(config: RunConfig, run_dir: Path | None, *, resume: bool) -> None:
+    """Refuse to change the data of a run that does not go on, or reads no mixture."""
+    if not (resume and run_dir is not None and config.data.sources):
+        raise ConfigError(
+            "--allow-data-change is for a run on a mixture (data.sources) that goes on; name it with --resume --run-dir"
+        )
+
+
+def _has_changed_data(run: RunDirectory | None) -> bool:
+    return run is not None and bool(read_data_changes(run).may_follow)
+
+
+def _check_data(config: RunConfig, *, has_changed_data: bool) -> DataStatistics | None:
+    """Refuse unusable data. For a run on this machine, also tokenise them now, where the user sees it.
+
+    Args:
+        config: the run.
+        has_changed_data: whether it goes on from other data. What it reads of each source then depends on its
+            checkpoint, so that its ranks check the epochs.
+    """
     data = config.data
     if data.source == DATALOADER:
         return None
     if config.launch.is_here:
-        datasets = load_datasets(data, config.spec, seq_len=config.seq_len, seed=config.training.seed)
+        datasets = load_datasets(
+            data,
+            config.spec,
+            seq_len=config.first_seq_len,
+            num_sequences=None if has_changed_data else config.num_sequences,
+            stages=config.stages,
+            objective=config.objective,
+        )
         return datasets.statistics
-    check_data(data, config.spec)
+    check_data(data, config.spec, reads=config.objective.reads)
+    refuse_long_wait(config)
     return None
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Refuse data and tasks that the run's checkpoints could not be evaluated on.
+
+    The first records of the data are read, and the data sets of tasks downloaded: the nodes may have no network.
+
+    Raises:
+        ConfigError: if data cannot be used, a task is unknown, or has code.
+        DataError, HubError, EnvironmentMismatchError: if a task's data or the harness cannot be had.
+    """
+    asked = config.evaluation
+    how = Asked.of(asked)
+    if asked.tasks:
+        find_tasks(asked.tasks, asked.include_path, how, tell=partial(say, "note"))
+    for name, source in asked.data.items():
+        alone: dict[str, object] = {"source": source, "sources": {}, "stages": (), "validation": None}
+        try:
+            check_data(config.data.model_copy(update=alone), config.spec)
+        except DataError as error:
+            raise ConfigError(f"evaluation.data.{name}: {error}") from None
 
 
 def _seen_from_anywhere(config: RunConfig) -> RunConfig:
     """Return ``config`` with absolute paths: workers start, and runs are resumed, in other directories."""
-    by_name = {SAMPLE, DATALOADER, BYTES, *BUILT_IN}
-    keys = {"source", "validation", "tokenizer", "chat_template", "cache_dir"}
-    paths = {
-        key: str(user_path(value).absolute())
-        for key, value in config.data.model_dump(include=keys).items()
-        if value is not None and value not in by_name
-    }
     init_from = config.training.init_from
     if init_from is None:
         training = {}
@@ -178,4 +292,11 @@ def _seen_from_anywhere(config: RunConfig) -> RunConfig:
         training = {"init_from": resolve_intact(init_from, partial(say, "warning"))}
     else:  # the ranks read it, side by side, and refuse it if it is damaged
         training = {"init_from": resolve_pretrained(init_from)}
-    return with_keys(config.self_contained(), data=paths, training=training)
+    data = data_from_anywhere(config.data).model_dump(include=_PATHS)
+    asked = config.evaluation
+    folder = None if asked.include_path is None else absolute(asked.include_path)
+    evaluation = {
+        "data": {name: with_paths(source, absolute) for name, source in asked.data.items()},
+        "include_path": folder,
+    }
+    return with_keys(config.self_contained(), data=data, training=training, evaluation=evaluation)

@@ -1,10 +1,11 @@
-"""Plan and rehearse a run without a directory: writes nothing, needs no device, trains nothing."""
+"""Plan and rehearse a run without a directory: writes only to caches, needs no device, trains nothing."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_core.chain.downloads import DOCUMENTS, INITIAL_WEIGHTS, resolve
 from llama_core.chain.expected import expected_here
 from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu, plan_run
 from llama_core.chain.prepare import check_initial_weights, refuse_unfit_on_any_nodes
@@ -35,6 +36,8 @@ class Preview:
     """The check of the data's first records; None if they were not checked."""
     tokens: float | None = None
     """The tokens to train on, if they do not follow from the configuration."""
+    of_hub: tuple[str, ...] = ()
+    """A sentence for each thing of the Hub that is not here yet, or that something here takes the place of."""
 
     @cached_property
     def verdict(self) -> MemoryEstimate:
@@ -63,7 +66,7 @@ class Preview:
         """Remarks on the numbers, a sentence each."""
         left_out = () if self.rehearsed else (f"dry run {NOT_REHEARSED}",)
         random_base = (RANDOM_BASE,) if self.planned.config.has_random_base else ()
-        return (*random_base, *left_out, *self.verdict.notes, *(self.data.notes if self.data else ()))
+        return (*self.of_hub, *random_base, *left_out, *self.verdict.notes, *(self.data.notes if self.data else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the preview as a record."""
@@ -93,15 +96,23 @@ def preview(
     Raises:
         ConfigError, DataError, WeightsError, PlanError: if the request cannot be met.
     """
-    check_initial_weights(config)
-    planned = plan_anywhere(config) if here else plan_for_gpu(config)
-    checked = check_data(planned.config.data, planned.config.spec) if data else None
+    asked = resolve(config)
+    no_weights = asked.waits_for(INITIAL_WEIGHTS)
+    no_data = asked.waits_for(*DOCUMENTS) if data else []
+    if not no_weights:
+        check_initial_weights(asked.config)
+    planned = plan_anywhere(asked.config) if here else plan_for_gpu(asked.config)
+    checked = None
+    if data and not no_data:
+        config = planned.config
+        checked = check_data(config.data, config.spec, reads=config.objective.reads)
     rehearsed = rehearse_plan(planned.config, planned.plan)
+    previewed = Preview(planned, rehearsed, data=checked, tokens=tokens, of_hub=(*asked.notes, *no_weights, *no_data))
     if not twin:
-        return Preview(planned, rehearsed, data=checked, tokens=tokens)
+        return previewed
     from llama_core.rehearsal.twin import twin as train_twin
 
-    return Preview(planned, rehearsed, train_twin(planned.config, planned.plan), checked, tokens)
+    return replace(previewed, twin=train_twin(planned.config, planned.plan))
 
 
 def preview_sbatch(config: RunConfig, run_dir: Path | None = None) -> str:

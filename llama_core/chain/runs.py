@@ -1,33 +1,30 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
 from llama_core.config.recorded import (
     LENGTH,
+    OR_ALLOW_DATA_CHANGE,
     differences,
+    is_of_mixture,
     load_recorded,
     may_extend,
     refuse_edited,
     trained_settings,
 )
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import DATALOADER
+from llama_core.config.settings import DATALOADER, DataSource
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
-from llama_core.models.pretrained import refuse_damaged
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import (
-    checkpoint_name,
-    checkpoint_step,
-    list_checkpoints,
-    newest_intact_checkpoint,
-    newest_step,
-)
+from llama_core.records.checkpoints import newest_step
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import read_typed
 from llama_core.records.owners import other_owner, refuse_foreign
@@ -54,7 +51,7 @@ def load_plan(run: RunDirectory) -> ParallelPlan:
     return read_typed(run.plan, ParallelPlan)
 
 
-def resume_command(run: RunDirectory, source: str | None) -> str:
+def resume_command(run: RunDirectory, source: DataSource | None) -> str:
     """Return the command that continues a run.
 
     Args:
@@ -62,32 +59,6 @@ def resume_command(run: RunDirectory, source: str | None) -> str:
         source: its data source; a run on a caller's dataloader is continued from Python.
     """
     return command_to_resume(run, from_python=source == DATALOADER)
-
-
-def find_checkpoint(run: RunDirectory, step: int | None, tell: Callable[[str], None] = lambda text: None) -> Path:
-    """Return the directory of the checkpoint of ``step``, or of the newest intact one. Reads all of it.
-
-    Args:
-        run: the run.
-        step: step of the checkpoint.
-        tell: called with a line about each later one that is damaged.
-
-    Raises:
-        RunDirectoryError: if there is none; the message names those that exist.
-        CheckpointError: if it is damaged, or all are.
-    """
-    if step is None:
-        newest = newest_intact_checkpoint(run, tell)
-        if newest is None:
-            raise RunDirectoryError(f"{run.path} has no checkpoint; train the run until it saves one")
-        return newest
-    wanted = run.checkpoints / checkpoint_name(step)
-    found = list_checkpoints(run)
-    if wanted not in found:
-        there = ", ".join(str(checkpoint_step(path)) for path in found) or "none"
-        raise RunDirectoryError(f"{run.path} has no checkpoint of step {step}; there are {there}")
-    refuse_damaged(wanted)
-    return wanted
 
 
 def resume_point(run: RunDirectory) -> str:
@@ -102,7 +73,14 @@ def is_finished(run: RunDirectory) -> bool:
     return run.training.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
 
 
-def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> RunDirectory | None:
+def has_lost_its_end(run: RunDirectory) -> bool:
+    """Return whether a finished run has checkpoints, but no complete one of its last step any more."""
+    return is_finished(run) and 0 < newest_step(run) < read_outcome(run).step
+
+
+def existing_run(
+    config: RunConfig, run_dir: Path | None, *, resume: bool, allow_data_change: bool = False
+) -> RunDirectory | None:
     """Return the run that a request continues, or None if it starts a new one.
 
     Args:
@@ -110,6 +88,8 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
         run_dir: the requested directory; None looks through ``RUNS``.
         resume: whether to continue a run: the newest unfinished one of this configuration, or else, with
             ``training.steps``, the newest that took fewer steps and differs in nothing else, finished or not.
+        allow_data_change: whether the run in ``run_dir`` may go on with other sources, weights and stages of its
+            mixture.
 
     Raises:
         RunDirectoryError: if the directory holds other files, or somebody else's run, or already holds this run and
@@ -132,13 +112,12 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
     refuse_foreign(run, "continue it")
     recorded = load_config(run)
     trained = trained_settings(run)
-    changed = _changed(recorded, trained, config)
+    may_change_data = allow_data_change or _keeps_changed_data(run, recorded, config)
+    changed = _changed(recorded, trained, config, may_change_data=may_change_data)
     if changed and not (resume and may_extend(config, changed)):
-        refuse_edited(run, recorded, trained)
-        raise RunDirectoryError(
-            f"{run_dir} holds a run of another configuration ({'; '.join(changed.values())}); choose another --run-dir"
-        )
-    refuse_edited(run, config, trained)
+        _refuse_other_settings(run, recorded, trained, config)
+    refuse_edited(run, config, trained, may_change_data=may_change_data)
+    _refuse_change_of_running_job(run, recorded, config)
     if changed:
         _check_extension(run, config.training.steps)
     elif (trained or recorded).training.steps != config.training.steps:  # by hand, in config.yaml
@@ -148,18 +127,56 @@ def existing_run(config: RunConfig, run_dir: Path | None, *, resume: bool) -> Ru
     return run
 
 
+def _keeps_changed_data(run: RunDirectory, recorded: RunConfig, config: RunConfig) -> bool:
+    """Return whether a run whose data were allowed to change goes on with those of its ``config.yaml``.
+
+    That has them from then on, but a checkpoint only once they have been trained on.
+    """
+    return bool(read_data_changes(run).may_follow) and not any(map(is_of_mixture, differences(recorded, config)))
+
+
+def _refuse_other_settings(
+    run: RunDirectory, recorded: RunConfig, trained: RunConfig | None, config: RunConfig
+) -> NoReturn:
+    refuse_edited(run, recorded, trained, may_change_data=bool(read_data_changes(run).may_follow))
+    changed = _changed(recorded, trained, config)
+    others = _changed(recorded, trained, config, may_change_data=True)
+    is_allowed_without = len(others) < len(changed) and (not others or may_extend(config, others))
+    raise RunDirectoryError(
+        f"{run.path} holds a run of another configuration ({'; '.join(changed.values())}); choose another "
+        f"--run-dir{OR_ALLOW_DATA_CHANGE if is_allowed_without else ''}"
+    )
+
+
+def _refuse_change_of_running_job(run: RunDirectory, recorded: RunConfig, config: RunConfig) -> None:
+    if any(map(is_of_mixture, differences(recorded, config))) and attach(run) is not None:
+        raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change its data")
+
+
 def settings_to_continue(run: RunDirectory) -> RunConfig:
     """Return the settings that a run goes on with: its newest checkpoint's, or those of ``config.yaml`` without one."""
     return trained_settings(run) or load_config(run)
 
 
-def _changed(recorded: RunConfig, trained: RunConfig | None, config: RunConfig) -> dict[str, str]:
-    """Return how ``config`` differs from what a run trained with so far, and from the length that it was asked for."""
+def _changed(
+    recorded: RunConfig, trained: RunConfig | None, config: RunConfig, *, may_change_data: bool = False
+) -> dict[str, str]:
+    """Return how ``config`` differs from what a run trained with so far, and from the length that it was asked for.
+
+    Args:
+        recorded: the run's ``config.yaml``.
+        trained: the settings of its newest checkpoint.
+        config: what is asked for.
+        may_change_data: leave out the sources, weights and stages of a mixture.
+    """
     so_far = differences(trained or recorded, config)
     asked = differences(recorded, config)
-    return {key: clause for key, clause in so_far.items() if key not in LENGTH} | {
+    changed = {key: clause for key, clause in so_far.items() if key not in LENGTH} | {
         key: clause for key, clause in asked.items() if key in LENGTH
     }
+    if may_change_data:
+        return {key: clause for key, clause in changed.items() if not is_of_mixture(key)}
+    return changed
 
 
 def _refuse_fewer_steps(run: RunDirectory, num_steps: int | None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.environment import validate_environment
+from llama_core.chain.evaluator import Evaluator
 from llama_core.chain.expected import expected_step
 from llama_core.chain.prepare import refuse_unfit
 from llama_core.chain.runs import is_finished, load_config, load_plan
@@ -19,12 +20,14 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DeadlockError, DoesNotFitError, EnvironmentMismatchError
 from llama_core.imports import importing_torch
 from llama_core.launch.jobs import submission
+from llama_core.launch.jobs.evaluation_jobs import evaluations_of
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.outcome import read_outcome, record_refusal
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluations import Score, read_scores
 from llama_core.records.files import intact, read_json, read_typed, write_json
 from llama_core.records.goodput import read_goodput
 from llama_core.records.job import Outcome, Part
@@ -183,6 +186,29 @@ def benchmark(run: RunDirectory) -> BenchmarkRecord:
     return read_typed(run.benchmark, BenchmarkRecord)
 
 
+def evaluate(run: RunDirectory) -> list[Score]:
+    """Evaluate the checkpoints that still wait for it, a line for each, and return the scores of all.
+
+    A run has trained all the same if they cannot be evaluated.
+
+    Raises:
+        RunDirectoryError: if earlier scores are damaged.
+        StoppedError: if Ctrl-C stops it.
+    """
+    config = load_config(run)
+    if not config.evaluation.is_asked_for:
+        return []
+    here = RunDirectory(run.path.resolve())
+    evaluator = Evaluator(here, config, evaluations_of(here, config, beside_ranks=False), tell=partial(say, "evaluate"))
+    try:
+        evaluator.wait()
+    except EnvironmentMismatchError as error:
+        say("evaluate", str(error))
+    finally:
+        evaluator.stop()
+    return read_scores(run)
+
+
 def timed_steps(run: RunDirectory) -> BenchmarkRecord | None:
     """Return the steps timed at the end of the run's job; None if the run times none."""
     return benchmark(run) if load_config(run).benchmark.steps else None
@@ -213,11 +239,15 @@ def records(run: RunDirectory) -> dict[str, Any]:
         run.plan,
         run.choice,
         run.data,
+        run.hub,
         run.environment,
         run.estimate,
         run.dry_run,
         run.training,
         run.checkpoint_interval,
+        run.length,
+        run.expected,
+        run.samples,
         run.benchmark,
         run.outcome,
     )

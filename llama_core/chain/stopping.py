@@ -80,16 +80,16 @@ def cancel(run: RunDirectory) -> Outcome | None:
     return handle.cancel() if handle else None
 
 
-def stopped(run: RunDirectory, outcome: Outcome) -> StoppedError:
-    """Return the error for a stopped run, with the command that continues it."""
-    again = resume_command(run, load_config(run).data.source)
+def stopped(run: RunDirectory, outcome: Outcome, again: str | None = None) -> StoppedError:
+    """Return the error for a stopped run, with the command that continues it; by default ``train --resume``."""
+    again = again or resume_command(run, load_config(run).data.source)
     where = f"after step {outcome.step}" if outcome.step else "before the first step"
     saved = newest_step(run)
     if saved == 0:
         return StoppedError(f"stopped {where}, with no checkpoint yet; start over with: {again}")
     if saved < outcome.step:
         return StoppedError(f"stopped {where}; continue after step {saved}, the newest checkpoint, with: {again}")
-    return StoppedError(f"stopped {where}; continue with: {again}")
+    return StoppedError(f"stopped {where}, with a checkpoint of it; continue with: {again}")
 
 
 def check_outcome(outcome: Outcome) -> Outcome:

@@ -7,21 +7,21 @@ from pydantic import Field
 
 from llama_core.config.hugging_face import absolute_path, folder_name, is_folder, read_folder
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_spec
-from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llama_core.config.section import Key, Section
 from llama_core.errors import ConfigError
 
 _TRAITS = {trait.name for trait in fields(ModelSpec)}
 _REQUIRED = {trait.name for trait in fields(ModelSpec) if trait.default is MISSING}
 """Traits in every record of a model. Another may be newer than a record, which then means its default."""
-_SCALINGS: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
+_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 class RopeScalingConfig(Section):
     """Scaling of the rotary embedding, for sequences longer than the model was first trained on."""
 
-    kind: Literal["none", "linear", "llama3"] | None = None
-    """none, linear (all wavelengths) or llama3 (long ones); default: the model's, else linear if factor is set."""
+    kind: Literal["none", "linear", "llama3", "yarn"] | None = None
+    """none, linear (all wavelengths), llama3 or yarn (long ones); default: the model's, or linear if factor is set."""
     factor: float | None = Field(None, ge=1)
     """How many times longer sequences get; default: the model's. max_context grows in proportion, unless it is set."""
     low_freq_factor: float | None = Field(None, gt=0)
@@ -29,7 +29,15 @@ class RopeScalingConfig(Section):
     high_freq_factor: float | None = Field(None, gt=0)
     """llama3 keeps wavelengths below original_context / high_freq_factor unchanged; default: the model's, or 4."""
     original_context: int | None = Field(None, ge=1)
-    """Context before llama3 scaling, in tokens; default: the model's, or its max_context."""
+    """Context before llama3's or yarn's scaling, in tokens; default: the model's, or its max_context."""
+    beta_fast: float | None = Field(None, gt=0)
+    """yarn keeps pairs that turn more often than this within original_context; default: the model's, or 32."""
+    beta_slow: float | None = Field(None, gt=0)
+    """yarn fully slows down pairs that turn less often than this within it; default: the model's, or 1."""
+    attention_factor: float | None = Field(None, gt=0)
+    """yarn's factor on cosines and sines; default: the model's, or 0.1 ln(factor) + 1."""
+    truncate: bool | None = None
+    """Whether yarn's blend begins and ends at whole pairs; default: the model's, or true."""
 
     def over(self, own: RopeScaling | None, max_context: int) -> RopeScaling | None:
         """Return a model's scaling with these settings applied.
@@ -84,6 +92,14 @@ class ArchitectureConfig(Section):
     """Tokens in the vocabulary."""
     tied_embeddings: bool | None = None
     """Whether the output head shares the embedding's weights."""
+    qkv_bias: bool | None = None
+    """Whether the projections to queries, keys and values have biases, as in Qwen2."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised, head by head, before they are rotated, as in Qwen3."""
+    sliding_window: int | None = Field(None, ge=0)
+    """Tokens that a query sees, itself included, as in Mistral; 0 for all earlier ones."""
+    windowed_layers: tuple[int, ...] | None = Field(None, strict=False)
+    """The layers with the sliding window; default: the model's, or all."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon that the norms add to the mean square."""
     rope_theta: float | None = Field(None, gt=0)
@@ -149,7 +165,7 @@ class ArchitectureConfig(Section):
         return replace(spec, **traits)
 
 
-_NOT_SET_HERE = {"name", "family", "default_seq_len", "lora", "moe", "trainable"}
+_NOT_SET_HERE = {"name", "family", "default_seq_len", "lora", "moe", "trainable", "base"}
 """Traits that follow from the model's name, or have sections of their own."""
 if _NOT_SET_HERE | ArchitectureConfig.model_fields.keys() - {"recorded_from"} != _TRAITS:
     raise NotImplementedError("a trait of ModelSpec has no key in ArchitectureConfig, so a run would not record it")

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
 from llama_core.records.files import read_file
@@ -29,8 +27,3 @@ def read_mapping(path: Path, kind: str, below: Path | None = None) -> dict[str, 
     if mapping is not None and not isinstance(mapping, dict):
         raise ConfigError(f"{kind} {str(path)!r} is not a mapping of keys to values")
     return mapping
-
-
-def write_mapping(mapping: dict[str, Any]) -> str:
-    """Return nested keys as YAML, in their order."""
-    return yaml.safe_dump(mapping, sort_keys=False)

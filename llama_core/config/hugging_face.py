@@ -1,10 +1,11 @@
-"""Read and write the ``config.json`` of a Hugging Face folder: the architecture of a Llama or Mixtral.
+"""Read and write the ``config.json`` of a Hugging Face folder: the architecture of a Llama or of a relative.
 
-Keys have the meaning and the defaults of transformers' ``LlamaConfig`` or ``MixtralConfig``, in the spelling of
-version 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the
-weights compute is refused. Other keys are ignored: ``attention_dropout``, ``initializer_range``,
-``router_jitter_noise`` and ``router_aux_loss_coef`` are training settings, ``use_cache`` is a generation setting, and
-``pretraining_tp`` only splits a product into slices that are added up again.
+A relative is a Llama with traits; a class below says which. Keys have the meaning and the defaults of transformers'
+``LlamaConfig``, or of the relative's own configuration, in the spelling of version 4 (``rope_theta``,
+``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the weights compute is refused. Other
+keys are ignored: ``attention_dropout``, ``initializer_range``, ``router_jitter_noise`` and ``router_aux_loss_coef`` are
+training settings, ``use_cache`` is a generation setting, and ``pretraining_tp`` only splits a product into slices that
+are added up again.
 """
 
 import json
@@ -12,16 +13,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_names
-from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_amplitude
 from llama_core.config.strategy import MoE
-from llama_core.errors import ConfigError
-from llama_core.records.files import read_file, user_path
+from llama_core.errors import ConfigError, as_clause
+from llama_core.hub import folder_of, repository_in_cache
+from llama_core.records.files import read_file
 
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
@@ -30,6 +32,7 @@ _THETA = 10_000.0
 _MIXTRAL_THETA = 1_000_000.0
 """The same for Mixtral."""
 
+_WINDOW = "sliding_window"
 _ROPE_KEYS = {"kind": "rope_type", "original_context": "original_max_position_embeddings"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes that weights can be written in, with transformers' names for them."""
@@ -40,7 +43,10 @@ _One = Annotated[float, Field(ge=1, le=1)]
 
 
 def is_folder(model: str) -> bool:
-    """Return whether ``model`` is a path (it has a separator, or holds a ``config.json``) and not a variant's name."""
+    """Return whether ``model`` is a path or a name of the Hub, and not a variant's name.
+
+    A path has a separator, or holds a ``config.json``.
+    """
     if os.sep in model or model in model_names():
         return os.sep in model
     try:
@@ -50,13 +56,14 @@ def is_folder(model: str) -> bool:
 
 
 def folder_name(model: str) -> str:
-    """Return the name of the model in a folder, which is the folder's name."""
-    return _folder(model).resolve().name
+    """Return the name of the model in a folder: that of its repository if it comes from the Hub, else the folder's."""
+    folder = folder_of(model).resolve()
+    return (repository_in_cache(folder) or folder.name).rpartition("/")[2]
 
 
 def absolute_path(model: str) -> str:
     """Return the absolute path of a folder."""
-    return str(_folder(model).absolute())
+    return str(folder_of(model).absolute())
 
 
 def read_folder(model: str) -> ModelSpec:
@@ -67,20 +74,24 @@ def read_folder(model: str) -> ModelSpec:
     length before scaling.
 
     Args:
-        model: the folder; ``~`` is the home directory.
+        model: the folder, where ``~`` is the home directory, or a name of the Hub.
 
     Raises:
         ConfigError: naming every key that is missing, wrong or unlike Llama, or saying why the folder holds no model.
+        HubError: if a name stands for no folder.
     """
-    folder = _folder(model)
+    folder = folder_of(model)
     _refuse_other_folders(folder, model)
     file = folder / _CONFIG
-    given = {key: value for key, value in _read_json(file).items() if value not in (None, {})}
+    # a window that is null is none; of other keys, null is the default
+    given = {key: value for key, value in _read_json(file).items() if value not in (None, {}) or key == _WINDOW}
+    model_type = str(given.get("model_type", "llama"))
+    kind = _KINDS.get(model_type, _LlamaJson)
     try:
-        config = (_MixtralJson if given.get("model_type") == "mixtral" else _LlamaJson).model_validate(given)
+        config = kind.model_validate(given)
     except ValidationError as error:
-        problems = [problem for detail in error.errors() for problem in _describe(detail)]
-        if given.get("model_type", "llama") not in ("llama", "mixtral"):  # other models name their sizes differently
+        problems = [problem for detail in error.errors() for problem in _describe(detail, kind)]
+        if model_type not in _KINDS:  # other models name their sizes differently
             problems = [problem for problem in problems if not problem.endswith(_MISSING)]
         raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
     return ModelSpec(
@@ -91,7 +102,7 @@ def read_folder(model: str) -> ModelSpec:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.width_of_head,
-        ffn_size=config.intermediate_size,
+        ffn_size=config.width_of_feed_forward,
         vocab_size=config.vocab_size,
         rope_theta=config.theta,
         norm_eps=config.rms_norm_eps,
@@ -101,11 +112,12 @@ def read_folder(model: str) -> ModelSpec:
         rope_scaling=config.scaling,
         instruct=_has_chat_template(folder),
         moe=config.moe,
+        **config.traits,
     )
 
 
 def config_json(
-    spec: ModelSpec, dtype: str = "fp32", *, bos_id: int | None = None, eos_id: int | None = None
+    spec: ModelSpec, dtype: str = "fp32", *, bos_id: int | None = None, eos_id: int | list[int] | None = None
 ) -> dict[str, Any]:
     """Return ``config.json`` for transformers 4 and 5, with the rotary embedding and the dtype under both their keys.
 
@@ -113,25 +125,19 @@ def config_json(
         spec: the architecture.
         dtype: dtype of the weights beside it, one of ``DTYPES``.
         bos_id: the token that begins a document; None if unknown.
-        eos_id: the token that ends a document; None if unknown.
+        eos_id: the token that ends a text, or all that do; None if unknown.
+
+    Raises:
+        ConfigError: if transformers has no model with these traits.
     """
+    kind = _kind_of(spec)
     scaling = None
     if spec.rope_scaling is not None:
-        scaling = {_ROPE_KEYS.get(name, name): value for name, value in asdict(spec.rope_scaling).items()}
-    mixture: dict[str, Any] = {}
-    if spec.moe is not None:
-        mixture = {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": spec.moe.num_experts,
-            "num_experts_per_tok": spec.moe.experts_per_token,
-            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
-            "router_jitter_noise": 0.0,
-            "sliding_window": None,
-        }
+        given = {name: value for name, value in asdict(spec.rope_scaling).items() if value is not None}
+        scaling = {_ROPE_KEYS.get(name, name): value for name, value in given.items()}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [kind.architecture()],
+        "model_type": kind.type_name(),
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -140,8 +146,6 @@ def config_json(
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "rms_norm_eps": spec.norm_eps,
@@ -154,11 +158,20 @@ def config_json(
         "eos_token_id": eos_id,
         "dtype": DTYPES[dtype],
         "torch_dtype": DTYPES[dtype],
-    } | mixture
+    } | kind.keys_of(spec)
 
 
-def _folder(model: str) -> Path:
-    return user_path(model)
+def _kind_of(spec: ModelSpec) -> "type[_LlamaJson]":
+    """Return the type of transformers' model with the traits of ``spec``."""
+    traits = {trait for kind in _KINDS.values() for trait in (*kind.always, *kind.sometimes) if getattr(spec, trait)}
+    for kind in _KINDS.values():
+        if kind.always.keys() <= traits <= kind.always.keys() | kind.sometimes:
+            problem = kind.cannot_describe(spec)
+            if problem:
+                raise ConfigError(f"transformers cannot describe {spec.name}: {problem}")
+            return kind
+    names = ", ".join(sorted(traits))
+    raise ConfigError(f"transformers cannot describe {spec.name}: no model there has all of {names}")
 
 
 def _refuse_other_folders(folder: Path, model: str) -> None:
@@ -177,7 +190,7 @@ def _what_is_wrong(folder: Path) -> str:
     if (folder / _CONFIG).is_file():
         return ""
     if not folder.exists():
-        return "is not a folder here, and nothing is downloaded"
+        return "is not a folder here"
     if not folder.is_dir():
         return "is a file"
     if not (folder / _ADAPTERS).is_file():
@@ -244,7 +257,31 @@ class _Llama3Rope(_LinearRope):
         return Llama3Scaling(self.factor, before, self.low_freq_factor, self.high_freq_factor)
 
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+class _YarnRope(_LinearRope):
+    """A rotary embedding stretched by parts."""
+
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    attention_factor: _Positive | None = None
+    mscale: _Positive | None = None
+    mscale_all_dim: _Positive | None = None
+    truncate: bool = True
+
+    def scaling(self, max_context: int) -> RopeScaling:
+        amplitude = self.attention_factor
+        if amplitude is None and self.mscale and self.mscale_all_dim:
+            amplitude = yarn_amplitude(self.factor, self.mscale) / yarn_amplitude(self.factor, self.mscale_all_dim)
+        return YarnScaling(
+            self.factor,
+            self.original_max_position_embeddings or max_context,
+            beta_fast=self.beta_fast or 32.0,
+            beta_slow=self.beta_slow or 1.0,
+            attention_factor=amplitude,
+            truncate=self.truncate,
+        )
+
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _UNKNOWN_ROPE = "rope_type"
 _MISSING = " is missing"
 
@@ -254,7 +291,10 @@ def _rope_type(given: Any) -> Any:
 
 
 _AnyRope = Annotated[
-    Annotated[_Rope, Tag("default")] | Annotated[_LinearRope, Tag("linear")] | Annotated[_Llama3Rope, Tag("llama3")],
+    Annotated[_Rope, Tag("default")]
+    | Annotated[_LinearRope, Tag("linear")]
+    | Annotated[_Llama3Rope, Tag("llama3")]
+    | Annotated[_YarnRope, Tag("yarn")],
     Discriminator(
         _rope_type, custom_error_type=_UNKNOWN_ROPE, custom_error_message=f"choose one of {', '.join(_ROPE_TYPES)}"
     ),
@@ -264,8 +304,12 @@ _AnyRope = Annotated[
 class _LlamaJson(_Json):
     """The values that a ``config.json`` may have; the text below a key is the error message for any other value."""
 
+    always: ClassVar[dict[str, Any]] = {}
+    """The traits of ``ModelSpec`` that tell these models from Llama."""
+    sometimes: ClassVar[frozenset[str]] = frozenset()
+    """Traits that only some of them have."""
+
     model_type: Literal["llama"]
-    """only llama and mixtral can be trained"""
     architectures: list[Literal["LlamaForCausalLM"]] = []
     """only LlamaForCausalLM can be trained"""
     vocab_size: _Size
@@ -294,6 +338,33 @@ class _LlamaJson(_Json):
     quantization_config: None = None
     """quantised weights cannot be trained; give the folder of the unquantised model"""
 
+    @classmethod
+    def type_name(cls) -> str:
+        """Return the ``model_type`` of these models."""
+        (name,) = get_args(cls.model_fields["model_type"].annotation)
+        return str(name)
+
+    @classmethod
+    def architecture(cls) -> str:
+        """Return the name of transformers' class for these models."""
+        (names,) = get_args(cls.model_fields["architectures"].annotation)
+        return str(*get_args(names))
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        return {"attention_bias": False, "mlp_bias": False}
+
+    @classmethod
+    def cannot_describe(cls, spec: ModelSpec) -> str:
+        """Return what these models lack that a model with their traits has; empty if nothing."""
+        return ""
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        return {name: value for name, value in self.always.items() if name != "moe"}
+
     @property
     def moe(self) -> MoE | None:
         """The experts in place of every feed-forward; None without experts."""
@@ -303,6 +374,11 @@ class _LlamaJson(_Json):
     def width_of_head(self) -> int:
         """Width of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def width_of_feed_forward(self) -> int:
+        """Width of a feed-forward, or of an expert in its place."""
+        return self.intermediate_size
 
     @property
     def theta(self) -> float:
@@ -355,6 +431,9 @@ class _LlamaJson(_Json):
 class _MixtralJson(_LlamaJson):
     """The same for a mixture of experts, with the defaults of transformers' ``MixtralConfig``."""
 
+    always = {"moe": True}
+    sometimes = frozenset({"sliding_window"})
+
     model_type: Literal["mixtral"]  # type: ignore[assignment]
     architectures: list[Literal["MixtralForCausalLM"]] = []  # type: ignore[assignment]
     """only MixtralForCausalLM can be trained"""
@@ -363,6 +442,7 @@ class _MixtralJson(_LlamaJson):
     max_position_embeddings: Annotated[int, Field(ge=2)] = 131_072
     num_local_experts: _Size = 8
     num_experts_per_tok: _Size = 2
+    sliding_window: _Size | None = None  # type: ignore[assignment]
 
     @property
     def moe(self) -> MoE:
@@ -374,8 +454,205 @@ class _MixtralJson(_LlamaJson):
         """Base of the rotary embedding."""
         return next((theta for _, theta in self._thetas()), _MIXTRAL_THETA)
 
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        assert spec.moe is not None
+        return {
+            "num_local_experts": spec.moe.num_experts,
+            "num_experts_per_tok": spec.moe.experts_per_token,
+            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
+            "router_jitter_noise": 0.0,
+            "sliding_window": spec.sliding_window or None,
+        }
 
-def _describe(detail: ErrorDetails) -> Iterator[str]:
+    @classmethod
+    def cannot_describe(cls, spec: ModelSpec) -> str:
+        """Return what these models lack that a model with their traits has; empty if nothing."""
+        assert spec.moe is not None
+        if spec.num_sparse_layers == spec.num_layers and spec.moe.gate_softmax == "chosen":
+            return ""
+        return "Mixtral has experts in every layer (moe_layers) and gates over the chosen ones (gate_softmax=chosen)"
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        return super().traits | {"sliding_window": self.sliding_window or 0}
+
+
+class _MistralJson(_LlamaJson):
+    """The same with a window in every layer, with the defaults of transformers' ``MistralConfig``."""
+
+    sometimes = frozenset({"sliding_window"})
+
+    model_type: Literal["mistral"]  # type: ignore[assignment]
+    architectures: list[Literal["MistralForCausalLM"]] = []  # type: ignore[assignment]
+    """only MistralForCausalLM can be trained"""
+    num_key_value_heads: _Size | None = 8
+    max_position_embeddings: Annotated[int, Field(ge=2)] = 131_072
+    sliding_window: _Size | None = 4096  # type: ignore[assignment]
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        return {"sliding_window": self.sliding_window or 0}
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        return {"sliding_window": spec.sliding_window or None}
+
+
+class _QwenJson(_LlamaJson):
+    """What the types of Qwen share: a window in some layers, which has to be switched on."""
+
+    sometimes = frozenset({"sliding_window", "windowed_layers"})
+
+    num_key_value_heads: _Size | None = 32
+    max_position_embeddings: Annotated[int, Field(ge=2)] = 32_768
+    attention_bias: Literal[False] = False
+    """only the biases of Qwen2 can be trained"""
+    use_sliding_window: bool = False
+    sliding_window: _Size | None = 4096  # type: ignore[assignment]
+    max_window_layers: Annotated[int, Field(ge=0)] = 28
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+
+    @property
+    def _windowed(self) -> list[int]:
+        """The layers with a window."""
+        layers = range(self.num_hidden_layers)
+        if self.layer_types is not None:
+            return [layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention"]
+        return list(layers[self.max_window_layers :]) if self.use_sliding_window and self.sliding_window else []
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        windowed = self._windowed
+        if not windowed:
+            return super().traits
+        in_all = len(windowed) == self.num_hidden_layers
+        return super().traits | {
+            "sliding_window": self.sliding_window,
+            "windowed_layers": () if in_all else tuple(windowed),
+        }
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers={self.num_hidden_layers}"
+        if self._windowed and not (self.use_sliding_window and self.sliding_window):
+            yield "layer_types has sliding_attention, but use_sliding_window or sliding_window says that there is none"
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        if not spec.sliding_window:
+            return {"use_sliding_window": False, "sliding_window": None}
+        windowed = [spec.window(layer) > 0 for layer in range(spec.num_layers)]
+        return {
+            "use_sliding_window": True,
+            "sliding_window": spec.sliding_window,
+            "max_window_layers": windowed.index(True),  # for readers that know no layer_types
+            "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in windowed],
+        }
+
+
+class _Qwen2Json(_QwenJson):
+    """The same with biases of queries, keys and values, with the defaults of transformers' ``Qwen2Config``."""
+
+    always = {"qkv_bias": True}
+
+    model_type: Literal["qwen2"]  # type: ignore[assignment]
+    architectures: list[Literal["Qwen2ForCausalLM"]] = []  # type: ignore[assignment]
+    """only Qwen2ForCausalLM can be trained"""
+
+
+class _Qwen3Json(_QwenJson):
+    """The same with norms of queries and keys, with the defaults of transformers' ``Qwen3Config``."""
+
+    always = {"qk_norm": True}
+
+    model_type: Literal["qwen3"]  # type: ignore[assignment]
+    architectures: list[Literal["Qwen3ForCausalLM"]] = []  # type: ignore[assignment]
+    """only Qwen3ForCausalLM can be trained"""
+    head_dim: _Size | None = 128
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        return super().keys_of(spec) | {"attention_bias": False}
+
+
+class _Qwen3MoeJson(_QwenJson):
+    """The same for a mixture of experts, with the defaults of transformers' ``Qwen3MoeConfig``."""
+
+    always = {"qk_norm": True, "moe": True}
+    sometimes = frozenset({"sliding_window"})
+
+    model_type: Literal["qwen3_moe"]  # type: ignore[assignment]
+    architectures: list[Literal["Qwen3MoeForCausalLM"]] = []  # type: ignore[assignment]
+    """only Qwen3MoeForCausalLM can be trained"""
+    intermediate_size: _Size = 6144
+    num_key_value_heads: _Size | None = 4
+    moe_intermediate_size: _Size = 768
+    num_experts: _Size = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts_per_tok: _Size = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Literal[1] = 1
+    """only mixtures with experts in every layer can be trained"""
+    mlp_only_layers: Annotated[list[int], Field(max_length=0)] = []
+    """only mixtures with experts in every layer can be trained"""
+
+    @property
+    def moe(self) -> MoE:
+        """The experts."""
+        return MoE(
+            num_experts=self.num_experts,
+            experts_per_token=self.num_experts_per_tok,
+            gate_softmax="chosen" if self.norm_topk_prob else "all",
+        )
+
+    @property
+    def width_of_feed_forward(self) -> int:
+        """Width of a feed-forward, or of an expert in its place."""
+        return self.moe_intermediate_size
+
+    @property
+    def _windowed(self) -> list[int]:
+        return list(range(self.num_hidden_layers)) if self.use_sliding_window and self.sliding_window else []
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        assert spec.moe is not None
+        return {
+            "attention_bias": False,
+            "use_sliding_window": spec.sliding_window > 0,
+            "sliding_window": spec.sliding_window or None,
+            "moe_intermediate_size": spec.ffn_size,
+            "num_experts": spec.moe.num_experts,
+            "num_experts_per_tok": spec.moe.experts_per_token,
+            "norm_topk_prob": spec.moe.gate_softmax == "chosen",
+            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+    @classmethod
+    def cannot_describe(cls, spec: ModelSpec) -> str:
+        """Return what these models lack that a model with their traits has; empty if nothing."""
+        in_every_layer = spec.num_sparse_layers == spec.num_layers
+        return "" if in_every_layer else "a Qwen3 with experts has them in every layer (moe_layers)"
+
+
+_KINDS: dict[str, type[_LlamaJson]] = {
+    kind.type_name(): kind for kind in (_LlamaJson, _MixtralJson, _MistralJson, _Qwen2Json, _Qwen3Json, _Qwen3MoeJson)
+}
+"""The types of models that can be read and written, by ``model_type``."""
+
+
+def _describe(detail: ErrorDetails, kind: type[_LlamaJson]) -> Iterator[str]:
     """Yield the problems in one of Pydantic's error details, with keys spelled as in the file."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
@@ -393,11 +670,15 @@ def _describe(detail: ErrorDetails) -> Iterator[str]:
     elif detail["type"] == _UNKNOWN_ROPE:
         key = f"{key}.rope_type"
         value = _rope_type(value)
+        if value == "dynamic":
+            message = f"a text's length would change all its frequencies, those of cached keys too; {message}"
+    elif key == "model_type":
+        message = f"only {', '.join(_KINDS)} can be trained"
     elif detail["type"] == "extra_forbidden":
         message = "not a setting of Llama's rotary embedding"
     else:
-        owner = _Rope if len(path) > 1 else _LlamaJson
+        owner = _Rope if len(path) > 1 else kind
         field = owner.model_fields.get(path[-1])
-        message = (field and field.description) or f"{message[0].lower()}{message[1:]}"
+        message = (field and field.description) or as_clause(message)
     shown = "" if isinstance(value, dict | list) else f"={json.dumps(value)}"
     yield f"{key}{shown}: {message}"

@@ -7,59 +7,36 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.rope import Llama3Scaling, RopeScaling
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
+from llama_core.optimizers.traits import LAYERS, Trained
 from llama_core.units import format_count
+from llama_core.weights import INPUTS, Weight
 
-Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama"]
-"""The generation of a variant; ``llama`` for a model from a folder, whose generation is unknown."""
+Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama", "mistral", "qwen"]
+"""The generation of a variant, or the relatives that it belongs to; ``llama`` for a model from a folder, whose
+generation is unknown."""
 
 LONGEST_DEFAULT = 8192
 """Upper limit on the default sequence length of a model from a folder, in tokens."""
 
-
-Size = Literal["hidden_size", "q_size", "kv_size", "ffn_size", "vocab_size", "num_experts"]
-"""A size of a model: the attribute of ``ModelSpec`` that says how large it is."""
-Division = Literal["vocabulary", "outputs", "inputs", "stream", "router"]
-"""How tensor-parallel ranks divide a weight.
-
-* vocabulary: a table, by its rows
-* outputs: a matrix, by its rows; each rank computes some of the outputs
-* inputs: a matrix, by its columns; each rank has some of the inputs, and the ranks sum up what they compute
-* stream: not at all; it is applied to the residual stream
-* router: not at all; it is applied to whole tokens, but gets only a part of its gradient
-"""
-Beginning = Literal["ones", "normal", "residual"]
-"""Initial values: ones, normal, or normal and smaller the deeper the model, for what writes to the residual stream."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight of the model, or one that every layer has."""
-
-    name: str
-    """Our name; in a layer, the part after its number."""
-    theirs: str
-    """Hugging Face's name, likewise; ``{}`` stands for the number of an expert, each of which has a tensor there."""
-    shape: tuple[Size, ...]
-    """Rows and columns of a matrix, the length of a vector; experts come first."""
-    divided: Division
-    begins: Beginning = "normal"
-    decayed: bool = True
-    """Whether it is subject to weight decay."""
-
-
 # fmt: off
-_EMBEDDING = Weight("tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary")
-_FINAL_NORM = Weight("norm.weight", "model.norm.weight", ("hidden_size",), "stream", "ones", decayed=False)
-_HEAD = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
+EMBEDDING_WEIGHT = Weight("tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary")
+FINAL_NORM_WEIGHT = Weight("norm.weight", "model.norm.weight", ("hidden_size",), "stream", "ones", decayed=False)
+HEAD_WEIGHT = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
 _ATTENTION = (
     Weight("attention_norm.weight", "input_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False),
     Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
+    Weight("attention.wq.bias", "self_attn.q_proj.bias", ("q_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
     Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wk.bias", "self_attn.k_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
     Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wv.bias", "self_attn.v_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
+    Weight("attention.q_norm.weight", "self_attn.q_norm.weight", ("head_dim",), "heads", "ones", decayed=False, only_with="qk_norm"),
+    Weight("attention.k_norm.weight", "self_attn.k_norm.weight", ("head_dim",), "heads", "ones", decayed=False, only_with="qk_norm"),
     Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False),
 )
 _FEED_FORWARD = (
@@ -75,30 +52,53 @@ _MIXTURE = (
 )
 # fmt: on
 _IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE)}
-_OUTSIDE_LAYERS = {weight.name: weight for weight in (_EMBEDDING, _FINAL_NORM, _HEAD)}
+_OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
+_ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
 _OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
+_IN_QWEN = {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""What Qwen3's mixtures call a part that Mixtral calls otherwise."""
+DIVIDED_INPUTS = frozenset(
+    weight.theirs.split(".")[-2]
+    for weight in (EMBEDDING_WEIGHT, *_ATTENTION, *_FEED_FORWARD)
+    if weight is EMBEDDING_WEIGHT or weight.divided == "inputs"
+)
+"""The matrices whose inputs tensor-parallel ranks divide, by Hugging Face's names; of the others they divide the
+outputs. The embedding is a matrix over tokens."""
 
 
 def weight_of(name: str) -> Weight:
     """Return the row of the parameter that we call ``name``, such as ``'layers.0.attention.wq.weight'``.
 
     Raises:
-        NotImplementedError: if it has none. Neither do the weights of adapters.
+        NotImplementedError: if it has none.
     """
     row = _find_weight(name)
     if row is None:
-        raise NotImplementedError(f"{name} has no row among the weights in config/models.py")
+        raise NotImplementedError(f"{name} has no row among the weights in config/models.py, nor in adapters")
     return row
 
 
 def is_decayed(name: str) -> bool:
-    """Return whether a parameter is subject to weight decay, as those of adapters are, which have no row."""
+    """Return whether a parameter is subject to weight decay."""
     row = _find_weight(name)
     return row is None or row.decayed
 
 
 def _find_weight(name: str) -> Weight | None:
-    return _OUTSIDE_LAYERS.get(name) or _IN_LAYERS.get(_in_layer(name))
+    row = _OUTSIDE_LAYERS.get(name) or _IN_LAYERS.get(_in_layer(name))
+    if row is not None:
+        return row
+    of_adapter = adapter_weight(name)
+    return None if of_adapter is None else of_adapter[1]
+
+
+def adapter_weight(name: str) -> tuple[str, Weight] | None:
+    """Return the name of the matrix that an adapter's parameter belongs to, and its row; None for other parameters."""
+    for kind in ADAPTERS.values():
+        for weight in kind.of_embedding if name.startswith(_ON_EMBEDDING) else kind.weights:
+            if name.endswith(f".{weight.name}"):
+                return f"{name.removesuffix(weight.name)}weight", weight
+    return None
 
 
 def _in_layer(name: str) -> str:
@@ -120,9 +120,23 @@ def matrix_name(path: str) -> str:
     return hugging_face_name(f"{path}.weight").split(".")[-2]
 
 
-def matches(name: str, pattern: str) -> bool:
+def part_name(name: str) -> str:
+    """Return Hugging Face's name for a norm, a matrix or a bias within its layer: ``q_proj``, ``q_proj.bias``."""
+    theirs = weight_of(name).theirs.removesuffix(".weight")
+    return theirs.removeprefix("self_attn.").removeprefix("mlp.")
+
+
+def name_in_mixture(name: str, spec: "ModelSpec") -> str:
+    """Return the name that a model's files have for what Mixtral's files call ``name``."""
+    if spec.moe is not None and spec.qk_norm:
+        for theirs, of_qwen in _IN_QWEN.items():
+            name = name.replace(theirs, of_qwen)
+    return name
+
+
+def matches(name: str, pattern: str, spec: "ModelSpec") -> bool:
     """Return whether a glob pattern matches our name or Hugging Face's of a parameter, with or without ``.weight``."""
-    names = (name, hugging_face_name(name))
+    names = (name, name_in_mixture(hugging_face_name(name), spec))
     return any(fnmatchcase(one, pattern) or fnmatchcase(one.removesuffix(".weight"), pattern) for one in names)
 
 
@@ -143,7 +157,18 @@ class LayerTraits(NamedTuple):
     adapted: frozenset[str]
     """Matrices with an adapter; they are frozen."""
     trained: frozenset[str]
-    """Matrices and norms trained in full. Experts stand for the feed-forward's matrices, and have a router besides."""
+    """Matrices, norms and biases trained in full. Experts stand for the feed-forward's matrices, and have a router besides."""
+    window: int = 0
+    """Tokens that a query sees, itself included; 0 for all earlier ones."""
+
+
+class BaseShape(NamedTuple):
+    """The sizes of a small model, whose learning rate and initial values a larger one takes over."""
+
+    width: int
+    """Its ``hidden_size``."""
+    depth: int
+    """Its ``num_layers``."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +176,7 @@ class ModelSpec:
     """The architecture of one model: enough to build it, count its parameters and plan for it.
 
     Raises:
-        ConfigError: if ``moe`` names layers that do not exist.
+        ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist.
     """
 
     name: str
@@ -171,6 +196,14 @@ class ModelSpec:
     """Default sequence length of training, in tokens."""
     tied_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised, head by head, before they are rotated."""
+    sliding_window: int = 0
+    """Tokens that a query sees, itself included; 0 for all earlier ones."""
+    windowed_layers: tuple[int, ...] = ()
+    """The layers with the sliding window; empty for all."""
     instruct: bool = False
     """Whether the model is trained on conversations: same sizes, but another template and loss mask."""
     lora: LoRA | None = None
@@ -179,11 +212,28 @@ class ModelSpec:
     """Experts that replace the feed-forward of some or all layers; None without experts."""
     trainable: tuple[str, ...] = ()
     """Glob patterns of the weights that are trained in full beside adapters; without adapters, all weights are."""
+    base: BaseShape | None = None
+    """The model that it is scaled up from, see ``config.parametrization``; None if it has its own learning rate."""
 
     def __post_init__(self) -> None:
         problems = list(self.moe.misfits(self.name, self.num_layers)) if self.moe else []
+        outside = [layer for layer in self.windowed_layers if layer not in range(self.num_layers)]
+        if outside:
+            layers = f"layers 0 to {self.num_layers - 1}"
+            problems.append(f"architecture.windowed_layers={outside} are not layers of {self.name}, which has {layers}")
+        if self.windowed_layers and not self.sliding_window:
+            problems.append("architecture.windowed_layers needs architecture.sliding_window: how many tokens they see")
         if problems:
             raise ConfigError(*problems)
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]:
+        """The counts that tensor-parallel ranks must divide evenly, by what they count."""
+        return {
+            "key/value heads": self.num_kv_heads,
+            "feed-forward columns": self.ffn_size,
+            "tokens of the vocabulary": self.vocab_size,
+        }
 
     @property
     def q_size(self) -> int:
@@ -211,17 +261,18 @@ class ModelSpec:
 
     def _weights_of_layer(self, *, sparse: bool) -> tuple[Weight, ...]:
         """Return the weights of a layer with experts, or of a dense one, in the model's order."""
-        return (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD))
+        rows = (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD))
+        return tuple(row for row in rows if row.only_with is None or getattr(self, row.only_with))
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
         """Yield every weight of the model with its whole name, without adapters or a tied head, in the model's order."""
-        yield _EMBEDDING.name, _EMBEDDING
+        yield EMBEDDING_WEIGHT.name, EMBEDDING_WEIGHT
         for layer in range(self.num_layers):
             for weight in self._weights_of_layer(sparse=self.has_experts(layer)):
                 yield f"layers.{layer}.{weight.name}", weight
-        yield _FINAL_NORM.name, _FINAL_NORM
+        yield FINAL_NORM_WEIGHT.name, FINAL_NORM_WEIGHT
         if not self.tied_embeddings:
-            yield _HEAD.name, _HEAD
+            yield HEAD_WEIGHT.name, HEAD_WEIGHT
 
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -263,17 +314,19 @@ class ModelSpec:
     def trained_in_full(self) -> frozenset[str]:
         """Names of the parameters that are trained themselves: all, or experts and ``trainable`` beside adapters."""
         return frozenset(
-            name
-            for name in self.parameter_shapes
-            if self.lora is None or is_of_experts(name) or any(matches(name, pattern) for pattern in self.trainable)
+            name for name in self.parameter_shapes if self.lora is None or is_of_experts(name) or self._is_chosen(name)
         )
+
+    def _is_chosen(self, name: str) -> bool:
+        return any(matches(name, pattern, self) for pattern in self.trainable)
 
     @cached_property
     def adapted(self) -> frozenset[str]:
         """Names of the matrices that have an adapter: the targets that are not trained in full."""
         targets = self.lora.target_modules if self.lora else ()
         frozen = self.parameter_shapes.keys() - self.trained_in_full
-        return frozenset(name for name in frozen if matrix_name(name.removesuffix(".weight")) in targets)
+        matrices = (name for name in frozen if name.endswith(".weight"))
+        return frozenset(name for name in matrices if matrix_name(name.removesuffix(".weight")) in targets)
 
     @cached_property
     def layers(self) -> tuple[LayerTraits, ...]:
@@ -285,45 +338,61 @@ class ModelSpec:
         for layer in range(self.num_layers):
             sparse = self.has_experts(layer)
             whole = trained[layer] | frozenset(FEED_FORWARD_MATRICES if sparse else ())
-            traits = LayerTraits(sparse, adapted[layer], whole)
+            traits = LayerTraits(sparse, adapted[layer], whole, self.window(layer))
             found.append(seen.setdefault(traits, traits))
         return tuple(found)
 
     @property
     def trains_embedding(self) -> bool:
         """Whether the embedding, or an adapter on it, gets gradients."""
-        return _EMBEDDING.name in self.trained_in_full or _EMBEDDING.name in self.adapted
+        return EMBEDDING_WEIGHT.name in self.trained_in_full or EMBEDDING_WEIGHT.name in self.adapted
 
     @property
     def trains_table(self) -> bool:
         """Whether the embedding is trained in full."""
-        return _EMBEDDING.name in self.trained_in_full
+        return EMBEDDING_WEIGHT.name in self.trained_in_full
 
     @property
     def trains_head(self) -> bool:
         """Whether the head, or an embedding in its place, is trained in full."""
-        return (_EMBEDDING.name if self.tied_embeddings else _HEAD.name) in self.trained_in_full
+        return (EMBEDDING_WEIGHT.name if self.tied_embeddings else HEAD_WEIGHT.name) in self.trained_in_full
 
     @property
     def trains_final_norm(self) -> bool:
         """Whether the norm before the head is trained."""
-        return _FINAL_NORM.name in self.trained_in_full
+        return FINAL_NORM_WEIGHT.name in self.trained_in_full
 
     @property
     def adapted_tables(self) -> frozenset[str]:
         """The matrices outside the layers that have an adapter: ``embed_tokens``, ``lm_head``, both or none."""
-        names = {_EMBEDDING.name: EMBEDDING, _HEAD.name: HEAD}
+        names = {EMBEDDING_WEIGHT.name: EMBEDDING, HEAD_WEIGHT.name: HEAD}
         return frozenset(names[name] for name in self.adapted.intersection(names))
 
-    @property
+    @cached_property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight of adapters by our names, in the order of the matrices; empty without adapters."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.parameter_shapes:
+            if self.lora is None or name not in self.adapted:
+                continue
+            path = name.removesuffix("weight")
+            matrix = matrix_name(path.removesuffix("."))
+            for weight in self.lora.weights(matrix):
+                shapes[f"{path}{weight.name}"] = self.lora.shape(weight, *self.target_shapes[matrix])
+        return shapes
+
+    @cached_property
     def num_adapter_parameters(self) -> int:
         """Parameters of all adapters."""
-        targets = [*self.adapted_tables, *(matrix for layer in self.layers for matrix in layer.adapted)]
-        return sum(self.lora.lora_rank * sum(self.target_shapes[matrix]) for matrix in targets) if self.lora else 0
+        return sum(map(math.prod, self.adapter_shapes.values()))
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts in place of its feed-forward."""
         return self.moe is not None and self.moe.is_sparse(layer)
+
+    def window(self, layer: int) -> int:
+        """Return how many tokens a query of a layer sees, itself included; 0 for all earlier ones."""
+        return self.sliding_window if not self.windowed_layers or layer in self.windowed_layers else 0
 
     def active_parameters(self, layer: int) -> int:
         """Return the parameters of a layer that one token uses, without adapters."""
@@ -351,6 +420,22 @@ class ModelSpec:
     def num_trained_in_full(self) -> int:
         """Parameters that are trained themselves: all but adapters and frozen ones."""
         return sum(math.prod(self.parameter_shapes[name]) for name in self.trained_in_full)
+
+    @cached_property
+    def trained_matrices(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Shapes of the trained matrices inside each layer: rows and columns, and before them the number of experts."""
+        in_full = {name: shape for name, shape in self.parameter_shapes.items() if name in self.trained_in_full}
+        of_layers: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_layers)]
+        for name, shape in (in_full | self.adapter_shapes).items():
+            if len(shape) > 1 and (layer := _layer_of(name)) is not None:
+                of_layers[layer].append(shape)
+        return tuple(map(tuple, of_layers))
+
+    @property
+    def trained(self) -> Trained:
+        """Numbers of trained parameters, as optimizers tell them apart."""
+        matrices = sum(math.prod(shape) for shapes in self.trained_matrices for shape in shapes)
+        return Trained(matrices, self.num_trainable_parameters - matrices)
 
     @property
     def num_frozen_parameters(self) -> int:
@@ -386,13 +471,20 @@ class ModelSpec:
     def matmul_flops_per_token(self) -> int:
         """FLOPs of a token's products with parameters, forward and backward: 2 per parameter and product.
 
-        A trained parameter takes part in three products. A frozen one has no gradient and takes part in two. For an
-        adapter on the embedding, A is a look-up and counts no FLOPs.
+        A trained parameter takes part in three products. A frozen one has no gradient and takes part in two.
         """
-        adapters = self.num_adapter_parameters
-        if self.lora and EMBEDDING in self.adapted_tables:
-            adapters -= self.lora.lora_rank * self.vocab_size
+        adapters = self._adapter_matmul_parameters
         return 4 * self.num_matmul_parameters + 2 * self._trained_matmul_parameters + 6 * adapters
+
+    @cached_property
+    def _adapter_matmul_parameters(self) -> int:
+        """Parameters of adapters that every token is multiplied with: all matrices, but no look-up of tokens."""
+        total = 0
+        for name, shape in self.adapter_shapes.items():
+            is_look_up = name.startswith(_ON_EMBEDDING) and INPUTS in weight_of(name).shape
+            if len(shape) == 2 and not is_look_up:
+                total += math.prod(shape)
+        return total
 
     @property
     def _trained_matmul_parameters(self) -> int:
@@ -414,12 +506,17 @@ class ModelSpec:
 
 
 def _by_layer(names: frozenset[str], num_layers: int) -> list[frozenset[str]]:
-    """Return the matrices and norms of each layer among some parameters, by Hugging Face's names."""
+    """Return the matrices, norms and biases of each layer among some parameters, by Hugging Face's names."""
     found: list[set[str]] = [set() for _ in range(num_layers)]
     for name in names:
-        if name.startswith("layers.") and not is_of_experts(name):
-            found[int(name.split(".")[1])].add(matrix_name(name.removesuffix(".weight")))
-    return [frozenset(matrices) for matrices in found]
+        if (layer := _layer_of(name)) is not None and not is_of_experts(name):
+            found[layer].add(part_name(name))
+    return [frozenset(parts) for parts in found]
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the layer that a parameter is in; None if it is outside the layers."""
+    return int(name.split(".")[1]) if name.startswith(LAYERS) else None
 
 
 _SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)
@@ -447,6 +544,20 @@ _VARIANTS = (
     ModelSpec("code_llama_7b",         "code_llama",  4096,  32,  32,  32, 128, 11008,  32_016, 1e6, 1e-5,  16384, 16384),
     ModelSpec("code_llama_13b",        "code_llama",  5120,  40,  40,  40, 128, 13824,  32_016, 1e6, 1e-5,  16384, 16384),
     ModelSpec("code_llama_34b",        "code_llama",  8192,  48,  64,   8, 128, 22016,  32_000, 1e6, 1e-5,  16384, 16384),
+    ModelSpec("mistral_7b",            "mistral",     4096,  32,  32,   8, 128, 14336,  32_000, 1e4, 1e-5,  32768,  8192, sliding_window=4096),
+    ModelSpec("qwen2_5_0_5b",          "qwen",         896,  24,  14,   2,  64,  4864, 151_936, 1e6, 1e-6,  32768,  8192, tied_embeddings=True, qkv_bias=True),
+    ModelSpec("qwen2_5_1_5b",          "qwen",        1536,  28,  12,   2, 128,  8960, 151_936, 1e6, 1e-6, 131072,  8192, tied_embeddings=True, qkv_bias=True),
+    ModelSpec("qwen2_5_3b",            "qwen",        2048,  36,  16,   2, 128, 11008, 151_936, 1e6, 1e-6,  32768,  8192, tied_embeddings=True, qkv_bias=True),
+    ModelSpec("qwen2_5_7b",            "qwen",        3584,  28,  28,   4, 128, 18944, 152_064, 1e6, 1e-6, 131072,  8192, qkv_bias=True),
+    ModelSpec("qwen2_5_14b",           "qwen",        5120,  48,  40,   8, 128, 13824, 152_064, 1e6, 1e-5, 131072,  8192, qkv_bias=True),
+    ModelSpec("qwen2_5_32b",           "qwen",        5120,  64,  40,   8, 128, 27648, 152_064, 1e6, 1e-5, 131072,  8192, qkv_bias=True),
+    ModelSpec("qwen2_5_72b",           "qwen",        8192,  80,  64,   8, 128, 29568, 152_064, 1e6, 1e-5, 131072,  8192, qkv_bias=True),
+    ModelSpec("qwen3_0_6b",            "qwen",        1024,  28,  16,   8, 128,  3072, 151_936, 1e6, 1e-6,  40960,  8192, tied_embeddings=True, qk_norm=True),
+    ModelSpec("qwen3_1_7b",            "qwen",        2048,  28,  16,   8, 128,  6144, 151_936, 1e6, 1e-6,  40960,  8192, tied_embeddings=True, qk_norm=True),
+    ModelSpec("qwen3_4b",              "qwen",        2560,  36,  32,   8, 128,  9728, 151_936, 1e6, 1e-6,  40960,  8192, tied_embeddings=True, qk_norm=True),
+    ModelSpec("qwen3_8b",              "qwen",        4096,  36,  32,   8, 128, 12288, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
+    ModelSpec("qwen3_14b",             "qwen",        5120,  40,  40,   8, 128, 17408, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
+    ModelSpec("qwen3_32b",             "qwen",        5120,  64,  64,   8, 128, 25600, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

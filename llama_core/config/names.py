@@ -5,12 +5,14 @@ from difflib import get_close_matches
 
 ALSO_CALLED = {
     "model": ("model_name", "model_variant", "base_model", "model_name_or_path"),
+    "lora.method": ("peft_method", "peft_type", "use_dora"),
     "lora.lora_rank": ("rank", "r", "lora_r"),
     "lora.lora_alpha": ("alpha",),
     "lora.lora_dropout": ("dropout",),
     "lora.target_modules": ("targets", "lora_targets", "lora_target_modules"),
     "data.source": ("data", "dataset", "dataset_path", "data_path", "train_data", "train_file"),
     "data.validation": ("validation_data", "val_data", "eval_data", "eval_dataset", "validation_file"),
+    "data.fields": ("field_names", "field_mapping", "columns", "column_names", "column_mapping"),
     "data.tokenizer": ("tokenizer_path", "tokenizer_name"),
     "data.num_workers": ("workers", "dataloader_num_workers", "dataloader_workers", "num_data_workers"),
     "training.seq_len": ("sequence_length", "seq_length", "max_seq_len", "max_seq_length", "max_length",
@@ -34,6 +36,9 @@ ALSO_CALLED = {
     "training.eval_every": ("eval_steps", "eval_interval"),
     "training.checkpoint_every": ("save_every", "save_steps", "save_interval", "checkpoint_interval"),
     "training.keep_checkpoints": ("save_total_limit",),
+    "training.keep_best": ("load_best_model_at_end", "save_top_k"),
+    "training.patience": ("early_stopping_patience", "early_stopping"),
+    "training.keep_best_by": ("metric_for_best_model",),
     "training.on_bad_step": ("on_spike", "on_loss_spike", "on_nan"),
     "parallel.gpus": ("num_gpus", "ngpus", "devices", "world_size"),
     "parallel.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -76,7 +81,9 @@ def keys_meant(name: str, known: Iterable[str]) -> list[str]:
     section = name[: -len(_last(name))]
     beside = dict.fromkeys(key[len(section) :].partition(".")[0] for key in known if key.startswith(section))
     near = get_close_matches(_last(name), beside, n=1, cutoff=_NEAR)
-    return keys_called(name, known) or [section + word for word in near]
+    called = keys_called(name, known)
+    inside = [key for key in called if key.startswith(section)]
+    return inside or called or [section + word for word in near]
 
 
 def _last(key: str) -> str:

@@ -1,42 +1,69 @@
-"""Overrides: ``section.key=value``, as ``--set`` and the flags of the command line write them."""
+"""Overrides: settings that take precedence over a file's, from the command line or a sweep."""
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from llama_core.config.strict_yaml import parse_yaml
-from llama_core.errors import Problem
+from llama_core.errors import ConfigError, Problem
 
 _NULLS = ("null", "Null", "NULL", "~")
 
 
-def apply_override(mapping: dict[str, Any], override: str) -> Problem | None:
-    """Set a key of nested settings as an override says, whose value is YAML. Return what is wrong with it.
+@dataclass(frozen=True)
+class Override:
+    """A setting and its value."""
 
-    Raises:
-        ConfigError: if the value is not YAML.
-    """
-    key, separator, text = override.partition("=")
-    if not separator:
-        return Problem(f"override {override!r} is not of the form section.key=value")
-    *sections, last = key.strip().split(".")
-    target = mapping
-    for section in sections:
-        if not isinstance(target.get(section), dict):
-            target[section] = {}
-        target = target[section]
-    value = parse_yaml(text, f"override {key!r}")
-    if value is None and text.strip() not in _NULLS:
-        return Problem(f"{key.strip()}={text} has no value; write one, or null for the default")
-    target[last] = value
-    return None
+    key: str
+    """Its dotted key, such as ``training.steps``."""
+    value: Any
+    """As YAML or JSON would give it; a text is never read as YAML."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the override that ``section.key=value`` stands for, with its value in YAML.
+
+        Raises:
+            ConfigError: if it has another form, the value is not YAML, or there is none.
+        """
+        name, separator, written = text.partition("=")
+        key = name.strip()
+        if not separator:
+            raise ConfigError(f"override {text!r} is not of the form section.key=value")
+        value = parse_yaml(written, f"override {key!r}")
+        if value is None and written.strip() not in _NULLS:
+            raise ConfigError(Problem(f"{key}={written} has no value; write one, or null for the default", keys=(key,)))
+        return cls(key, value)
+
+    def apply(self, mapping: dict[str, Any]) -> None:
+        """Set the key in nested settings."""
+        *sections, last = self.key.split(".")
+        target = mapping
+        for section in sections:
+            if not isinstance(target.get(section), dict):
+                target[section] = {}
+            target = target[section]
+        target[last] = self.value
+
+
+def parsed_overrides(overrides: Iterable[Override | str]) -> tuple[list[Override], list[Problem]]:
+    """Return overrides, of which some may be ``section.key=value``, and what is wrong with the others."""
+    parsed = []
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            parsed.append(Override.parse(override) if isinstance(override, str) else override)
+        except ConfigError as error:
+            problems.extend(error.records)
+    return parsed, problems
 
 
 def changed_keys(
-    overrides: Iterable[str], before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any]
+    overrides: Iterable[Override], before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> set[str]:
     """Return the dotted keys to which overrides gave another value than they had; all settings are nested."""
-    asked = {override.partition("=")[0].strip() for override in overrides}
+    asked = {override.key for override in overrides}
     return {key for key in asked if _value(after, key) != _value(before, key, _value(defaults, key))}
 
 

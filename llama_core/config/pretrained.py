@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llama_core.adapters.registry import adapter_of_json
 from llama_core.config.hugging_face import is_folder, read_folder
 from llama_core.config.strategy import PARTS
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
-from llama_core.records.files import DAMAGE, read_file, user_path
+from llama_core.hub import folder_of
+from llama_core.records.files import DAMAGE, read_file
 
-_PEFT = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
-"""Maps keys of PEFT's ``adapter_config.json`` to ours."""
 _PARTS = {part for parts in PARTS.values() for part in parts}
 
 
@@ -21,9 +21,13 @@ def settings_of_weights(path: str) -> dict[str, Any]:
     The result is empty if the files cannot be read; the later check of the weights reports why.
 
     Args:
-        path: a Hugging Face folder, a folder of PEFT's adapters, a run's directory or one of its checkpoints.
+        path: a Hugging Face folder, a folder of PEFT's adapters, a run's directory or one of its checkpoints, or a name
+            of the Hub.
+
+    Raises:
+        HubError: if a name stands for no folder.
     """
-    folder = user_path(path).absolute()
+    folder = folder_of(path).absolute()
     try:
         if (folder / "config.yaml").is_file():
             text = read_file(folder / "config.yaml", folder, MOST_BYTES_OF_YAML).decode()
@@ -38,9 +42,12 @@ def settings_of_weights(path: str) -> dict[str, Any]:
 
 
 def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str, Any]:
-    """Return ``given``, the nested keys of a run, with the settings of its weights where it sets none."""
+    """Return ``given``, the nested keys of a run, with the settings of its weights where it sets none.
+
+    Keys of ``architecture`` change the model of the weights, unless the run names another model.
+    """
     brought = settings_of_weights(init_from)
-    if "model" in given or "architecture" in given:
+    if "model" in given:
         brought = {key: value for key, value in brought.items() if key not in {"model", "architecture"}}
     parts = PARTS.get(str(given.get("strategy", brought.get("strategy"))), ())
     brought = {key: value for key, value in brought.items() if key not in _PARTS or key in parts}
@@ -61,14 +68,19 @@ def _of_run(config: dict[str, Any]) -> dict[str, Any]:
 
 def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
     base = settings_of_weights(adapters["base_model_name_or_path"])
+    kind = adapter_of_json(adapters)
+    if kind is None:
+        return base | _tokenizer(folder)
+    names = {**kind.json.settings, "target_modules": "target_modules"}
     lora = {
-        ours: adapters[theirs] for theirs, ours in _PEFT.items() if isinstance(adapters.get(theirs), int | float | list)
+        ours: adapters[theirs] for theirs, ours in names.items() if isinstance(adapters.get(theirs), int | float | list)
     }
-    return base | _tokenizer(folder) | {"lora": lora}
+    return base | _tokenizer(folder) | {"lora": lora | {"method": kind.name}}
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    return {"data": {"tokenizer": str(folder)}} if (folder / "tokenizer.json").is_file() else {}
+    has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return {"data": {"tokenizer": str(folder)}} if has_one else {}
 
 
 def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The settings that a run was trained with: its newest checkpoint has a copy, whatever becomes of ``config.yaml``."""
 
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,11 @@ from llama_core.records.checkpoints import is_complete, list_checkpoints, record
 from llama_core.records.checksums import find_damage
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key, read_file
+from llama_core.redaction import shell_word
 
+OR_ALLOW_DATA_CHANGE = (
+    ", or let the sources that stay the same go on where they were, with --resume --allow-data-change"
+)
 LENGTH = {known.name for known in RunConfig.known_keys() if known.key.on_resume == "extend"}
 """The keys that a run may change when it is resumed with a number of steps."""
 
@@ -64,7 +67,7 @@ def how_to_restore(run: RunDirectory) -> str:
     copy = settings_file(run)
     if copy is None:
         return f"restore {run.config} from a backup, or start a new run"
-    return f"get the run's settings back with: cp {shlex.quote(str(copy))} {shlex.quote(str(run.config))}"
+    return f"get the run's settings back with: cp {shell_word(copy)} {shell_word(run.config)}"
 
 
 def differences(one: RunConfig, other: RunConfig) -> dict[str, str]:
@@ -86,21 +89,32 @@ def may_extend(config: RunConfig, changed: Iterable[str]) -> bool:
     return config.training.steps is not None and LENGTH.issuperset(changed)
 
 
-def refuse_edited(run: RunDirectory, config: RunConfig, trained: RunConfig | None) -> None:
+def is_of_mixture(key: str) -> bool:
+    """Return whether a key is one of the sources, the weights and the stages of a mixture."""
+    return key.startswith(("data.sources.", "data.stages"))
+
+
+def refuse_edited(
+    run: RunDirectory, config: RunConfig, trained: RunConfig | None, *, may_change_data: bool = False
+) -> None:
     """Refuse to go on with other settings than a run's newest checkpoint was trained with; it may get more steps.
 
     Args:
         run: the run.
         config: what its ``config.yaml`` holds now.
         trained: its ``trained_settings``.
+        may_change_data: whether a mixture may get other sources, weights and stages.
 
     Raises:
         RunDirectoryError: naming what differs.
     """
     changed = {} if trained is None else differences(trained, config)
+    if may_change_data:
+        changed = {key: clause for key, clause in changed.items() if not is_of_mixture(key)}
     if not changed or may_extend(config, changed):
         return
     raise RunDirectoryError(
         f"{run.config} has changed since {run.path} was trained ({'; '.join(changed.values())}); "
         f"{how_to_restore(run)}, or choose another --run-dir to train with other settings"
+        f"{OR_ALLOW_DATA_CHANGE if all(map(is_of_mixture, changed)) else ''}"
     )

@@ -1,5 +1,6 @@
 """Scalings of the rotary embedding, for sequences longer than a model was first trained on."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,9 +55,71 @@ class Llama3Scaling:
             )
 
 
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's stretching of the rotary embedding by parts, which also makes attention sharper.
+
+    Pairs that turn less than ``beta_slow`` times within ``original_context`` are slowed down by ``factor``, those that
+    turn more than ``beta_fast`` times are kept, and those between are blended. Cosines and sines are multiplied by
+    ``amplitude``.
+
+    Raises:
+        ConfigError: unless ``factor >= 1``, ``0 < beta_slow < beta_fast`` and ``attention_factor > 0``.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, sections 3.2 to 3.4.
+    """
+
+    kind: Literal["yarn"] = field(default="yarn", init=False)
+    """Its ``rope_type`` in Hugging Face."""
+    factor: float
+    original_context: int
+    """Longest sequence before the stretching, in tokens."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """The amplitude; None for the one of the paper."""
+    truncate: bool = True
+    """Whether the blend begins and ends at whole pairs."""
+
+    def __post_init__(self) -> None:
+        _refuse_to_shorten(self.factor)
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ConfigError(
+                f"rope_scaling.beta_fast={self.beta_fast:g} must be above "
+                f"beta_slow={self.beta_slow:g}, and both above 0"
+            )
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ConfigError(f"rope_scaling.attention_factor={self.attention_factor:g} must be above 0")
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosines and sines."""
+        return yarn_amplitude(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def blend(self, head_dim: int, rope_theta: float) -> tuple[float, float]:
+        """Return the pairs, counted from 0, between which frequencies go from kept to slowed down."""
+
+        def pair_with(turns: float) -> float:
+            return head_dim * math.log(self.original_context / (2 * math.pi * turns)) / (2 * math.log(rope_theta))
+
+        first = pair_with(self.beta_fast)
+        last = pair_with(self.beta_slow)
+        if self.truncate:
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, head_dim - 1)
+        return first, last if last != first else first + 0.001
+
+
+def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
+    """Return the factor of YaRN on cosines and sines, for sequences ``factor`` times longer."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
 def _refuse_to_shorten(factor: float) -> None:
     if factor < 1:
         raise ConfigError(f"rope_scaling.factor={factor:g} would shorten the context; use at least 1")
 
 
-RopeScaling = LinearScaling | Llama3Scaling
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.contradictions import (
@@ -24,15 +25,24 @@ from llama_core.config.contradictions import (
     misfits_of_adapters,
     needless_keys,
     needless_parts,
+    uneven_lengths,
     uneven_nodes,
+    unfit_for_pairs,
+    unknown_best,
+    untimed_length,
     without_deepspeed,
     without_fp8,
+    without_ramp,
     wrong_elasticity,
+    wrong_mixture,
+    wrong_parametrization,
+    wrong_stages,
 )
-from llama_core.config.files import read_mapping, write_mapping
+from llama_core.config.evaluation import EvaluationConfig
+from llama_core.config.files import read_mapping
 from llama_core.config.hugging_face import is_folder
-from llama_core.config.models import ModelSpec
-from llama_core.config.overrides import apply_override, causes, changed_keys
+from llama_core.config.models import BaseShape, ModelSpec
+from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides
 from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.settings import (
@@ -57,7 +67,9 @@ from llama_core.config.settings import (
     literal_values,
 )
 from llama_core.config.slurm import refuse_commands_of_others
-from llama_core.config.strategy import PARTS, TUNED, LoRA, MoE, fine_tuning_defaults
+from llama_core.config.stages import Stage, later_stages, rows_before, tokens_before
+from llama_core.config.strategy import PARTS, TUNED, LoRA, MoE, fine_tuning_defaults, not_a_strategy
+from llama_core.config.strict_yaml import write_yaml
 from llama_core.config.validation import plain, validate
 from llama_core.errors import ConfigError, Problem, blaming
 from llama_core.objectives.registry import objective_type
@@ -65,6 +77,7 @@ from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import optimizer_type
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.records.files import by_dotted_key
+from llama_core.records.retention import Retention
 
 __all__ = [
     "DATALOADER",
@@ -101,7 +114,8 @@ class RunConfig(Section):
     """Everything that defines one run."""
 
     model: str = "tiny_llama3_50m"
-    """A variant that `training-infra models` lists, or the path of a Llama's Hugging Face folder."""
+    """A variant that `training-infra models` lists, a Llama's Hugging Face folder, or org/name on the Hugging Face
+    Hub."""
     strategy: StrategyName = "standard"
     """What is trained: every weight (standard), adapters over a frozen model (lora), layers with experts (moe), or
     adapters beside experts (hybrid)."""
@@ -125,6 +139,15 @@ class RunConfig(Section):
     """Where metrics go besides the run directory."""
     benchmark: BenchmarkConfig = BenchmarkConfig()
     """How the speed of a step is measured."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """What checkpoints are evaluated on while the run trains."""
+
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _refuse_preferences(cls, value: Any) -> Any:
+        if why := not_a_strategy(value):
+            raise PydanticCustomError("strategy", why)
+        return value
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -143,7 +166,9 @@ class RunConfig(Section):
             given = with_settings_of_weights(given, init_from)
         given = with_experts_of_folder(given)
         adapters = given.get("strategy") == "lora"
-        defaults = fine_tuning_defaults(adapters=adapters, trained_before=init_from is not None)
+        defaults = fine_tuning_defaults(
+            adapters=adapters, trained_before=init_from is not None, objective=training.get("objective")
+        )
         return given | {"training": defaults | training} if defaults else given
 
     @model_validator(mode="after")
@@ -154,6 +179,7 @@ class RunConfig(Section):
         return self
 
     def _contradictions(self) -> Iterator[Problem]:
+        spec = None
         try:
             spec = self.spec
         except ConfigError as error:
@@ -163,14 +189,31 @@ class RunConfig(Section):
             if spec.lora is not None:
                 yield from misfits_of_adapters(spec, self.lora, self.trainable)
             yield from misdivided_heads(spec)
-        yield from misdivisions(self.parallel, self.batch_size)
+        seq_len = self.seq_len if spec else 0
+        yield from misdivisions(
+            self.parallel,
+            self._batch_sizes if spec else {"training.batch_size": self.first_batch_size},
+            self.launch.nodes,
+            spec,
+            seq_len,
+            asked_for_each=max(1, self.seq_len // self.first_seq_len) if spec else 1,
+        )
         yield from needless_parts(self.strategy, {"lora": self.lora, "moe": self.moe}, self.trainable)
         yield from uneven_nodes(self.parallel, self.launch)
         yield from wrong_elasticity(self.launch, self.parallel)
         yield from without_fp8(self.training, self.launch)
         yield from endless_warmup(self.training)
+        yield from untimed_length(self.training)
+        yield from wrong_mixture(self.data, self.training)
+        ramp = self.training.batch_ramp
+        yield from wrong_stages(self.data, ramp, spec, self.first_batch_size, self.first_seq_len if spec else 0)
+        yield from without_ramp(self.data, self.training, self.parallel)
+        yield from uneven_lengths(self.data, self.parallel, self.seq_lens if spec else ())
         yield from needless_keys(self.training, self.fine_tuning_defaults)
+        yield from wrong_parametrization(self.training, spec)
         yield from without_deepspeed(self.training, self.parallel)
+        yield from unknown_best(self.data, self.training)
+        yield from unfit_for_pairs(self.data, self.training)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -188,7 +231,15 @@ class RunConfig(Section):
                 lora=self.lora if "lora" in parts else None,
                 moe=self.moe if "moe" in parts else None,
                 trainable=self.trainable,
+                base=self._base,
             )
+
+    @property
+    def _base(self) -> BaseShape | None:
+        training = self.training
+        if training.parametrization == "standard" or training.base_width is None or training.base_depth is None:
+            return None
+        return BaseShape(training.base_width, training.base_depth)
 
     @property
     def has_random_base(self) -> bool:
@@ -199,7 +250,9 @@ class RunConfig(Section):
     def fine_tuning_defaults(self) -> dict[str, float]:
         """The settings of ``training`` that have their fine-tuning default."""
         defaults = fine_tuning_defaults(
-            adapters=self.strategy == "lora", trained_before=self.training.init_from is not None
+            adapters=self.strategy == "lora",
+            trained_before=self.training.init_from is not None,
+            objective=self.training.objective,
         )
         return {key: value for key, value in defaults.items() if getattr(self.training, key) == value}
 
@@ -215,7 +268,27 @@ class RunConfig(Section):
 
     @property
     def batch_size(self) -> int:
-        """Sequences per optimizer step: as requested, else the smallest multiple of one pass that is at least 8.
+        """Sequences per optimizer step, in the stage with the longest and the largest steps: what a plan divides."""
+        return max(self.batch_sizes)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch size at first and those of the ramp, each in sequences of the longest stage."""
+        return tuple(self._batch_sizes.values())
+
+    @property
+    def _batch_sizes(self) -> Mapping[str, int]:
+        """The batch sizes in sequences of the longest stage, by the setting that asks for them."""
+        asked = {"training.batch_size": self.first_batch_size}
+        for number, step in enumerate(self.training.batch_ramp):
+            asked[f"training.batch_ramp.{number}.batch_size"] = step.batch_size
+        if not self.data.other_lengths:
+            return asked
+        return {setting: max(1, size * self.first_seq_len // self.seq_len) for setting, size in asked.items()}
+
+    @property
+    def first_batch_size(self) -> int:
+        """Sequences per optimizer step at first: as requested, else the smallest multiple of one pass of at least 8.
 
         It is exactly one pass if both ``microbatch_size`` and ``num_microbatches`` are set.
         """
@@ -223,12 +296,48 @@ class RunConfig(Section):
             return self.training.batch_size
         parallel = self.parallel
         one_pass = parallel.most_data_parallel * (parallel.microbatch_size or 1) * (parallel.num_microbatches or 1)
+        if self.data.other_lengths:  # a pass counts the longest sequences
+            one_pass *= max(1, self.seq_len // self.first_seq_len)
         return one_pass if parallel.num_microbatches and parallel.microbatch_size else -(-8 // one_pass) * one_pass
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Sequences that the run reads; None unless its number of steps is given."""
+        num_steps = self.training.steps
+        return None if num_steps is None else rows_before(num_steps, self.first_batch_size, self.stages)
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens that the run reads; None unless its number of steps is given."""
+        return None if self.training.steps is None else self.tokens_before(self.training.steps)
+
+    def tokens_before(self, num_steps: int) -> int:
+        """Return how many tokens are read in the first steps of the run."""
+        return tokens_before(num_steps, self.first_batch_size, self.first_seq_len, self.stages)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the run after the first."""
+        if not self.data.stages and not self.training.batch_ramp:
+            return ()
+        return later_stages(self.data, self.training.batch_ramp, self.first_batch_size, self.first_seq_len)
+
+    @property
+    def timed_stage(self) -> Stage | None:
+        """The stage whose steps are timed: of those with the longest sequences, the first with the largest steps.
+
+        None if that is the first stage of the run.
+        """
+        longest = [stage for stage in self.stages if (stage.other_len or self.first_seq_len) == self.seq_len]
+        most = max((stage.batch_size for stage in longest), default=0)
+        if self.first_seq_len == self.seq_len and self.first_batch_size >= most:
+            return None
+        return next(stage for stage in longest if stage.batch_size == most)
 
     @property
     def optimizer(self) -> OptimizerType:
         """The optimizer, with its traits."""
-        return optimizer_type(self.training.optimizer)
+        return optimizer_type(self.training.optimizer).with_moments(self.training.moments)
 
     @property
     def objective(self) -> ObjectiveType:
@@ -238,11 +347,38 @@ class RunConfig(Section):
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint: the trained weights and the optimizer's states."""
-        return self.optimizer.saved_bytes * self.spec.num_trainable_parameters
+        return round(self.optimizer.saved_for(self.spec.trained))
+
+    @property
+    def most_checkpoints(self) -> int:
+        """Most checkpoints on disk at once; those kept by their tokens count only if the number of steps is given."""
+        num_steps = self.training.steps or 0
+        every = 1 if self.training.checkpoint_every == "auto" else self.training.checkpoint_every
+        num_saves = num_steps // every + 1 if every else 1
+        return self.retention.most(self.num_tokens or 0, num_saves)
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay on disk."""
+        rules = self.training.retention
+        if not self.evaluation.is_asked_for:
+            return rules
+        asked = self.evaluation
+        return replace(rules, waiting=asked.keep_waiting, waiting_every_tokens=asked.every_tokens)
 
     @property
     def seq_len(self) -> int:
-        """Tokens per sequence: as requested, else the model's default."""
+        """Tokens per sequence, in the stage with the longest: what a plan has to fit."""
+        return max(self.seq_lens)
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Tokens per sequence in all stages, each number once."""
+        return tuple(dict.fromkeys((self.first_seq_len, *self.data.other_lengths)))
+
+    @property
+    def first_seq_len(self) -> int:
+        """Tokens per sequence at first: as requested, else the model's default."""
         return self.training.seq_len or self.spec.default_seq_len
 
     def identity(self) -> dict[str, Any]:
@@ -257,7 +393,7 @@ class RunConfig(Section):
         if not self.trainable:
             del identity["trainable"]
         identity["architecture"] = whole.architecture.identity()
-        identity["training"] |= {"batch_size": self.batch_size, "seq_len": self.seq_len}
+        identity["training"] |= {"batch_size": self.first_batch_size, "seq_len": self.first_seq_len}
         return identity
 
     def fingerprint(self) -> str:
@@ -265,8 +401,8 @@ class RunConfig(Section):
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[str] = ()) -> Self:
-        """Build a configuration from nested keys, then ``section.key=value`` overrides.
+    def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[Override | str] = ()) -> Self:
+        """Build a configuration from nested keys, then overrides, of which some may be ``section.key=value`` in YAML.
 
         Raises:
             ConfigError: naming every unknown key (with the nearest known one), wrong type and contradiction.
@@ -274,17 +410,17 @@ class RunConfig(Section):
         return cls._built(mapping, overrides)
 
     @classmethod
-    def _built(cls, mapping: Mapping[str, Any], overrides: Iterable[str], file: str = "") -> Self:
+    def _built(cls, mapping: Mapping[str, Any], overrides: Iterable[Override | str], file: str = "") -> Self:
         """Build a configuration; ``file`` is named in the problems that no override has a part in."""
         given = plain(mapping, file)
         merged = plain(given)
-        overrides = list(overrides)
-        applied = [apply_override(merged, override) for override in overrides]
-        problems = [problem for problem in applied if problem is not None]
+        parsed, problems = parsed_overrides(overrides)
+        for override in parsed:
+            override.apply(merged)
         asked = plain(merged)
         config, found = validate(cls, merged)
         if file and found:
-            changed = changed_keys(overrides, given, asked, cls().model_dump(mode="json"))
+            changed = changed_keys(parsed, given, asked, cls().model_dump(mode="json"))
             found = [one if causes(changed, one.keys) else replace(one, file=file) for one in found]
         problems.extend(found)
         if config is None or problems:
@@ -292,8 +428,8 @@ class RunConfig(Section):
         return config
 
     @classmethod
-    def load(cls, path: Path | str, overrides: Iterable[str] = (), *, below: Path | None = None) -> Self:
-        """Read a YAML file, then apply ``section.key=value`` overrides.
+    def load(cls, path: Path | str, overrides: Iterable[Override | str] = (), *, below: Path | None = None) -> Self:
+        """Read a YAML file, then apply overrides, as ``from_mapping`` does.
 
         Args:
             path: the file.
@@ -313,10 +449,10 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """Return the whole configuration, defaults included, as YAML."""
-        return write_mapping(self.model_dump())
+        return write_yaml(self.model_dump())
 
-    def with_overrides(self, *overrides: str) -> Self:
-        """Return a copy with ``section.key=value`` overrides applied; defaults follow the new strategy.
+    def with_overrides(self, *overrides: Override | str) -> Self:
+        """Return a copy with overrides applied, as ``from_mapping`` does; defaults follow the new strategy.
 
         Raises:
             ConfigError: as ``from_mapping``.

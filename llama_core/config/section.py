@@ -1,12 +1,16 @@
 """Base class of all sections of a configuration, and what a key says about itself besides type, bounds and text."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from llama_core.errors import did_you_mean
 
 LARGEST = 2**63 - 1
 """The largest number that a setting may be: floats, file formats and libraries hold no larger integer."""
@@ -48,6 +52,16 @@ class KnownKey(NamedTuple):
     text: str
     """Its description."""
     key: Key
+    is_text: bool
+    """Whether its value may be any text."""
+
+    def value_of(self, written: str) -> str | int | float:
+        """Return the value that a word of the command line stands for: the word, or else the number that it spells."""
+        if not self.is_text:
+            for number in (int, float):
+                with suppress(ValueError):
+                    return number(written)
+        return written
 
 
 class Section(BaseModel):
@@ -78,7 +92,8 @@ class Section(BaseModel):
         for name, field in cls.model_fields.items():
             inner = _section(field)
             if inner is None:
-                yield KnownKey(f"{prefix}{name}", field.description or "", _own(field) or usual)
+                is_text = _takes_text(field.annotation)
+                yield KnownKey(f"{prefix}{name}", field.description or "", _own(field) or usual, is_text)
             else:
                 yield from inner.known_keys(f"{prefix}{name}.", usual)
 
@@ -89,7 +104,9 @@ class Section(BaseModel):
         free: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
             inner = _section(field)
-            if inner is None:
+            if (of_values := _section_of_values(field)) is not None:
+                free[name] = {"__all__": of_values.free_keys(_own(field) or usual)}
+            elif inner is None:
                 if (_own(field) or usual).on_resume == "allow":
                     free[name] = True
             elif all(known.key.on_resume == "allow" for known in inner.known_keys(around=usual)):
@@ -99,9 +116,31 @@ class Section(BaseModel):
         return free
 
 
+def known_name(kind: str, names: Callable[[], Sequence[str]], name: str) -> str:
+    """Return ``name``, if it is one of the names in a registry, and otherwise report these."""
+    known = names()
+    if name not in known:
+        raise PydanticCustomError(kind, f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
+    return name
+
+
 def _section(field: FieldInfo) -> type[Section] | None:
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _section_of_values(field: FieldInfo) -> type[Section] | None:
+    """Return the section that each value of a mapping is, if the field is one of sections by name."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is dict else ()
+    kind = kinds[-1] if kinds else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _takes_text(kind: Any) -> bool:
+    """Return whether a type, or one of those in it, is ``str``; a ``Literal`` is a choice and not any text."""
+    if get_origin(kind) in {Annotated, Union, UnionType}:
+        return any(map(_takes_text, get_args(kind)))
+    return kind is str
 
 
 def _own(field: FieldInfo) -> Key | None:

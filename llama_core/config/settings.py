@@ -1,27 +1,31 @@
 """The sections of a run's configuration, and the limits of their values. The text below a key is its help."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.hardware import MOST_DEVICES, gpu_spec
-from llama_core.config.section import Key, Section
+from llama_core.config.section import Key, Section, known_name
 from llama_core.config.slurm import SlurmConfig
-from llama_core.errors import did_you_mean
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, objective_names
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_names
+from llama_core.records.retention import Retention
 from llama_core.schedules.registry import schedule_names
 
 SAMPLE = "sample"
@@ -40,6 +44,11 @@ MOST_TOKENS = 2**24
 MOST_WORKERS = 2**6
 """Most threads of a rank that read data."""
 
+LEAST_SHARE = 2.0**-20
+"""Smallest share of a mixture that a source may have; a smaller one would hardly ever be read."""
+UNNAMED = ""
+"""The name of a source that has none, because it is the only one."""
+
 AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
 LauncherName = Literal["local", "slurm"]
@@ -47,6 +56,9 @@ LrSchedule = Literal["cosine", "wsd", "constant"]
 OnBadStep = Literal["skip", "rollback", "stop"]
 GradientCompression = Literal["none", "bf16", "powersgd"]
 LossOn = Literal["assistant", "all"]
+Parametrization = Literal["standard", "completep"]
+TokenDtype = Literal["uint16", "uint32"]
+Moments = Literal["fp32", "bf16"]
 Offload = Literal["none", "optimizer", "parameters"]
 Precision = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -90,32 +102,25 @@ Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_au
 """A number of at least 1, or ``auto``."""
 
 
-def _known(kind: str, names: Callable[[], Sequence[str]], name: str) -> str:
-    known = names()
-    if name not in known:
-        raise PydanticCustomError(kind, f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
-    return name
-
-
 def _schedule_requests() -> tuple[str, ...]:
     return ("auto", *schedule_names())
 
 
 ScheduleRequest = Annotated[
     str,
-    AfterValidator(partial(_known, "schedule", _schedule_requests)),
+    AfterValidator(partial(known_name, "schedule", _schedule_requests)),
     WithJsonSchema({"type": "string", "enum": list(_schedule_requests())}),
 ]
 """The name of a schedule, or ``auto``."""
 OptimizerName = Annotated[
     str,
-    AfterValidator(partial(_known, "optimizer", optimizer_names)),
+    AfterValidator(partial(known_name, "optimizer", optimizer_names)),
     WithJsonSchema({"type": "string", "enum": list(optimizer_names())}),
 ]
 """The name of an optimizer."""
 ObjectiveName = Annotated[
     str,
-    AfterValidator(partial(_known, "objective", objective_names)),
+    AfterValidator(partial(known_name, "objective", objective_names)),
     WithJsonSchema({"type": "string", "enum": list(objective_names())}),
 ]
 """The name of an objective."""
@@ -124,33 +129,217 @@ HOW = Key(on_resume="allow", changes="speed")
 """A key that says how and where the work is done, not what is learnt."""
 
 
+DataSource = str | tuple[str, ...]
+"""Where documents come from: ``SAMPLE``, ``DATALOADER``, a path, or several paths."""
+_MOST_NAMED_PATHS = 3
+
+
+def paths_of(source: DataSource) -> tuple[str, ...]:
+    """Return the paths of a source."""
+    return (source,) if isinstance(source, str) else source
+
+
+def with_paths(source: DataSource, change: Callable[[str], str]) -> DataSource:
+    """Return a source with each of its paths changed."""
+    return change(source) if isinstance(source, str) else tuple(map(change, source))
+
+
+def name_of(source: DataSource) -> str:
+    """Return a name for a source, of its first paths."""
+    paths = paths_of(source)
+    more = len(paths) - _MOST_NAMED_PATHS
+    return ", ".join(paths[:_MOST_NAMED_PATHS]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _path_or_paths(value: Any) -> Any:
+    """Return a path as it is, a list of one as that path, and a longer one as a tuple."""
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str) and path for path in paths):
+        is_number = isinstance(value, int | float)
+        hint = "; put it in quotes" if is_number else ""
+        raise PydanticCustomError("paths", f"input should be a path, or a list of paths{hint}")
+    alone = {SAMPLE, DATALOADER}.intersection(paths)
+    if alone and len(paths) > 1:
+        raise PydanticCustomError("paths", f"{alone.pop()!r} cannot be combined with paths; give one or the other")
+    return paths[0] if len(paths) == 1 else tuple(paths)
+
+
+def _paths_or_nothing(value: Any) -> Any:
+    return None if value is None else _path_or_paths(value)
+
+
+def paths_by_name(value: Any) -> Any:
+    """Return each of some named paths as a source; anything else as a source or as nothing."""
+    if isinstance(value, dict):
+        return {name: _path_or_paths(paths) for name, paths in value.items()}
+    return _paths_or_nothing(value)
+
+
+def differ_in_more_than_case(names: Any) -> Any:
+    """Return a mapping as it is, unless two of its names differ only in case."""
+    if isinstance(names, dict):
+        folded = Counter(name.casefold() for name in names)
+        same = [name for name in names if folded[name.casefold()] > 1]
+        if same:
+            raise PydanticCustomError("names", f"{' and '.join(same)} differ only in case; give them other names")
+    return names
+
+
+def _name_of_a_metric(name: str) -> str:
+    if not re.fullmatch(r"\w[\w-]{0,39}", name):
+        raise PydanticCustomError(
+            "name", "a name is up to 40 letters, digits, '_' and '-', and does not begin with '-'"
+        )
+    return name
+
+
+SourceName = Annotated[str, AfterValidator(_name_of_a_metric)]
+"""The name of a source in a mixture, and of its held-out loss."""
+
+
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class MixedSource(Section):
+    """A source of a mixture."""
+
+    path: Annotated[DataSource, BeforeValidator(_path_or_paths)]
+    """Its files, in the forms of `data.source`."""
+    weight: float = Field(ge=0)
+    """Its part of the training sequences, relative to the weights of the others: any number above 0, or 0 if only a
+    stage reads it."""
+    max_epochs: Annotated[float | None, Key(on_resume="allow", changes="nothing")] = Field(None, gt=0)
+    """Most passes over it; a run that would take more is refused before it begins. Default: any number."""
+
+
+class DataStage(Section):
+    """A stage of a run on a mixture: other weights, or sequences of another length, from some tokens on."""
+
+    from_tokens: Annotated[int, BeforeValidator(_whole_number)] = Field(gt=0)
+    """Tokens of the run after which it begins; within a step, it begins after that step."""
+    weights: dict[SourceName, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Weights in place of those of the same sources in `data.sources`; 0: the stage does not read it."""
+    seq_len: int | None = Field(None, ge=2, le=MOST_TOKENS)
+    """Tokens per sequence in place of `training.seq_len`; a step keeps its tokens and has fewer or more sequences."""
+
+
 class DataConfig(Section):
     """The training data."""
 
-    source: str = SAMPLE
-    """'sample' (Python's own standard library), or a .jsonl, .jsonl.gz or .parquet file, or a folder of them."""
-    validation: Annotated[str | None, Key(changes="held-out")] = None
-    """Held-out documents, in the same formats; default: a fraction of the source."""
+    source: Annotated[DataSource | None, BeforeValidator(_paths_or_nothing)] = SAMPLE
+    """'sample' (Python's own standard library), or files (.jsonl, .json, .parquet, .txt, .md; docs/data.md), folders
+    of them, wildcards in quotes, or org/name on the Hub: one or several."""
+    sources: Annotated[dict[SourceName, MixedSource], AfterValidator(differ_in_more_than_case)] = Field(
+        default_factory=dict
+    )
+    """A mixture of named sources, in place of `data.source`: {wiki: {path: wiki.jsonl, weight: 3, max_epochs: 2}, code:
+    {path: code, weight: 1}}."""
+    stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
+    """Other weights, or longer sequences, later in the run: [{from_tokens: 2e9, weights: {code: 3}, seq_len: 8192}].
+    What a stage does not name is as in `data.sources` and `training.seq_len`."""
+    validation: Annotated[
+        DataSource | dict[SourceName, DataSource] | None,
+        BeforeValidator(paths_by_name),
+        AfterValidator(differ_in_more_than_case),
+        Key(changes="held-out"),
+    ] = None
+    """Held-out documents, in the same forms, or several by name: {wiki: held-out-wiki.jsonl, code: held-out-code};
+    default: a fraction of every source."""
     validation_fraction: Annotated[float, Key(changes="held-out")] = Field(0.02, ge=0, lt=1)
     """Fraction of the documents to hold out if no validation source is given."""
     text_field: Annotated[str, Key(changes="held-out")] = "text"
     """Field of each record that holds the text; a record with `messages` is a conversation."""
+    fields: Annotated[dict[str, str], Key(changes="held-out")] = Field(default_factory=dict)
+    """Your names for the fields of a format of conversations, such as {prompt: question, completion: answer}: see
+    docs/data.md. Records with these fields are then of this format, whatever else they hold."""
     tokenizer: Annotated[str, Key(changes="held-out")] = "bytes"
-    """'bytes' (built in), or the path of a Hugging Face tokenizer.json or its folder."""
+    """'bytes', 'sample' (2,048 words of the sample), a tokenizer.json or tokenizer.model, its folder, or org/name on
+    the Hub."""
+    token_dtype: Annotated[TokenDtype | None, Key(changes="held-out")] = None
+    """Type of the token ids in files that do not tell it (OLMo's .npy, nanoGPT's .bin): uint16 or uint32; default: the
+    smaller one that holds the tokenizer's vocabulary."""
     chat_template: Annotated[str | None, Key(changes="held-out")] = None
-    """Chat template: 'llama2', 'llama3' or a Jinja file; default: the tokenizer's, else the family's."""
+    """Chat template: llama2, llama3, mistral, chatml or a Jinja file; default: the tokenizer's, else the family's."""
     loss_on: Annotated[LossOn, Key(changes="held-out")] = "assistant"
     """Tokens of a conversation that count in the loss: assistant (its turns only) or all. Plain texts count in full."""
     document_mask: bool = True
     """Keep attention within each packed document; otherwise a sequence is one causal text."""
     max_bad_lines: Annotated[int, Key(on_resume="allow")] = Field(100, ge=0)
-    """Unusable lines (not JSON or UTF-8, no text, no assistant turn, wrong type) tolerated before stopping."""
+    """Unusable lines (not JSON or UTF-8, no text, no assistant turn, tool calls) tolerated before stopping."""
     cache_dir: Annotated[str | None, Key(on_resume="allow")] = None
     """Folder for token caches; default: $XDG_CACHE_HOME/llama-training-infra. Where others may write, each user has one
     of their own in it."""
     num_workers: Annotated[int | None, Key(on_resume="allow")] = Field(None, ge=0, le=MOST_WORKERS)
     """Threads of each rank that read up to two steps ahead; 0: read when a step needs it. Default: half of the rank's
     cores, at most 4. Your own dataloader has its own workers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mixture_needs_no_sample(cls, given: Any) -> Any:
+        is_mixture = isinstance(given, dict) and bool(given.get("sources"))
+        return given | {"source": None} if is_mixture and given.get("source", SAMPLE) == SAMPLE else given
+
+    @property
+    def training_sources(self) -> Mapping[str, DataSource]:
+        """The sources of the mixture by name, in alphabetical order; or else the only one."""
+        if self.source is not None:
+            return {UNNAMED: self.source}
+        return {name: self.sources[name].path for name in sorted(self.sources)}
+
+    @property
+    def validation_sources(self) -> Mapping[str, DataSource]:
+        """The sources of held-out documents by name; empty if a fraction of the training sources is held out."""
+        if isinstance(self.validation, dict):
+            return self.validation
+        return {} if self.validation is None else {UNNAMED: self.validation}
+
+    @property
+    def held_out_names(self) -> tuple[str, ...]:
+        """The names of the held-out losses, in alphabetical order; empty if there is only the one over all tokens."""
+        if isinstance(self.validation, dict):
+            return tuple(sorted(self.validation))
+        return tuple(sorted(self.sources)) if self.validation is None else ()
+
+    def with_each_path(self, change: Callable[[str], str]) -> Self:
+        """Return the same data with the path of every source changed."""
+        sources = {
+            name: mixed.model_copy(update={"path": with_paths(mixed.path, change)})
+            for name, mixed in self.sources.items()
+        }
+        held_out = {name: with_paths(source, change) for name, source in self.validation_sources.items()}
+        validation = held_out if isinstance(self.validation, dict) else held_out.get(UNNAMED)
+        source = None if self.source is None else with_paths(self.source, change)
+        return self.model_copy(update={"source": source, "sources": sources, "validation": validation})
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each source of the mixture, or of the only one."""
+        return {name: source.weight for name, source in self.sources.items()} or {UNNAMED: 1.0}
+
+    @property
+    def other_lengths(self) -> tuple[int, ...]:
+        """The tokens per sequence that stages give."""
+        return tuple(stage.seq_len for stage in self.stages if stage.seq_len is not None)
+
+    @property
+    def limits(self) -> Mapping[str, float | None]:
+        """The most epochs of each source of the mixture."""
+        return {name: source.max_epochs for name, source in self.sources.items()}
+
+    @property
+    def name(self) -> str:
+        """A name for the training data: of the first paths, or of the sources of a mixture."""
+        return ", ".join(sorted(self.sources)) if self.source is None else name_of(self.source)
+
+
+class BatchRampStep(Section):
+    """Another size of the global batch, from some tokens on."""
+
+    from_tokens: Annotated[int, BeforeValidator(_whole_number)] = Field(gt=0)
+    """Tokens of the run after which steps have it; within a step, after that step."""
+    batch_size: int = Field(ge=1, le=MOST_SEQUENCES)
+    """Sequences per optimizer step in place of `training.batch_size`."""
 
 
 class TrainingConfig(Section):
@@ -160,19 +349,50 @@ class TrainingConfig(Section):
     """Tokens per sequence; default: the model's."""
     batch_size: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
     """Global batch: sequences per optimizer step over all devices; default: 8, rounded up to full microbatches."""
+    batch_ramp: Annotated[tuple[BatchRampStep, ...], Field(strict=False)] = ()
+    """Other batch sizes later in the run, while the gradient's noise shrinks: [{from_tokens: 1e9, batch_size: 512}].
+    The plan and its estimates are for the largest; smaller ones have fewer microbatches."""
     steps: Annotated[int | None, Key(on_resume="extend", changes="learning")] = Field(None, ge=1)
     """Optimizer steps; default: as many as the epochs need."""
     epochs: Annotated[float, Key(on_resume="extend", changes="learning")] = Field(1.0, gt=0)
     """Passes over the training documents if steps is not given; default: 1, or 2 in fine-tuning."""
+    minutes: Annotated[float | None, Key(on_resume="extend", changes="learning")] = Field(None, gt=0)
+    """Take as many steps as fit into this time, in place of epochs, if steps is not given: those of the warm-up are
+    timed."""
     precision: Precision = "auto"
     """Arithmetic over fp32 weights: bf16, fp16 (with loss scaling), fp32, or fp8 (for the products of the blocks, on an
     L40S, H100 or newer; the rest is bf16); auto: bf16 if the device supports it."""
     optimizer: OptimizerName = DEFAULT_OPTIMIZER
     """Rule that updates the weights from their gradients: a name in `llama_core/optimizers/registry.py`."""
+    moments: Annotated[Moments, Key(changes="learning")] = "fp32"
+    """Precision in which AdamW's two moments are kept: fp32, or bf16 with stochastic rounding, which takes half the
+    memory."""
+    muon_lr: Annotated[float | None, Key(changes="learning")] = Field(None, gt=0)
+    """Peak learning rate of the matrices that Muon updates; default: learning_rate, since the updates are as long as
+    AdamW's."""
+    muon_momentum: Annotated[float, Key(changes="learning")] = Field(0.95, ge=0, lt=1)
+    """Muon's decay of the momentum."""
     objective: Annotated[ObjectiveName, Key(changes="held-out")] = DEFAULT_OBJECTIVE
     """What the model is trained for: a name in `llama_core/objectives/registry.py`."""
+    z_loss: Annotated[float, Key(changes="learning")] = Field(0.0, ge=0)
+    """Coefficient of the square of log Z (the log of the sum of a token's exponentials), which next_token trains for
+    besides, so that logits do not drift; usually 1e-4. Losses are told without it."""
+    preference_beta: Annotated[float | None, Key(changes="learning")] = Field(None, gt=0)
+    """How strongly dpo and ipo hold the model to the one that it begins with (default: 0.1); simpo's factor on mean
+    log-probabilities (2); orpo's weight of the odds ratio (0.1)."""
+    label_smoothing: Annotated[float, Key(changes="learning")] = Field(0.0, ge=0, lt=0.5)
+    """The probability that a pair is the wrong way round, for dpo."""
+    simpo_gamma: Annotated[float, Key(changes="learning")] = Field(1.0, ge=0)
+    """The margin of rewards that simpo wants exceeded."""
     learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
+    parametrization: Annotated[Parametrization, Key(changes="learning")] = "standard"
+    """What learning rate and initial values belong to: standard (the model) or completep (one of base_width and
+    base_depth; every weight of the model gets what keeps the best rate where it is there)."""
+    base_width: Annotated[int | None, Key(changes="learning")] = Field(None, ge=1)
+    """hidden_size of the model that the learning rate was found with, for completep."""
+    base_depth: Annotated[int | None, Key(changes="learning")] = Field(None, ge=1)
+    """num_layers of that model."""
     lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant; each after a linear warm-up."""
     warmup_steps: Annotated[int | None, Key(changes="learning")] = Field(None, ge=0)
@@ -207,7 +427,8 @@ class TrainingConfig(Section):
     seed: Annotated[int, Key(changes="learning")] = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None
-    """Weights to start from: a Hugging Face or PEFT folder, or a run directory. Also sets the model, unless given."""
+    """Weights to start from: a Hugging Face or PEFT folder, org/name on the Hub, or a run directory. Also sets the
+    model, unless given."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA (the CPU's always are)."""
     eval_every: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
@@ -218,7 +439,37 @@ class TrainingConfig(Section):
     """Steps between checkpoints; 0: only after the last step; auto: the interval that loses the least time, given the
     measured time of a save and launch.node_mtbf_hours."""
     keep_checkpoints: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(2, ge=1)
-    """Newest checkpoints kept on disk."""
+    """Newest checkpoints kept on disk. The next two keys keep others, too."""
+    keep_best: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
+    """Checkpoints with the lowest held-out loss that are kept; above 0, every checkpoint's step is evaluated, except
+    that of a run that is asked to stop, which is none of the best."""
+    keep_every_tokens: Annotated[int, BeforeValidator(_whole_number), Key(on_resume="allow", changes="nothing")] = (
+        Field(0, ge=0)
+    )
+    """Keep the first checkpoint at or after each multiple of this many tokens for good; 0: none for that."""
+    keep_best_by: Annotated[str, Key(on_resume="allow", changes="nothing")] = UNNAMED
+    """Name of the held-out loss that says which checkpoint is best, as in `data.validation` or, without it,
+    `data.sources`; default: the loss over all held-out tokens."""
+    patience: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(0, ge=0)
+    """Evaluations in a row without a lower held-out loss (`keep_best_by`) after which the run ends; 0: never."""
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay on disk."""
+        return Retention(
+            newest=self.keep_checkpoints,
+            best=self.keep_best,
+            best_by=self.keep_best_by,
+            every_tokens=self.keep_every_tokens,
+        )
+
+    def total_steps(self, steps_per_epoch: float) -> int | None:
+        """Return the optimizer steps of a run, at least one; None: as many as fit into a time."""
+        if self.steps is not None:
+            return self.steps
+        if self.minutes is not None:
+            return None
+        return max(1, round(self.epochs * steps_per_epoch))
 
 
 class ParallelConfig(Section):
@@ -362,6 +613,8 @@ class TrackingConfig(Section):
     """Weights & Biases: off, offline (needs no account) or online."""
     wandb_project: str = "llama-training-infra"
     """Weights & Biases project."""
+    prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Texts that the trained model continues on this machine, for the terminal and the report."""
 
 
 class BenchmarkConfig(Section):

@@ -119,6 +119,9 @@ OptionName = Annotated[str, AfterValidator(_option)]
 OptionValue = Annotated[str | int | bool, BeforeValidator(_value)]
 Line = Annotated[str, AfterValidator(_one_line), AfterValidator(_without_secret)]
 
+Minutes = Annotated[int, Field(ge=1), BeforeValidator(_minutes)]
+"""A time limit."""
+
 
 class SlurmConfig(Section):
     """Settings of a Slurm job."""
@@ -131,7 +134,7 @@ class SlurmConfig(Section):
     """Quality of service; default: the account's."""
     constraint: SlurmName | None = None
     """Features that nodes must have, such as 'h100&infiniband'."""
-    time_limit_min: Annotated[int, Field(ge=1), BeforeValidator(_minutes)] = 24 * 60
+    time_limit_min: Minutes = 24 * 60
     """Time limit in minutes, or as Slurm writes it: 12:00:00, 1-12 (a day and 12 hours)."""
     cpus_per_rank: int | None = Field(None, ge=1)
     """CPU cores of each rank; default: 4 on the CPU; on CUDA its GPU's share of a node's cores, or 8 if unknown."""

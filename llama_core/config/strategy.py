@@ -1,20 +1,28 @@
 """Settings of the training strategies: low-rank adapters on a model's matrices, or experts in its layers."""
 
+import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from llama_core.config.section import Section
+from llama_core.adapters.registry import DEFAULT_ADAPTER, adapter_names, adapter_type
+from llama_core.adapters.traits import AdapterType
+from llama_core.config.section import Section, known_name
 from llama_core.errors import ConfigError, Problem, did_you_mean
+from llama_core.objectives.registry import OBJECTIVES, objective_names
+from llama_core.weights import INPUTS, OUTPUTS, Weight
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -36,7 +44,28 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """The keys of a run that belong to each strategy."""
 
+_OF_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "rlhf")
+"""Names by which people ask for training on preferences or rewards."""
+
+
+def not_a_strategy(name: object) -> str:
+    """Return why a method of training on preferences is no strategy, and what is; empty for any other name."""
+    if not isinstance(name, str) or name.lower() not in _OF_PREFERENCES:
+        return ""
+    which = f"a strategy says which weights are trained ({', '.join(PARTS)})"
+    if name.lower() in objective_names():
+        return f"{which}; what they are trained for is training.objective={name.lower()} (--objective)"
+    return f"{which}; {name.lower()} is another thing, and not there yet"
+
+
 GateSoftmax = Literal["chosen", "all"]
+
+AdapterName = Annotated[
+    str,
+    AfterValidator(partial(known_name, "adapter", adapter_names)),
+    WithJsonSchema({"type": "string", "enum": list(adapter_names())}),
+]
+"""The name of a kind of adapter."""
 
 _Listed = Field(strict=False)
 """Marks a tuple that YAML and JSON write as a list."""
@@ -69,19 +98,27 @@ class _Strategy(Section):
         yield from ()
 
 
+DEFAULT_ALPHA_OF_RSLORA = 8.0
+"""Gives the default rank the factor that it has without rsLoRA."""
+
+
 class LoRA(_Strategy):
-    """Adapters: the model is frozen, and ``lora_alpha / lora_rank * B A`` is trained on top of each target matrix W.
+    """Adapters: the model is frozen, and a few weights are trained beside each target matrix.
 
     Raises:
-        ConfigError: naming every target that is wrong.
-
-    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+        ConfigError: naming every target that is wrong, and every setting that another method takes.
     """
 
+    method: AdapterName = DEFAULT_ADAPTER
+    """What is trained beside a matrix: a name in `llama_core/adapters/registry.py`."""
     lora_rank: int = Field(16, ge=1)
     """Rank of the adapters: rows of every A, and columns of every B."""
     lora_alpha: float | None = Field(None, gt=0)
     """The adapters' output is scaled by lora_alpha / lora_rank; default: by 2."""
+    rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_rank) instead, so that high ranks learn as fast; default lora_alpha: 8."""
+    initial_values: Literal["random", "pissa"] = "random"
+    """How A and B begin: random (B at zero), or pissa (as the principal part of the matrix, which is taken off it)."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of an adapter's inputs to drop, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
@@ -96,6 +133,11 @@ class LoRA(_Strategy):
         return MATRICES if value in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) else value
 
     @property
+    def kind(self) -> AdapterType:
+        """The method, with its traits."""
+        return adapter_type(self.method)
+
+    @property
     def in_layers(self) -> tuple[str, ...]:
         """Targets inside the layers."""
         return tuple(target for target in self.target_modules if target in MATRICES)
@@ -107,18 +149,74 @@ class LoRA(_Strategy):
 
     @property
     def scale(self) -> float:
-        """Factor on the adapters' output."""
+        """Factor on the adapters' output.
+
+        Source: Kalajdzievski 2023, arXiv:2312.03732, for rsLoRA's.
+        """
+        if self.rslora:
+            return self.alpha / math.sqrt(self.lora_rank)
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
+    @property
+    def alpha(self) -> float:
+        """``lora_alpha``, or what it is if it is not set; an int if it is whole, as PEFT writes it."""
+        default = DEFAULT_ALPHA_OF_RSLORA if self.rslora else 2.0 * self.lora_rank
+        alpha = self.lora_alpha or default
+        return int(alpha) if alpha.is_integer() else alpha
+
+    @property
+    def take_principal_part(self) -> bool:
+        """Whether adapters begin as the principal part of their matrix, and its module holds the rest."""
+        return self.initial_values == "pissa"
+
+    @property
+    def in_folder(self) -> "LoRA":
+        """The adapters that a folder of PEFT holds: over the whole matrix, PiSSA's are plain ones of twice the rank."""
+        if not self.take_principal_part:
+            return self
+        factor = math.sqrt(2) if self.rslora else 2.0
+        changes = {"lora_rank": 2 * self.lora_rank, "lora_alpha": factor * self.alpha, "initial_values": "random"}
+        return self.model_copy(update=changes)
+
+    def resolved(self, setting: str) -> Any:
+        """Return a setting's value, without defaults that depend on others."""
+        return self.alpha if setting == "lora_alpha" else getattr(self, setting)
+
+    def weights(self, matrix: str) -> tuple[Weight, ...]:
+        """Return the rows of the weights of a matrix's adapter."""
+        return self.kind.of_embedding if matrix == EMBEDDING else self.kind.weights
+
+    def shape(self, weight: Weight, columns: int, rows: int) -> tuple[int, ...]:
+        """Return the shape of an adapter's weight, given the columns and rows of its matrix, or of a part of it."""
+        sizes = {INPUTS: columns, OUTPUTS: rows}
+        return tuple(sizes[size] if size in sizes else getattr(self, size) for size in weight.shape)
+
     def _problems(self) -> Iterator[Problem]:
+        yield from self._needless()
         keys = ("target_modules",)
         unknown = [target for target in self.target_modules if target not in TARGETS]
+        others = [target for target in self.outside_layers if target not in adaptable(self.kind)]
         if unknown or not self.in_layers:
             hint = did_you_mean(unknown[0], TARGETS) if unknown else ""
             some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}, and otherwise only {EMBEDDING} or {HEAD}"
             yield Problem(f" must name {some}{hint}", "target_modules", str(list(self.target_modules)), keys)
         elif len(set(self.target_modules)) < len(self.target_modules):
             yield Problem(" names a matrix twice", "target_modules", str(list(self.target_modules)), keys)
+        elif others:
+            text = f" has {' and '.join(others)}, which lora.method={self.method} does not adapt; leave it out"
+            yield Problem(text, "target_modules", str(list(self.target_modules)), (*keys, "method"))
+        elif self.take_principal_part and self.outside_layers:
+            tables = " and ".join(self.outside_layers)
+            text = f" has {tables}, but lora.initial_values=pissa is for the matrices of layers alone; leave it out"
+            yield Problem(text, "target_modules", str(list(self.target_modules)), (*keys, "initial_values"))
+
+    def _needless(self) -> Iterator[Problem]:
+        """Yield which settings belong to another method."""
+        taken = ("method", "target_modules", *self.kind.keys)
+        for key, value in self.model_dump(exclude_defaults=True).items():
+            if key not in taken:
+                text = f" has no effect, because lora.method={self.method} takes {', '.join(taken[1:])}; leave it out"
+                yield Problem(text, key, str(value), (key, "method"))
 
     def misfits(self, shapes: Mapping[str, tuple[int, int]], *, tied: bool) -> Iterator[str]:
         """Yield a sentence for each reason why a model cannot have these adapters.
@@ -133,8 +231,17 @@ class LoRA(_Strategy):
                 "embedding and head, so the adapter could not be merged; leave it out"
             )
         lowest, matrix = min((min(shapes[name]), name) for name in self.target_modules)
-        if self.lora_rank > lowest:
-            yield f"lora.lora_rank={self.lora_rank} is above the largest rank of {matrix}; use at most {lowest}"
+        for size in sorted(self.kind.sizes):
+            rank = getattr(self, size)
+            if rank > lowest:
+                yield f"lora.{size}={rank} is above the largest rank of {matrix}; use at most {lowest}"
+
+
+def adaptable(kind: AdapterType) -> tuple[str, ...]:
+    """Return every matrix that a kind of adapter can adapt."""
+    embedding = (EMBEDDING,) if kind.of_embedding else ()
+    head = (HEAD,) if kind.adapts_head else ()
+    return (*MATRICES, *embedding, *head)
 
 
 class MoE(_Strategy):
@@ -190,20 +297,31 @@ class MoE(_Strategy):
 
 _ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}
 _WHOLE_MODEL = {"learning_rate": 2e-5, "epochs": 2.0}
+_RATES_OF_PAIRS = {"adapters": 5e-6, "whole": 1e-6}
+"""Peak learning rates of objectives that read pairs of answers."""
 TUNED = tuple(_ADAPTERS | _WHOLE_MODEL)
 """Settings of ``training`` with other defaults in fine-tuning."""
 
 
-def fine_tuning_defaults(*, adapters: bool, trained_before: bool) -> dict[str, float]:
+def fine_tuning_defaults(*, adapters: bool, trained_before: bool, objective: object) -> dict[str, float]:
     """Return the settings of ``training`` whose defaults differ from those of training from scratch.
 
     Args:
         adapters: whether adapters are trained.
         trained_before: whether the run starts from trained weights.
+        objective: the name of what is trained for, which may be unknown.
 
     Source: adapters, Dettmers et al. 2023, arXiv:2305.14314, table 9 (7B and 13B); whole models, Touvron et al. 2023,
-    arXiv:2307.09288, section 3.1. Adapters take their two epochs from the latter.
+    arXiv:2307.09288, section 3.1. Adapters take their two epochs from the latter. Pairs of answers: Rafailov et al.
+    2023, arXiv:2305.18290, appendix B, for whole models; adapters take five times that.
     """
+    tuned: dict[str, float] = {}
     if adapters:
-        return _ADAPTERS
-    return _WHOLE_MODEL if trained_before else {}
+        tuned = _ADAPTERS
+    elif trained_before:
+        tuned = _WHOLE_MODEL
+    known = OBJECTIVES.get(objective) if isinstance(objective, str) else None
+    if known is None or known.reads != "pairs":
+        return tuned
+    one_epoch = {key: value for key, value in tuned.items() if key != "epochs"}
+    return one_epoch | {"learning_rate": _RATES_OF_PAIRS["adapters" if adapters else "whole"]}

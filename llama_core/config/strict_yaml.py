@@ -1,4 +1,10 @@
-"""YAML as people mean it, safe from any source: plain values, each key at most once, and a limit on their number."""
+"""YAML as people mean it, safe from any source: plain values, each key at most once, and a limit on their number.
+
+Which words are numbers, true, false or null is nearly as in YAML 1.2's core schema, not as in YAML 1.1, which takes
+``010`` for 8, ``1:30`` for 90, and ``no`` for false.
+
+Source: https://yaml.org/spec/1.2.2, section 10.3.2. Beyond it, digits may be grouped, as in 1_000.
+"""
 
 import re
 from collections import Counter
@@ -17,8 +23,23 @@ MOST_BYTES_OF_YAML = 4 * MIB
 """Most bytes of a YAML file; a parser takes seconds for each mebibyte."""
 
 
+_INTEGER = r"[-+]?(?:0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)"
+_FLOAT = (
+    r"[-+]?(?:(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+)
+_SCALARS = (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", _INTEGER, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", "<<", ["<"]),
+)
+"""The words that are no text, each with its first characters; the first pattern that matches counts."""
+_NOT_PLAIN = {"binary", "omap", "pairs", "set", "timestamp"}
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """YAML 1.1 as people mean it: 1e-4 is a number, 2026-01-31 and 1:30 are text, a key given twice is an error."""
+    """Reads 1e-4 as a number, and 010 as 10; 2026-01-31, 1:30, yes and off are text; a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -28,21 +49,25 @@ class _StrictLoader(yaml.SafeLoader):
             raise ConfigError(f"{node.start_mark.name}: key {twice[0]!r} is given twice")
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        digits = self.construct_scalar(node).replace("_", "")
+        return int(digits, 0 if re.search("0[xb]", digits) else 10)
+
+
+class _StrictDumper(yaml.SafeDumper):
+    """Quotes the texts that ``_StrictLoader``, or a reader of YAML 1.1, would not read as text."""
+
 
 _StrictLoader.yaml_constructors = {
     tag: make
     for tag, make in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.rpartition(":")[2] not in {"binary", "omap", "pairs", "set", "timestamp"}
+    if tag is None or tag.rpartition(":")[2] not in _NOT_PLAIN
 }
-_StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-for _digit in "0123456789":  # the first pattern that matches counts; YAML 1.1 reads 1:30 as 90
-    _StrictLoader.yaml_implicit_resolvers[_digit].insert(0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d+)+$")))
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
+_StrictLoader.yaml_implicit_resolvers = {}
+for _side in (_StrictLoader, _StrictDumper):
+    for _name, _pattern, _firsts in _SCALARS:
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _firsts)
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -90,3 +115,8 @@ def _refuse_endless(node: yaml.Node, name: str) -> None:
 
     if size(node) > MOST_VALUES:
         raise ConfigError(f"{name}: more than {MOST_VALUES:,} values; write a configuration, with fewer aliases")
+
+
+def write_yaml(mapping: dict[str, Any]) -> str:
+    """Return nested keys as YAML, in their order, for ``parse_yaml``."""
+    return yaml.dump(mapping, Dumper=_StrictDumper, sort_keys=False)

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 
 from llama_core.config.names import keys_meant
 from llama_core.config.section import Section
-from llama_core.errors import ConfigError, Problem, ask_for
+from llama_core.errors import ConfigError, Problem, as_clause, ask_for
 
 LONGEST_SHOWN = 100
 """Characters of a wrong value that an error repeats."""
@@ -83,7 +83,7 @@ def _describe(detail: ErrorDetails, keys: tuple[str, ...], model: type[Section])
         section = _dotted(detail["loc"])
         yield from (one.within(section).about(*keys) for one in cause.records)
         return
-    message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}"
+    message = message_of(detail)
     value = _shown(detail["input"])
     if detail["type"] == "extra_forbidden":
         known = [one.name for one in model.known_keys()]
@@ -94,6 +94,17 @@ def _describe(detail: ErrorDetails, keys: tuple[str, ...], model: type[Section])
         yield Problem(f"{keys[0]}: {message}", keys=keys)
     else:
         yield Problem(f": {message}", keys[0], value, keys)
+
+
+def message_of(detail: ErrorDetails) -> str:
+    """Return what a value should be, in the words of someone who writes YAML."""
+    if detail["type"] == "bool_type":
+        return "input should be true or false"
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        return "input should be text; put it in quotes"
+    if detail["type"] == "string_pattern_mismatch":  # our patterns are those of names that become files
+        return "input should be letters, digits, '_', '-' and '.', and not begin with '-' or '.'"
+    return as_clause(detail["msg"])
 
 
 def _shown(value: object) -> str:

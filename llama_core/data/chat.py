@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Self
@@ -14,20 +14,29 @@ import numpy.typing as npt
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DataConfig, LossOn
+from llama_core.data.bad_lines import UnusableRecordError, checked_text, json_type
 from llama_core.data.chat_template import (
     BUILT_IN,
-    LLAMA3_MARKERS,
+    MARKERS,
     OF_FAMILY,
     ChatTemplate,
 )
-from llama_core.data.corpus import Document, SourceFile, Turns, UnusableRecordError, checked_text, json_type
-from llama_core.data.rendering import Message, Spans, TemplateRefusalError
+from llama_core.data.corpus import Document, Turns
+from llama_core.data.pairs import Pair, no_answer
+from llama_core.data.rendering import Message, Spans, TemplateRefusalError, Tools
+from llama_core.data.source_file import SourceFile
 from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
+from llama_core.data.tool_calls import RESULT_ROLES, canonical, check_results, checked_calls
 from llama_core.errors import DataError
 from llama_core.records.files import user_path
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """The known roles; a template may accept fewer."""
+_SYSTEM_ROLES = ("system", "developer")
+_CALLS = ("tool_calls", "function_call")
+"""Keys of a message that are empty where it calls no tool."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a thought, the first of which most templates read; gpt-oss's read ``thinking``."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,23 @@ class ConversationCounts:
     """Assistant turns in all conversations."""
     num_empty_turns: int = 0
     """Messages without content, which were dropped."""
+    num_with_tools: int = 0
+    """Those whose assistant is told of tools."""
+    num_calls: int = 0
+    """Calls of tools in all conversations."""
 
     @classmethod
     def of(cls, turns: Turns) -> Self:
         """Return the counts of one conversation."""
-        several = turns.num_assistant_turns > 1
-        return cls(1, int(several), int(turns.has_system), turns.num_assistant_turns, turns.num_empty_turns)
+        return cls(
+            num_conversations=1,
+            num_multi_turn=int(turns.num_assistant_turns > 1),
+            num_with_system=int(turns.has_system),
+            num_assistant_turns=turns.num_assistant_turns,
+            num_empty_turns=turns.num_empty_turns,
+            num_with_tools=int(turns.num_tools > 0),
+            num_calls=turns.num_calls,
+        )
 
     def __add__(self, other: Self) -> Self:
         """Return the counts of both."""
@@ -56,10 +76,12 @@ class ConversationCounts:
 
     def __str__(self) -> str:
         """Return the counts as text, for a message."""
+        tools = f", {self.num_with_tools:,} with tools, {self.num_calls:,} tool calls"
         empty = f"; {self.num_empty_turns:,} empty turns dropped" if self.num_empty_turns else ""
         return (
             f"{self.num_conversations:,} conversations ({self.num_multi_turn:,} multi-turn, "
-            f"{self.num_with_system:,} with a system prompt, {self.num_assistant_turns:,} assistant turns{empty})"
+            f"{self.num_with_system:,} with a system prompt, {self.num_assistant_turns:,} assistant turns"
+            f"{tools if self.num_with_tools or self.num_calls else ''}{empty})"
         )
 
 
@@ -77,24 +99,34 @@ class ChatFormat:
         """A digest that two formats share only if they make the same documents and count the same tokens."""
         return hashlib.sha256(f"{self.loss_on} {self.template.fingerprint}".encode()).hexdigest()
 
-    def document(self, messages: object, location: str) -> Document:
-        """Return a record's conversation as a document. Messages without content are dropped.
+    def document(self, content: Sequence[Message] | Pair, location: str, tools: Sequence[Message] = ()) -> Document:
+        """Return a record's conversation, or its pair of answers, as a document. Messages without content are dropped.
 
         A malformed conversation is an error instead of being left out: such data sets are small, and a fault in one
         record is usually in many.
 
         Args:
-            messages: the value of the record's ``messages``.
+            content: the messages of the record, as a file holds them, or its pair.
             location: the record's place, for errors.
+            tools: the JSON schemas of the tools that the assistant may call.
 
         Raises:
-            UnusableRecordError: if it has no content or no assistant turn that counts, or the template refuses it
-                without its empty turns.
-            DataError: if ``messages`` is not a list of roles and contents, a role is unknown, or the template raises
-                or renders no assistant text.
+            UnusableRecordError: if it has no content or no assistant turn that counts, holds something other than text,
+                or the template refuses it without its empty turns.
+            DataError: if a message has no role or content, a role is unknown, a call or a tool's result is malformed,
+                or the template raises, renders no assistant text, or knows no tools.
         """
-        spoken = _checked(messages, location)
-        kept = [message for message in spoken if message["content"].strip()]
+        try:
+            if isinstance(content, Pair):
+                return self._pair(content, location, tools)
+            return self._document(content, location, tools)
+        except RecursionError:
+            raise UnusableRecordError("not supported", "its values are nested too deeply") from None
+
+    def _document(self, messages: Sequence[Message], location: str, tools: Sequence[Message]) -> Document:
+        spoken = [_checked(message, f"message {place}", location) for place, message in enumerate(messages, start=1)]
+        check_results(spoken, location)
+        kept = [message for message in spoken if _says_something(message)]
         num_empty = len(spoken) - len(kept)
         num_turns = sum(message["role"] == "assistant" for message in kept)
         if not kept:
@@ -104,27 +136,107 @@ class ChatFormat:
                 "no assistant turn", "none of it would count in the loss; set data.loss_on=all to count every token"
             )
         try:
-            text, counted = self._render(kept)
+            text, counted = self._render(self._for_template(kept, location, tools), tools or None)
         except TemplateRefusalError as error:
-            if num_empty:
-                raise UnusableRecordError(
-                    "empty", f"chat template {self.template.name!r} refuses it without its empty turns: {error}"
-                ) from None
-            raise DataError(f"{location}: chat template {self.template.name!r} refuses it: {error}") from None
+            raise self._refused(error, location, num_empty) from None
         checked_text(text)
         if not any(end > begin for begin, end in counted):
             raise DataError(
                 f"{location}: chat template {self.template.name!r} renders no assistant text; set another "
                 "data.chat_template, or data.loss_on=all"
             )
-        identity = json.dumps(kept, sort_keys=True, default=str)
-        has_system = kept[0]["role"] in {"system", "developer"}
-        return Document(text, location, Turns(counted, identity, num_turns, has_system, num_empty))
+        identity = json.dumps([canonical(message) for message in kept], sort_keys=True, default=str)
+        has_system = kept[0]["role"] in _SYSTEM_ROLES
+        num_calls = sum(len(message.get("tool_calls", ())) for message in kept)
+        return Document(
+            text, location, Turns(counted, identity, num_turns, has_system, num_empty, len(tools), num_calls)
+        )
 
-    def _render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+    def _pair(self, pair: Pair, location: str, tools: Sequence[Message]) -> Document:
+        """Return the chosen answer of a pair with its prompt, and the other one beside it; only answers count."""
+        identity = json.dumps(["pair", *pair[:3]], sort_keys=True, default=str)
+        if pair.is_text:
+            chosen, rejected = (self._text(str(pair.prompt), str(answer)) for answer in (pair.chosen, pair.rejected))
+        else:
+            chosen, rejected = (
+                self._answer(pair.prompt, answer, name, location, tools)
+                for answer, name in ((pair.chosen, "chosen"), (pair.rejected, "rejected"))
+            )
+        of_chosen, of_rejected = (
+            Document(text, location, replace(turns, messages=identity)) for text, turns in (chosen, rejected)
+        )
+        return replace(of_chosen, other=of_rejected)
+
+    def _text(self, prompt: str, answer: str) -> tuple[str, Turns]:
+        """Return a prompt and an answer that are plain texts between BOS and EOS, and what counts of them."""
+        begin = self.template.named_tokens.get("bos_token", "") + prompt
+        text = begin + answer + self.template.named_tokens.get("eos_token", "")
+        return text, Turns(((len(begin), len(text)),), "", 1, has_system=False, num_empty_turns=0)
+
+    def _answer(
+        self, prompt: Iterable[Any], answer: Iterable[Any], name: str, location: str, tools: Sequence[Message]
+    ) -> tuple[str, Turns]:
+        """Return a prompt and one answer to it as text, and what counts of them: the answer's assistant turns."""
+        asked = [_checked(message, f"message {n} of the prompt", location) for n, message in enumerate(prompt, 1)]
+        said = [_checked(message, f"message {n} of {name!r}", location) for n, message in enumerate(answer, 1)]
+        spoken = [*asked, *said]
+        check_results(spoken, location)
+        kept = [message for message in spoken if _says_something(message)]
+        num_before = sum(message["role"] == "assistant" and _says_something(message) for message in asked)
+        num_turns = sum(message["role"] == "assistant" for message in kept)
+        if num_turns == num_before:
+            raise no_answer(name)
+        num_empty = len(spoken) - len(kept)
+        try:
+            text, spans = self.template.render_with_spans(self._for_template(kept, location, tools), tools or None)
+        except TemplateRefusalError as error:
+            raise self._refused(error, location, num_empty) from None
+        checked_text(text)
+        counted = spans[num_before:]
+        if not any(end > begin for begin, end in counted):
+            raise DataError(
+                f"{location}: chat template {self.template.name!r} renders no text of the answer {name!r}; set another "
+                "data.chat_template"
+            )
+        has_system = kept[0]["role"] in _SYSTEM_ROLES
+        num_calls = sum(len(message.get("tool_calls", ())) for message in kept)
+        return text, Turns(counted, "", num_turns, has_system, num_empty, len(tools), num_calls)
+
+    def _refused(self, error: TemplateRefusalError, location: str, num_empty: int) -> Exception:
+        """Return the error of a conversation that the template refuses: to leave it out, if it had empty turns."""
+        template = f"chat template {self.template.name!r}"
+        if num_empty:
+            return UnusableRecordError("empty", f"{template} refuses it without its empty turns: {error}")
+        return DataError(f"{location}: {template} refuses it: {error}")
+
+    def _for_template(self, messages: Sequence[Message], location: str, tools: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with their calls in the form that the template takes.
+
+        Raises:
+            DataError: if it would leave out calls, results or, being one of the published formats, tools.
+        """
+        has_calls = any(message.get("tool_calls") for message in messages)
+        has_results = any(message["role"] == "tool" for message in messages)
+        if not (has_calls or has_results or tools):
+            return messages
+        support = self.template.tool_support(with_tools=bool(tools))
+        if has_calls and not support.shows_calls:
+            missing = "calls of tools"
+        elif has_results and not support.shows_results:
+            missing = "results of tools"
+        elif tools and self.template.is_built_in and not support.shows_tools:
+            missing = "tools"
+        else:
+            return [support.in_its_form(message) for message in messages]
+        raise DataError(
+            f"{location}: chat template {self.template.name!r} has no {missing}; set data.chat_template to one that "
+            "has, such as the model's own chat_template.jinja"
+        )
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> tuple[str, Spans]:
         if self.loss_on == "assistant":
-            return self.template.render_with_spans(messages)
-        text = self.template.render(messages)
+            return self.template.render_with_spans(messages, tools)
+        text = self.template.render(messages, tools)
         return text, ((0, len(text)),)
 
 
@@ -139,15 +251,25 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
         DataError: if a template cannot be read.
     """
     name = data.chat_template
-    missing = [marker for marker in LLAMA3_MARKERS if len(tokenizer.encode_rendered([marker])[0].ids) > 1]
     if name is None and tokenizer.chat_template is not None:
         source = tokenizer.chat_template
     else:
-        name = name or OF_FAMILY.get(spec.family) or ("llama2" if missing else "llama3")
+        name = name or OF_FAMILY.get(spec.family) or _recognised(tokenizer)
         source = BUILT_IN.get(name) or TemplateSource(read_template(user_path(name)), name)
     newest = max((file.mtime_ns // 10**9 for file in files), default=time.time())
     template = ChatTemplate(source, tokenizer.named_tokens, datetime.fromtimestamp(newest, UTC).date())
-    return ChatFormat(template, data.loss_on, missing_markers=tuple(missing) if name == "llama3" else ())
+    return ChatFormat(template, data.loss_on, missing_markers=_missing_markers(name, tokenizer))
+
+
+def _recognised(tokenizer: Tokenizer) -> str:
+    """Return the name of the published format whose markers the tokenizer has; Llama 2's needs none."""
+    return next((name for name in MARKERS if not _missing_markers(name, tokenizer)), "llama2")
+
+
+def _missing_markers(name: str | None, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the markers of a published format that the tokenizer reads as several tokens."""
+    markers = MARKERS.get(name, ()) if name else ()
+    return tuple(marker for marker in markers if len(tokenizer.encode_rendered([marker])[0].ids) > 1)
 
 
 def notes(
@@ -169,16 +291,21 @@ def notes(
                 f"tokenizer {data.tokenizer!r} reads {', '.join(chat.missing_markers)} of {chat.template.name} as "
                 "plain text, many tokens each"
             )
+        if conversations.num_with_tools and not chat.template.tool_support(with_tools=True).shows_tools:
+            yield (
+                f"chat template {chat.template.name!r} ignores tools: {conversations.num_with_tools:,} conversations "
+                "have some, which are not in their text"
+            )
         if num_texts:
             yield f"{num_texts:,} of the documents are texts, where every token counts in the loss"
         return
     if spec.instruct:
         yield (
-            f"{spec.name} is an instruct model, but {data.source!r} holds no conversations: "
+            f"{spec.name} is an instruct model, but {data.name!r} holds no conversations: "
             "every token counts in the loss"
         )
     for key, value in data.model_dump(include={"chat_template", "loss_on"}, exclude_defaults=True).items():
-        yield f"data.{key}={value} has no effect: {data.source!r} holds no conversations"
+        yield f"data.{key}={value} has no effect: {data.name!r} holds no conversations"
 
 
 def encode(
@@ -187,14 +314,34 @@ def encode(
     """Return each document's tokens and a mask of those that do not count in the loss; None for a text: all count.
 
     The tokens of a conversation are those of its whole text, as transformers' ``apply_chat_template`` gives them.
-    A token counts if any of its characters does.
+    A token counts if any of its characters does. Ids that a record holds are taken as they are.
+
+    Raises:
+        DataError: if the tokenizer has no such id.
     """
-    texts = iter(tokenizer.encode_documents([document.text for document in documents if document.turns is None]))
+    are_texts = [document.turns is None and document.ids is None for document in documents]
+    chosen = zip(documents, are_texts, strict=True)
+    texts = iter(tokenizer.encode_documents([document.text for document, is_text in chosen if is_text]))
     chats = iter(tokenizer.encode_rendered([document.text for document in documents if document.turns is not None]))
-    return [
-        (next(texts), None) if document.turns is None else _with_mask(next(chats), document.turns)
-        for document in documents
-    ]
+    encoded: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]] = []
+    for document in documents:
+        if document.ids is not None:
+            encoded.append((_known(document.ids, tokenizer, document.location), None))
+        elif document.turns is not None:
+            encoded.append(_with_mask(next(chats), document.turns))
+        else:
+            encoded.append((next(texts), None))
+    return encoded
+
+
+def _known(ids: npt.NDArray[np.int64], tokenizer: Tokenizer, location: str) -> npt.NDArray[np.int64]:
+    unknown = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    if len(unknown):
+        raise DataError(
+            f"{location}: token {unknown[0]} is none of the {tokenizer.vocab_size:,} of tokenizer {tokenizer.name!r}; "
+            "another one has made these ids: name that as data.tokenizer"
+        )
+    return ids
 
 
 def _with_mask(tokens: Encoded, turns: Turns) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
@@ -206,33 +353,62 @@ def _with_mask(tokens: Encoded, turns: Turns) -> tuple[npt.NDArray[Any], npt.NDA
     return tokens.ids, ignored
 
 
-def _checked(messages: object, location: str) -> list[Message]:
-    """Return the messages of a record, without keys that are null.
+def _checked(message: Message, which: str, location: str) -> Message:
+    """Return a message without keys that are null, and with its content as a string, which a call may lack.
 
     Raises:
-        DataError: if they are not a list of roles and contents.
+        UnusableRecordError: if it holds null or something other than text, or calls a function in the old form.
+        DataError: if its role, its content or a call is missing or wrong.
     """
-    if not isinstance(messages, list):
-        raise DataError(
-            f'{location}: \'messages\' is {json_type(messages)}, not a list of {{"role": ..., "content": ...}} objects'
-        )
-    return [_checked_message(message, f"{location}: message {place}") for place, message in enumerate(messages, 1)]
+    if message.get("function_call"):
+        raise UnusableRecordError("not supported", f"{which} has a 'function_call'; make it one of its 'tool_calls'")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise DataError(f"{location}: {which} has {json_type(role)} as its 'role'; make it a string")
+    if role not in ROLES:
+        raise DataError(f"{location}: {which} has the unknown role {role!r}; use one of {', '.join(ROLES)}")
+    checked = {key: value for key, value in message.items() if value is not None and key not in _CALLS}
+    thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if thought is not None:  # as transformers does, so that a template finds it by either name
+        checked = {"thinking": thought, **checked, "reasoning_content": thought}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = checked_calls(message, which, location)
+        if message.get("content") is None:
+            return checked
+    return checked | {"content": _content(message, which, location)}
 
 
-def _checked_message(message: object, which: str) -> Message:
-    if not isinstance(message, dict):
-        raise DataError(f"{which} is {json_type(message)}, not an object with 'role' and 'content'")
-    message = {key: value for key, value in message.items() if value is not None}
-    if "tool_calls" in message:
-        raise DataError(f"{which} calls tools, which is not supported; write the call into its 'content'")
-    for key in ("role", "content"):
-        if key not in message:
-            raise DataError(f"{which} has no {key!r}, only {_listed(message)}; give it 'role' and 'content'")
-        if not isinstance(message[key], str):
-            raise DataError(f"{which} has {json_type(message[key])} as its {key!r}; make it a string")
-    if message["role"] not in ROLES:
-        raise DataError(f"{which} has the unknown role {message['role']!r}; use one of {', '.join(ROLES)}")
-    return message
+def _says_something(message: Message) -> bool:
+    """Return whether a message is kept: it has content, calls a tool or is the result of one."""
+    return bool(message.get("tool_calls")) or message["role"] in RESULT_ROLES or bool(message["content"].strip())
+
+
+def _content(message: Message, which: str, location: str) -> str:
+    """Return the content of a message; a system prompt may lack it."""
+    content = message.get("content")
+    if content is None and message["role"] in _SYSTEM_ROLES:
+        return ""
+    if "content" not in message:
+        raise DataError(f"{location}: {which} has no 'content', only {_listed(message)}; give it 'role' and 'content'")
+    if content is None:
+        raise UnusableRecordError("wrong type", f"{which} has null for its text")
+    if isinstance(content, list):
+        return "".join(_text_of(part, f"part {place} of {which}", location) for place, part in enumerate(content, 1))
+    if not isinstance(content, str):
+        raise DataError(f"{location}: {which} has {json_type(content)} as its 'content'; make it a string")
+    return content
+
+
+def _text_of(part: object, which: str, location: str) -> str:
+    """Return a part of a message's content, which templates write one after another."""
+    if not isinstance(part, dict) or "type" not in part:
+        raise DataError(f'{location}: {which} is {json_type(part)}, not {{"type": "text", "text": ...}}')
+    text = part.get("text")
+    if part["type"] != "text":
+        raise UnusableRecordError("not supported", f"{which} is of type {part['type']!r}, not text")
+    if not isinstance(text, str):
+        raise DataError(f"{location}: {which} has {json_type(text)} as its 'text'; make it a string")
+    return text
 
 
 def _listed(keys: Iterable[str]) -> str:

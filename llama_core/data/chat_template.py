@@ -13,8 +13,9 @@ from functools import cached_property
 
 from llama_core.config.models import Family
 from llama_core.data.confined import ConfinedRenderer
-from llama_core.data.rendering import InvalidTemplateError, Message, Renderer, Spans
+from llama_core.data.rendering import InvalidTemplateError, Message, Renderer, Spans, Tools
 from llama_core.data.tokenizer import TemplateSource
+from llama_core.data.tool_calls import ToolSupport, tool_support
 from llama_core.errors import DataError
 
 LLAMA2 = """
@@ -60,9 +61,53 @@ Source: ``ChatFormat`` in llama/tokenizer.py of github.com/meta-llama/llama3; mo
 github.com/meta-llama/llama-models.
 """
 
+CHATML = """
+{%- for message in messages -%}
+    {%- if message.role not in ('system', 'user', 'assistant') -%}
+        {{- raise_exception("the roles are system, user and assistant, not " ~ message.role) -}}
+    {%- endif -%}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}{{- message.content ~ '<|im_end|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message.content ~ '<|im_end|>' -}}
+    {%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
+"""
+"""ChatML, the format of Qwen's chat models, without tools, thoughts and the system prompt that some of them add.
+
+Source: huggingface.co/docs/transformers/chat_templating; ``tokenizer_config.json`` of huggingface.co/Qwen.
+"""
+
+MISTRAL = """
+{%- set system, turns = '', messages -%}
+{%- if messages[0].role == 'system' -%}
+    {%- set system = messages[0].content ~ '\\n\\n' -%}
+    {%- set turns = messages[1:] -%}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in turns -%}
+    {%- if message.role != ('user', 'assistant')[loop.index0 % 2] -%}
+        {{- raise_exception("after an optional system prompt, user and assistant take turns") -}}
+    {%- elif message.role == 'user' -%}
+        {{- ' [INST] ' ~ (system if loop.first else '') ~ message.content ~ ' [/INST]' -}}
+    {%- else -%}
+        {%- generation -%}{{- ' ' ~ message.content ~ eos_token -}}{%- endgeneration -%}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""Mistral's format of Mistral 7B Instruct 0.1 and 0.2, whose system prompt begins the first turn.
+
+Source: tokenizer V1 in docs.mistral.ai/cookbook/concept-deep-dive-tokenization-templates.
+"""
+
 BUILT_IN = {
     "llama2": TemplateSource(LLAMA2, "Llama 2's format"),
     "llama3": TemplateSource(LLAMA3, "Llama 3's format"),
+    "mistral": TemplateSource(MISTRAL, "Mistral's format"),
+    "chatml": TemplateSource(CHATML, "ChatML"),
 }
 """The published formats, by their names in ``data.chat_template``."""
 OF_FAMILY: Mapping[Family, str] = {
@@ -70,10 +115,15 @@ OF_FAMILY: Mapping[Family, str] = {
     "llama2": "llama2",
     "code_llama": "llama2",
     "llama3": "llama3",
+    "mistral": "mistral",
+    "qwen": "chatml",
 }
 """The published format of each known family."""
-LLAMA3_MARKERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-"""The special tokens that Llama 3's format spells out."""
+MARKERS = {
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+}
+"""The special tokens that a published format spells out, by its name."""
 
 
 class ChatTemplate:
@@ -91,22 +141,44 @@ class ChatTemplate:
     def __init__(self, source: TemplateSource, named_tokens: Mapping[str, str], today: date) -> None:
         self.source = source.template
         self.name = source.name
+        self.named_tokens = named_tokens
+        self.is_built_in = source in BUILT_IN.values()
         self._variables = {"tools": None, "documents": None, **named_tokens}
         self._today = today
-        kind = Renderer if source in BUILT_IN.values() else ConfinedRenderer
-        self._renderer = kind(self.source, self._variables, today)
+        self._sources = [source.template] if source.with_tools is None else [source.template, source.with_tools]
+        kind = Renderer if self.is_built_in else ConfinedRenderer
+        self._tool_support: dict[bool, ToolSupport] = {}
+        self._renderer = kind(source.template, self._variables, today)
+        self._tool_renderer = self._renderer
+        if source.with_tools is not None:
+            self._tool_renderer = kind(source.with_tools, self._variables, today)
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest that two templates share only if they render the same text."""
-        today = self._today.isoformat() if "strftime_now" in self.source else None
-        return hashlib.sha256(json.dumps([self.source, self._variables, today]).encode()).hexdigest()
+        is_dated = any("strftime_now" in text for text in self._sources)
+        today = self._today.isoformat() if is_dated else None
+        return hashlib.sha256(json.dumps([*self._sources, self._variables, today]).encode()).hexdigest()
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def tool_support(self, *, with_tools: bool) -> ToolSupport:
+        """Return what the template makes of tools.
+
+        Args:
+            with_tools: where the conversation has tools; some tokenizers have two templates.
+
+        Raises:
+            DataError: if the template is not valid Jinja.
+        """
+        if with_tools not in self._tool_support:
+            self._tool_support[with_tools] = tool_support(self.render, with_tools=with_tools)
+        return self._tool_support[with_tools]
+
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """Return a conversation as text.
 
         Args:
             messages: the conversation.
+            tools: the JSON schemas of the tools that the assistant may call; None if there are none.
             add_generation_prompt: end with the beginning of the assistant's next turn.
 
         Raises:
@@ -114,7 +186,7 @@ class ChatTemplate:
             TemplateRefusalError: if the template raises, or takes too much time or memory.
         """
         try:
-            return self._renderer.render(messages, add_generation_prompt=add_generation_prompt)
+            return self._renderer_for(tools).render(messages, tools, add_generation_prompt=add_generation_prompt)
         except InvalidTemplateError as error:
             raise self._invalid(error) from None
 
@@ -130,16 +202,20 @@ class ChatTemplate:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
         return self.render(turns).rpartition(content)[2].strip()
 
-    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+    def render_with_spans(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the assistant's spans: content and end of turn, without the header.
 
         Raises:
             DataError, TemplateRefusalError: as ``render``; also if the spans cannot be found.
         """
         try:
-            return self._renderer.render_with_spans(messages)
+            return self._renderer_for(tools).render_with_spans(messages, tools)
         except InvalidTemplateError as error:
             raise self._invalid(error) from None
+
+    def _renderer_for(self, tools: Tools) -> Renderer | ConfinedRenderer:
+        """Return what renders conversations with these tools: with some, the template for tools if there is one."""
+        return self._renderer if tools is None else self._tool_renderer
 
     def _invalid(self, error: InvalidTemplateError) -> DataError:
         return DataError(

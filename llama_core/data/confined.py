@@ -12,7 +12,7 @@ from datetime import date
 from typing import IO, Any
 
 from llama_core.data import rendering
-from llama_core.data.rendering import REMEDY, InvalidTemplateError, Message, Spans, TemplateRefusalError
+from llama_core.data.rendering import REMEDY, InvalidTemplateError, Message, Spans, TemplateRefusalError, Tools
 from llama_core.errors import EnvironmentMismatchError
 
 _PROGRAM = (sys.executable, "-P", rendering.__file__)
@@ -36,13 +36,13 @@ class ConfinedRenderer:
         self._template = (source, dict(variables), today.isoformat())
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """Return a conversation as text; see ``rendering.Renderer.render``."""
-        return self._ask(messages, add_generation_prompt, False)[0]
+        return self._ask(messages, tools, add_generation_prompt, False)[0]
 
-    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+    def render_with_spans(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the assistant's spans; see ``rendering.Renderer.render_with_spans``."""
-        return self._ask(messages, False, True)
+        return self._ask(messages, tools, False, True)
 
     def _ask(self, *request: object) -> tuple[str, Spans]:
         process = self._process or self._start()

@@ -1,51 +1,50 @@
 """From a data source to batches: token caches, the held-out split, and a resumable stream of batches per rank."""
 
-import hashlib
 import logging
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.settings import SAMPLE, DataConfig
-from llama_core.data.chat import ChatFormat, ConversationCounts, chat_format, notes
-from llama_core.data.corpus import OnProgress, find_files
-from llama_core.data.entropy import Entropies, token_entropies
-from llama_core.data.packing import PackedConversations, PackedDataset, pack, row_order
-from llama_core.data.sample import TEXT_FIELD, sample_file
-from llama_core.data.token_cache import TokenCache, cached_tokens
-from llama_core.data.tokenizer import BYTES, Tokenizer, check_fits, load_tokenizer
-from llama_core.errors import ConfigError, DataError, RunDirectoryError
+from llama_core.config.settings import DataConfig, DataSource
+from llama_core.config.stages import Stage, part_name, rows_before
+from llama_core.data.corpus import OnProgress
+from llama_core.data.mixture import Mixture
+from llama_core.data.packing import PackedConversations, PackedDataset, PackedPairs, pack
+from llama_core.data.selection import Selection, Split, everything, hold_out_known, hold_out_lowest
+from llama_core.data.statistics import DataStatistics, data_statistics
+from llama_core.data.tokenising import TokenisedSource, tokenised
+from llama_core.data.tokenizer import check_fits, load_tokenizer
+from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch
-from llama_core.records.files import cache_directory, is_disk_full, no_room, read_typed, write_json
-from llama_core.records.owners import own_folder
+from llama_core.objectives.next_token import NEXT_TOKEN
+from llama_core.objectives.preferences import REFERENCE
+from llama_core.objectives.traits import ObjectiveType
+from llama_core.records.data_changes import DataChange
 
 logger = logging.getLogger(__name__)
 
-_SPLIT_SEED = 0  # held-out rows are the same, and in the same order, whatever the run's seed
+_ALLOW_CHANGE = ", or go on with --resume --allow-data-change: each source that is still the same goes on where it was"
 
 
 class BatchStream:
     """An endless, resumable stream of one rank's share of the global batches.
 
-    Every epoch visits all rows in its own order, a pure function of seed and epoch. Epochs follow each other without a
-    gap, so a batch may take rows from two. Rank r has the r-th of ``world_size`` equal contiguous parts of each global
-    batch. Joined in rank order, the parts are the batch that a single rank would get.
+    Every epoch of a source visits all of its rows in its own order, a pure function of seed and epoch. Epochs follow
+    each other without a gap, so a batch may take rows from two. Rank r has the r-th of ``world_size`` equal contiguous
+    parts of each global batch. Joined in rank order, the parts are the batch that a single rank would get.
 
     Args:
-        dataset: the rows.
+        dataset: the rows; a single source is a mixture of one.
         batch_size: rows of a global batch.
         seed: draws the order.
         rank: this rank among those that divide the batch.
         world_size: number of these ranks.
         num_workers: threads that gather the rows of a batch; with 0 or 1 the calling thread does.
+        may_follow: digests of other data from whose positions a mixture may go on.
 
     Raises:
         ConfigError: if the batch cannot be divided evenly.
@@ -53,13 +52,14 @@ class BatchStream:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: Mixture,
         batch_size: int,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
         *,
         num_workers: int = 0,
+        may_follow: Collection[str] = (),
     ) -> None:
         if batch_size % world_size:
             raise ConfigError(
@@ -72,20 +72,33 @@ class BatchStream:
         self.num_workers = num_workers
         self.rows_consumed = 0
         """Rows of the global batches so far."""
-        share = batch_size // world_size
-        self._share = range(rank * share, (rank + 1) * share)
-        self._epoch = -1
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.change: DataChange | None = None
+        """What became of the sources at a position of other data; None unless it has gone on from one."""
+        self._may_follow = may_follow
+        self._num_batches = 0
+        self._rank = rank
+        self._world_size = world_size
+        self._order = dataset.order(seed)
 
     def next_batch(self) -> Batch:
         """Return this rank's part of the next global batch, on the CPU."""
-        rows = [self._row_at(self.rows_consumed + place) for place in self._share]
-        self.rows_consumed += self.batch_size
+        batch_size = self.dataset.batch_size(self.rows_consumed, self.batch_size)
+        share = batch_size // self._world_size
+        first = self.rows_consumed + self._rank * share
+        rows = self._order(np.arange(first, first + share)).tolist()
+        self.rows_consumed += batch_size
+        self._num_batches += 1
         return _batch(self.dataset, rows, self.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream, the same on every rank."""
-        return {"rows_consumed": self.rows_consumed, "dataset": self._digest()}
+        order = self._order.state_dict(self.rows_consumed) | {"num_batches": self._num_batches}
+        return {"rows_consumed": self.rows_consumed, "dataset": self._digest(), "order": order}
+
+    def go_to(self, num_batches: int) -> None:
+        """Go to where a run that began with these data is after some batches."""
+        self._num_batches = num_batches
+        self.rows_consumed = rows_before(num_batches, self.batch_size, self.dataset.stages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position that ``state_dict`` returned, under any number of ranks.
@@ -93,18 +106,23 @@ class BatchStream:
         Raises:
             DataError: if it belongs to other data, or to another order of the data.
         """
-        if state["dataset"] != self._digest():
+        if state["dataset"] == self._digest():
+            self.rows_consumed = state["rows_consumed"]
+            self._num_batches = state["order"]["num_batches"]
+            self._order.load_state_dict(state["order"])
+        elif state["dataset"] in self._may_follow:
+            self.go_to(state["order"]["num_batches"])  # other stages may have read other numbers of rows until here
+            self.change = self._order.change_data(self.rows_consumed, state["order"])
+        else:
             raise DataError(
                 f"the checkpoint was made on other data (digest {state['dataset']}, now {self._digest()}): documents, "
-                "tokenizer, sequence length or seed have changed; restore them or start a new run"
+                "weights of sources, tokenizer, sequence length or seed have changed; restore them or start a new run"
+                f"{_ALLOW_CHANGE if self.dataset.is_named else ''}"
             )
-        self.rows_consumed = state["rows_consumed"]
 
-    def _row_at(self, place: int) -> int:
-        epoch, index = divmod(place, len(self.dataset))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, row_order(len(self.dataset), self.seed, epoch)
-        return int(self._order[index])
+    def check_epochs(self, limits: Mapping[str, float | None], num_rows: int) -> None:
+        """Refuse a run that reads a source more often than its limit; see ``Mixture``."""
+        self.dataset.check_epochs(limits, self._order.rows_read(num_rows))
 
     def _digest(self) -> str:
         return f"{self.dataset.digest}-{self.seed}"
@@ -144,7 +162,7 @@ def validation_batches(
         yield batch
 
 
-def _batch(dataset: PackedDataset, rows: list[int], num_workers: int = 0) -> Batch:
+def _batch(dataset: PackedDataset | Mixture, rows: list[int], num_workers: int = 0) -> Batch:
     import torch
 
     if num_workers > 1:  # a row may have to come from the disk; starting threads takes far less time
@@ -153,70 +171,36 @@ def _batch(dataset: PackedDataset, rows: list[int], num_workers: int = 0) -> Bat
     else:
         gathered = [dataset.row(row) for row in rows]
     columns = zip(*gathered, strict=True)
-    tokens_BS, targets_BS, positions_BS = (torch.from_numpy(np.stack(column)) for column in columns)
-    return Batch(tokens_BS, targets_BS, positions_BS if dataset.document_mask else None)
-
-
-@dataclass(frozen=True)
-class DataStatistics:
-    """Statistics of the training and held-out data."""
-
-    num_documents: int
-    """Documents trained on."""
-    num_tokens: int
-    """Their tokens, including BOS and EOS."""
-    num_validation_documents: int
-    """Documents held out."""
-    num_validation_tokens: int
-    """Their tokens."""
-    num_shared_documents: int
-    """Documents of the source left out of training because the validation source holds them too."""
-    bad_lines: Mapping[str, int]
-    """Unusable lines of the source by kind."""
-    bad_line_examples: tuple[str, ...]
-    """The first of them, as ``file:line: kind (reason)``."""
-    entropies: Entropies | None
-    """Entropies of the training tokens that count in the loss; only for the byte tokenizer."""
-    num_targets: int
-    """Training tokens that count in the loss."""
-    conversations: ConversationCounts
-    """The conversations among the documents, held-out ones included."""
-    chat_template: str | None
-    """The template that rendered the source's conversations; None if it holds none."""
-    num_truncated: int
-    """Conversations that ``training.seq_len`` truncates, held-out ones included."""
-    num_left_out: int
-    """Truncated conversations that are left out, because no token left in them counts in the loss."""
-    notes: tuple[str, ...]
-    """A sentence for each property of the data that may be unintended."""
-
-    def summary(self) -> str:
-        """Return the data in one line."""
-        held_out = f"{self.num_validation_documents:,} held out" if self.num_validation_documents else "none held out"
-        template = f", template: {self.chat_template}" if self.chat_template else ""
-        conversations = f"; {self.conversations}{template}" if self.conversations.num_conversations else ""
-        return (
-            f"{self.num_documents:,} documents to train on, {held_out}{conversations}; "
-            f"loss on {self.num_targets:,} of {self.num_tokens:,} tokens"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as a record."""
-        return asdict(self) | {"summary": self.summary()}
+    tokens_BS, targets_BS, positions_BS, *values = (torch.from_numpy(np.stack(column)) for column in columns)
+    per_token = dict(zip(dataset.per_token, values, strict=True))
+    return Batch(tokens_BS, targets_BS, positions_BS if dataset.document_mask else None, per_token=per_token)
 
 
 @dataclass(frozen=True, eq=False)
 class Datasets:
     """The packed data of a run."""
 
-    train: PackedDataset
-    validation: PackedDataset | None
-    """Held-out documents; none of them is in ``train``."""
+    train: Mixture
+    """The rows to train on; a single source is a mixture of one, with the name ``UNNAMED``."""
+    validation: Mapping[str, PackedDataset]
+    """Held-out documents by name, or all as ``UNNAMED``; only those that make a row. None of them is in ``train``."""
     statistics: DataStatistics
+
+    @property
+    def digests(self) -> list[str]:
+        """What two runs share exactly when they train and evaluate on the same rows."""
+        return [self.train.digest, *(f"{name} {rows.digest}" for name, rows in self.validation.items())]
 
 
 def load_datasets(
-    data: DataConfig, spec: ModelSpec, *, seq_len: int, seed: int, on_progress: OnProgress | None = None
+    data: DataConfig,
+    spec: ModelSpec,
+    *,
+    seq_len: int,
+    num_sequences: int | None = None,
+    stages: Sequence[Stage] = (),
+    objective: ObjectiveType = NEXT_TOKEN,
+    on_progress: OnProgress | None = None,
 ) -> Datasets:
     """Read, tokenise (the first time) and pack the data of a run.
 
@@ -226,168 +210,133 @@ def load_datasets(
         data: the data configuration.
         spec: the model. The tokenizer must fit its vocabulary; its family may have a format for conversations.
         seq_len: tokens per row.
-        seed: draws the order of the training documents.
+        num_sequences: rows that the run reads, against which ``max_epochs`` is checked; None if unknown.
+        stages: the stages of a mixture after the first.
+        objective: what the model is trained for, which says what is read of a record. Until ``training.reference`` has
+            computed them, the log-probabilities under a reference are 0.
         on_progress: called during tokenisation; default: a progress bar, on a terminal.
 
     Raises:
-        DataError: if the data or the tokenizer cannot be used, or the data make less than one row.
+        DataError: if the data or the tokenizer cannot be used, the data make less than one row, or the run reads a
+            source more often than its ``max_epochs``.
         EnvironmentMismatchError: if the tokenizer needs a package that is missing.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     check_fits(tokenizer, spec.vocab_size)
-    cache, chat = _tokens(data.source, data, tokenizer, spec, on_progress)
-    if data.validation is None:
-        validation_cache = cache
-        is_shared = np.zeros(cache.num_documents, np.bool_)
-        is_held_out = held_out(cache.text_hashes, data.validation_fraction)
-        validation_documents = np.flatnonzero(is_held_out)
-    else:
-        validation_cache, _ = _tokens(data.validation, data, tokenizer, spec, on_progress)
-        validation_documents = np.arange(validation_cache.num_documents)
-        is_held_out = is_shared = np.isin(cache.text_hashes, validation_cache.text_hashes)
-    is_trained = ~is_held_out
-    train = pack(cache, np.flatnonzero(is_trained), seq_len, seed=seed, document_mask=data.document_mask)
-    _refuse_too_little(train, data.source, int(is_held_out.sum()))
-    validation = pack(
-        validation_cache, validation_documents, seq_len, seed=_SPLIT_SEED, document_mask=data.document_mask
+
+    def all_tokenised(sources: Mapping[str, DataSource]) -> dict[str, TokenisedSource]:
+        return {
+            name: tokenised(source, data, tokenizer, spec, on_progress, reads=objective.reads)
+            for name, source in sources.items()
+        }
+
+    def in_rows(chosen: Selection, length: int) -> PackedDataset:
+        rows = pack(chosen, length, document_mask=data.document_mask)
+        if isinstance(rows, PackedPairs) and REFERENCE in objective.per_token:
+            rows.set_references(np.zeros((rows.num_pairs, 2), np.float32))
+        return rows
+
+    def packed(selections: Mapping[str, Selection]) -> dict[str, PackedDataset]:
+        return {name: in_rows(chosen, seq_len) for name, chosen in selections.items()}
+
+    sources = all_tokenised(data.training_sources)
+    validation_sources = all_tokenised(data.validation_sources)
+    splits = _split(sources, validation_sources, data.validation_fraction)
+    held_out = {name: everything(source.cache) for name, source in validation_sources.items()}
+    train = packed({name: split.train for name, split in splits.items()})
+    validation = packed(held_out or {name: split.held_out for name, split in splits.items()})
+    for name, source in sources.items():
+        left_out = splits[name].held_out
+        held = f"{left_out.num_documents} more, of {left_out.num_tokens:,} tokens, are held out"
+        _refuse_too_little(train[name], source.name, held)
+        if validation_sources and left_out.num_documents:
+            logger.warning("%d documents of %s are also held out: not trained on", left_out.num_documents, source.name)
+        if not validation_sources:
+            _warn_of_uneven_split(source.name, data.validation_fraction, train[name].num_tokens, left_out.num_tokens)
+    in_all_lengths = train | _in_other_lengths(stages, sources, splits, in_rows)
+    mixture = Mixture(in_all_lengths, data.weights, stages)
+    if num_sequences is not None:
+        mixture.check_epochs(data.limits, mixture.rows_read(num_sequences))
+    statistics = data_statistics(
+        data,
+        spec,
+        sources,
+        validation_sources,
+        mixture=mixture,
+        train=train,
+        validation=validation,
+        num_shared_documents=sum(split.held_out.num_documents for split in splits.values()) if held_out else 0,
+        num_sequences=num_sequences,
+        vocab_size=tokenizer.vocab_size,
     )
-    if is_shared.any():
-        logger.warning("%d documents of %s are also held out: not trained on", is_shared.sum(), data.source)
-    if data.validation_fraction > 0 and not validation.num_documents:
-        logger.warning("%s holds a single text, so nothing is held out", data.source)
-    entropies = _entropies(cache, is_trained, tokenizer) if tokenizer.name == BYTES else None
-    conversations = cache.conversations
-    if validation_cache is not cache:
-        conversations += validation_cache.conversations
-    packed = [rows for rows in (train, validation) if isinstance(rows, PackedConversations)]
-    statistics = DataStatistics(
-        num_documents=train.num_documents,
-        num_tokens=train.num_tokens,
-        num_validation_documents=validation.num_documents,
-        num_validation_tokens=validation.num_tokens,
-        num_shared_documents=int(is_shared.sum()),
-        bad_lines=cache.bad_lines.counts,
-        bad_line_examples=tuple(cache.bad_lines.examples),
-        entropies=entropies,
-        num_targets=train.num_targets,
-        conversations=conversations,
-        chat_template=chat.template.name if cache.conversations.num_conversations else None,
-        num_truncated=sum(rows.num_truncated for rows in packed),
-        num_left_out=sum(rows.num_left_out for rows in packed),
-        notes=(
-            *notes(data, spec, chat, cache.conversations, cache.num_documents),
-            *_losses(train, "conversations to train on"),
-            *_losses(validation, "held-out conversations"),
-        ),
-    )
-    return Datasets(train, validation if len(validation) else None, statistics)
+    if REFERENCE in objective.per_token:
+        num_rows = sum(len(rows) for rows in (*in_all_lengths.values(), *validation.values()))
+        note = f"before the first step, the reference takes a forward over {num_rows:,} sequences"
+        statistics = replace(statistics, notes=(*statistics.notes, note))
+    return Datasets(mixture, {name: rows for name, rows in validation.items() if len(rows)}, statistics)
 
 
-def held_out(text_hashes: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return a mask of the documents to hold out: those with a hash in the lowest ``fraction`` of possible hashes.
+def _split(
+    sources: Mapping[str, TokenisedSource], validation_sources: Mapping[str, TokenisedSource], fraction: float
+) -> dict[str, Split]:
+    """Return which documents of each source are trained on, and which are held out."""
+    caches = {name: source.cache for name, source in sources.items()}
+    if validation_sources:
+        return hold_out_known(caches, [source.cache for source in validation_sources.values()])
+    return hold_out_lowest(caches, fraction)
 
-    A document stays on its side when others come or go, and equal texts are on the same side. If chance would hold out
-    none of two or more different texts, the one with the lowest hash is held out.
+
+def _in_other_lengths(
+    stages: Sequence[Stage],
+    sources: Mapping[str, TokenisedSource],
+    splits: Mapping[str, Split],
+    in_rows: Callable[[Selection, int], PackedDataset],
+) -> dict[str, PackedDataset]:
+    """Return the rows of the sources that stages read in another length than the first, by ``part_name``."""
+    parts = {}
+    for name, length in sorted({part for stage in stages for part in stage.parts_of_other_length}):
+        rows = in_rows(splits[name].train, length)
+        _refuse_too_little(rows, sources[name].name, f"in sequences of {length} tokens")
+        parts[part_name(name, length)] = rows
+    return parts
+
+
+def _refuse_too_little(train: PackedDataset, source: str, held: str) -> None:
+    """Refuse data that make less than one row.
+
+    Args:
+        train: the rows.
+        source: the name of the source.
+        held: a clause on the documents that are not trained on.
+
+    Raises:
+        DataError: if there is no row.
     """
-    mask: npt.NDArray[np.bool_] = text_hashes < np.uint64(fraction * 2.0**64)
-    if fraction > 0 and not mask.any() and text_hashes.min() < text_hashes.max():
-        mask = text_hashes == text_hashes.min()
-    return mask
-
-
-def _refuse_too_little(train: PackedDataset, source: str, num_held_out: int) -> None:
     seq_len = train.seq_len
     if isinstance(train, PackedConversations):
         if not len(train):
             raise DataError(
-                f"data source {source!r} leaves nothing to train on: none of {train.num_documents} conversations "
-                f"({num_held_out} more are held out) has a token that counts in the loss among its first "
-                f"{seq_len + 1}; add conversations, or raise training.seq_len"
+                f"data source {source!r} leaves nothing to train on: none of {train.num_documents} {train.unit} "
+                f"({held}) has a token that counts in the loss among its first "
+                f"{seq_len + 1}; add {train.unit}, or raise training.seq_len"
             )
     elif train.num_tokens <= seq_len:
         raise DataError(
             f"data source {source!r} leaves {train.num_tokens} tokens in {train.num_documents} documents to train "
-            f"on ({num_held_out} more are held out), fewer than the {seq_len + 1} that one sequence takes; "
+            f"on ({held}), fewer than the {seq_len + 1} that one sequence takes; "
             "add text, or lower training.seq_len or data.validation_fraction"
         )
 
 
-def _losses(rows: PackedDataset, which: str) -> Iterator[str]:
-    """Yield a sentence about conversations that do not fit into a row."""
-    if isinstance(rows, PackedConversations) and rows.num_truncated:
-        yield (
-            f"{rows.num_truncated:,} of the {which} are longer than training.seq_len={rows.seq_len} and are truncated; "
-            f"{rows.num_left_out:,} of them lose every token that counts and are left out"
+def _warn_of_uneven_split(source: str, fraction: float, num_tokens: int, num_held_out: int) -> None:
+    """Warn if nothing is held out although a fraction should be, or most tokens although it is less than half."""
+    if fraction > 0 and not num_held_out:
+        logger.warning("%s holds a single text, so nothing is held out", source)
+    if fraction < 0.5 and num_held_out > num_tokens:
+        logger.warning(
+            "most of %s is held out: %s tokens, and %s to train on, because documents are held out whole and few are "
+            "long; set data.validation_fraction=0, or name other data as data.validation",
+            source,
+            f"{num_held_out:,}",
+            f"{num_tokens:,}",
         )
-
-
-def _tokens(
-    source: str, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, on_progress: OnProgress | None
-) -> tuple[TokenCache, ChatFormat]:
-    """Return the token cache and the chat format of one source; log the lines that were left out."""
-    directory = cache_directory(data.cache_dir)
-    with _naming(source), _writing_to(directory), _progress(f"tokenising {source}", on_progress) as follow:
-        directory = own_folder(directory)
-        files = find_files(str(sample_file(directory)) if source == SAMPLE else source)
-        chat = chat_format(data, tokenizer, spec, files)
-        cache = cached_tokens(
-            files,
-            TEXT_FIELD if source == SAMPLE else data.text_field,
-            tokenizer,
-            directory,
-            chat=chat,
-            max_bad_lines=data.max_bad_lines,
-            on_progress=follow,
-        )
-    if cache.bad_lines.total:
-        logger.warning("left out of %s: %s", source, cache.bad_lines)
-    return cache, chat
-
-
-def _entropies(cache: TokenCache, documents: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> Entropies:
-    """Return the entropies of some documents, computed only once per cache and choice of documents."""
-    digest = hashlib.sha256(np.packbits(documents).tobytes()).hexdigest()[:16]
-    path = cache.path / f"entropy-{digest}.json"
-    with suppress(RunDirectoryError):
-        return read_typed(path, Entropies)
-    entropies = token_entropies(cache.tokens, cache.offsets, documents, tokenizer.vocab_size, cache.ignored)
-    with suppress(OSError):  # if the cache is not writable, the next run only has to count again
-        write_json(path, entropies)
-    return entropies
-
-
-@contextmanager
-def _naming(source: str) -> Iterator[None]:
-    """Name the source in an error, because a run may have two."""
-    try:
-        yield
-    except DataError as error:
-        raise error if source in str(error) else DataError(f"data source {source!r}: {error}") from None
-
-
-@contextmanager
-def _writing_to(directory: Path) -> Iterator[None]:
-    """Turn a failure to write the cache into one line; reading errors are already ``DataError``."""
-    try:
-        yield
-    except OSError as error:
-        cause = no_room(directory) if is_disk_full(error) else error.strerror or str(error)
-        raise DataError(
-            f"cannot write the token cache in {str(directory)!r}: {cause}; "
-            "make room there or choose another data.cache_dir"
-        ) from None
-
-
-@contextmanager
-def _progress(description: str, on_progress: OnProgress | None) -> Iterator[OnProgress]:
-    """Yield ``on_progress``, or else a progress bar by bytes read, shown only on a terminal."""
-    if on_progress is not None or not sys.stderr.isatty():
-        yield on_progress or (lambda done, total: None)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

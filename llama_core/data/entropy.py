@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llama_core.data.selection import Selection
+from llama_core.data.shard import Shard
+
 CHUNK_TOKENS = 2**20
 
 
@@ -19,50 +22,38 @@ class Entropies:
     """H(token | previous token): the loss of the best predictor that sees one token of context."""
 
 
-def token_entropies(
-    tokens: npt.NDArray[Any],
-    offsets: npt.NDArray[Any],
-    documents: npt.NDArray[Any],
-    vocab_size: int,
-    ignored: npt.NDArray[np.bool_] | None = None,
-) -> Entropies:
+def token_entropies(selection: Selection, vocab_size: int) -> Entropies:
     """Return the entropies of the target tokens of some documents: all but each document's first.
 
-    Needs ``8 * vocab_size**2`` bytes for counts, and reads ``tokens`` in chunks.
+    Needs ``8 * vocab_size**2`` bytes for counts, and reads all tokens in chunks.
 
     Args:
-        tokens: the ids of all documents, one document after another.
-        offsets: where each document begins, and the end of the last, [documents + 1].
-        documents: which documents to count, a mask [documents].
+        selection: the documents.
         vocab_size: one more than the largest id.
-        ignored: tokens that are not targets, a mask [tokens].
 
     Source: Shannon, "Prediction and Entropy of Printed English", 1951, equation 1 (F_1 and F_2).
     """
     counts = np.zeros(vocab_size * vocab_size, np.int64)
-    for start in range(0, len(tokens) - 1, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, len(tokens) - 1)
-        window = np.asarray(tokens[start : stop + 1], np.int64)
-        pairs = window[:-1] * vocab_size + window[1:]
-        targets = _targets(offsets, documents, start, stop)
-        if ignored is not None:
-            targets &= ~ignored[start + 1 : stop + 1]
-        counts += np.bincount(pairs[targets], minlength=counts.size)
+    for part in selection.parts:
+        for span in part.spans:
+            for begin in range(span.begin, span.end - 1, CHUNK_TOKENS):
+                end = min(begin + CHUNK_TOKENS, span.end - 1)
+                counts += np.bincount(_pairs(part.shard, begin, end, vocab_size), minlength=counts.size)
     table = counts.reshape(vocab_size, vocab_size)
     joint = _entropy(counts)
     context = _entropy(table.sum(axis=1))
     return Entropies(unigram=_entropy(table.sum(axis=0)), bigram=joint - context)
 
 
-def _targets(offsets: npt.NDArray[Any], documents: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[Any]:
-    """Return a mask [stop - start] of the tokens start + 1 to stop that are targets in the chosen documents."""
-    first = int(np.searchsorted(offsets, start + 1, side="right")) - 1
-    last = int(np.searchsorted(offsets, stop, side="right"))
-    bounds = np.clip(offsets[first : last + 1], start + 1, stop + 1) - (start + 1)
-    chosen = np.repeat(documents[first:last], np.diff(bounds))
-    begins = offsets[first:last] - (start + 1)
-    chosen[begins[begins >= 0]] = False
-    return chosen
+def _pairs(shard: Shard, begin: int, end: int, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Return the pairs of some tokens and their targets, as numbers below ``vocab_size**2``."""
+    window = np.asarray(shard.tokens[begin : end + 1], np.int64)
+    counts = np.ones(end - begin, np.bool_)
+    first, last = np.searchsorted(shard.offsets, [begin + 1, end + 1])
+    counts[np.asarray(shard.offsets[first:last]) - begin - 1] = False
+    if shard.ignored is not None:
+        counts &= ~shard.ignored[begin + 1 : end + 1]
+    return (window[:-1] * vocab_size + window[1:])[counts]
 
 
 def _entropy(counts: npt.NDArray[Any]) -> float:

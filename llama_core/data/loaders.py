@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,53 +76,100 @@ def as_batch(item: Any, vocab_size: int) -> Batch:
     """Return ``item`` as a batch.
 
     Args:
-        item: a tensor of tokens [B, S]; or a pair of inputs and next-token targets, both [B, S]; or a mapping with
+        item: an array of tokens [B, S]; or a pair of inputs and next-token targets, both [B, S]; or a mapping with
             ``input_ids`` [B, S] and, optionally, ``labels`` (not shifted, as in Hugging Face; they are shifted here,
-            and -100 is not trained on) and ``attention_mask`` (0 is not trained on).
+            and -100 is not trained on) and ``attention_mask`` (0 is not trained on). An array is a tensor or a numpy
+            array; the values of a mapping may be lists too.
         vocab_size: tokens must be below it.
 
     Raises:
-        DataError: if it has another form, or a token is out of range.
+        DataError: if it has another form, a token is out of range, or ``labels`` are shifted already.
     """
     match item:
         case Batch():
             return item
-        case Tensor() | {"input_ids": Tensor()}:
-            tokens_BS, labels_BS = (item, item) if isinstance(item, Tensor) else _tokens_and_labels(item)
-            _check(tokens_BS, labels_BS, vocab_size)
-            return Batch(tokens_BS[:, :-1].long().contiguous(), labels_BS[:, 1:].long().contiguous(), None)
-        case (Tensor() as tokens_BS, Tensor() as targets_BS):
+        case {"input_ids": _}:
+            tokens_BS, labels_BS = _tokens_and_labels(item)
+        case Tensor() | np.ndarray():
+            tokens_BS = labels_BS = _token_ids(item)
+        case (Tensor() | np.ndarray() as inputs, Tensor() | np.ndarray() as targets):
+            tokens_BS = _token_ids(inputs)
+            targets_BS = _token_ids(targets)
             _check(tokens_BS, targets_BS, vocab_size)
-            return Batch(tokens_BS.long(), targets_BS.long(), None)
-    raise DataError(
-        f"a batch of type {type(item).__name__}{_keys(item)} is not understood; give token tensors [B, S], "
-        "pairs of inputs and targets, or mappings with 'input_ids'"
-    )
+            return Batch(tokens_BS, targets_BS, None)
+        case _:
+            raise DataError(
+                f"a batch of type {type(item).__name__}{_keys(item)} is not understood; give token tensors [B, S], "
+                "pairs of inputs and targets, or mappings with 'input_ids'"
+            )
+    _check(tokens_BS, labels_BS, vocab_size)
+    return Batch(tokens_BS[:, :-1].contiguous(), labels_BS[:, 1:].contiguous(), None)
 
 
 def _keys(item: object) -> str:
     return f" with keys {', '.join(map(repr, item))}" if isinstance(item, Mapping) else ""
 
 
-def _tokens_and_labels(item: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    labels_BS = item.get("labels", item["input_ids"])
-    mask_BS = item.get("attention_mask")
-    return item["input_ids"], labels_BS if mask_BS is None else labels_BS.masked_fill(mask_BS == 0, IGNORE_INDEX)
+def _tokens_and_labels(item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    tokens_BS = _token_ids(item["input_ids"])
+    labels_BS = _token_ids(item["labels"]) if "labels" in item else tokens_BS
+    if "attention_mask" in item:
+        mask_BS = _tensor(item["attention_mask"])
+        _check_shapes(tokens_BS, mask_BS, "attention_mask")
+        labels_BS = labels_BS.masked_fill(mask_BS == 0, IGNORE_INDEX)
+    _check_shapes(tokens_BS, labels_BS, "labels")
+    if _are_shifted(tokens_BS, labels_BS):
+        raise DataError(
+            "the labels of a batch are its input_ids shifted by one already, and would be shifted again: as in Hugging "
+            "Face, labels are the input_ids themselves, or -100; give the pair (input_ids, labels) instead of a mapping"
+        )
+    return tokens_BS, labels_BS
+
+
+def _are_shifted(tokens_BS: Tensor, labels_BS: Tensor) -> bool:
+    """Return whether the labels are the tokens' successors, and not the tokens themselves."""
+    is_learnt_BS = labels_BS != IGNORE_INDEX
+    if (labels_BS == tokens_BS)[is_learnt_BS].all():
+        return False
+    is_learnt_BS = is_learnt_BS[:, :-1]  # the successor of a row's last token is in no row
+    is_successor_BS = labels_BS[:, :-1] == tokens_BS[:, 1:]
+    return bool(is_learnt_BS.any() and is_successor_BS[is_learnt_BS].all())
+
+
+def _token_ids(values: Any) -> Tensor:
+    """Return integers as int64; not all operators know the unsigned ones in which tokens are often stored."""
+    ids = _tensor(values)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise DataError(f"tokens must be integers, not {ids.dtype}")
+    return ids.long()
+
+
+def _tensor(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise DataError("the rows of a batch differ in length; pad them, with an attention_mask of 0 there") from None
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"tokens must be integers, not {array.dtype}")
+    return torch.tensor(array)
 
 
 def _check(tokens_BS: Tensor, targets_BS: Tensor, vocab_size: int) -> None:
     """Refuse a batch unless it holds tokens of the model's vocabulary; targets may also be -100."""
-    if tokens_BS.ndim != 2 or tokens_BS.shape != targets_BS.shape or 0 in tokens_BS.shape:
-        raise DataError(
-            f"a batch has tokens {list(tokens_BS.shape)} and targets {list(targets_BS.shape)}; "
-            "both must be [sequences, tokens]"
-        )
-    for ids_BS in (tokens_BS, targets_BS):
-        if ids_BS.is_floating_point() or ids_BS.is_complex() or ids_BS.dtype == torch.bool:
-            raise DataError(f"tokens must be integers, not {ids_BS.dtype}")
+    _check_shapes(tokens_BS, targets_BS, "targets")
     if not (targets_BS != IGNORE_INDEX).any():
         raise DataError("a batch has no target to train on: all of them are masked")
     wrong = torch.cat([tokens_BS.flatten(), targets_BS[targets_BS != IGNORE_INDEX].flatten()])
     wrong = wrong[(wrong < 0) | (wrong >= vocab_size)]
     if len(wrong):
         raise DataError(f"token {int(wrong[0])} is not in the model's vocabulary of {vocab_size}")
+
+
+def _check_shapes(tokens_BS: Tensor, others_BS: Tensor, name: str) -> None:
+    if tokens_BS.ndim != 2 or tokens_BS.shape != others_BS.shape or 0 in tokens_BS.shape:
+        raise DataError(
+            f"a batch has tokens {list(tokens_BS.shape)} and {name} {list(others_BS.shape)}; "
+            "both must be [sequences, tokens]"
+        )

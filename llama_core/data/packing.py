@@ -3,55 +3,61 @@
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from llama_core.data.token_cache import TokenCache
+from llama_core.data.selection import Part, Selection
 from llama_core.models.batch import IGNORE_INDEX
+from llama_core.objectives.preferences import ANSWER, REFERENCE
 
-_DOCUMENTS = 0
-_ROWS = 1
+_SAMPLED_ROWS = 1024
+"""Rows by which properties of all rows are judged."""
+_OPENED_PARTS = 64
+"""Most shards whose tokens are opened before the first row is read: a run then keeps them, even if they are deleted."""
 
 
 class PackedDataset:
-    """Rows of ``seq_len`` tokens, cut out of the chosen documents laid end to end in an order drawn from ``seed``.
+    """Rows of ``seq_len`` tokens, cut out of the chosen documents of each shard, laid end to end.
 
-    Row i begins at token i * seq_len, and its last target is the first token of row i + 1: every token is an input
-    once, and every token except a document's first is a target once. The last row is padded with end-of-text tokens
-    that are not targets, and not dropped: a small corpus keeps all its text, and the held-out loss covers all of it.
+    Row i of a shard begins at token i * seq_len, and its last target is the first token of row i + 1: every token is an
+    input once, and every token except a document's first is a target once. The last row of a shard is padded with
+    end-of-text tokens that are not targets, and not dropped: a small corpus keeps all its text, and the held-out loss
+    covers all of it. The rows of the shards follow each other.
 
-    Takes 16 bytes of memory per document; tokens stay on disk.
+    Takes no memory per document or token: a row is found by arithmetic and a search in the mapped offsets.
 
     Args:
-        cache: the tokenised corpus.
-        documents: indices of the documents to pack.
+        selection: the documents to pack.
         seq_len: tokens per row.
-        seed: draws the order of the documents.
         document_mask: keep attention inside each document; otherwise batches carry no positions.
     """
 
-    def __init__(
-        self, cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
-    ) -> None:
-        self.cache = cache
+    def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
+        self.per_token: tuple[str, ...] = ()
+        """Names of the values, beside targets and positions, that a row has for each token."""
+        self.selection = selection
         self.seq_len = seq_len
         self.document_mask = document_mask
-        self.documents = documents[permutation(len(documents), seed, _DOCUMENTS)]
-        lengths = cache.offsets[self.documents + 1] - cache.offsets[self.documents]
-        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        # the last token of a shard is only a target, never an input
+        num_rows = [-(-(part.num_tokens - 1) // seq_len) for part in selection.parts]
+        self._row_ends = np.cumsum(num_rows, dtype=np.int64)
+        if len(selection.parts) <= _OPENED_PARTS:
+            for part in selection.parts:
+                part.open()
 
     @property
     def num_documents(self) -> int:
         """Documents packed."""
-        return len(self.documents)
+        return self.selection.num_documents
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents, including BOS and EOS."""
-        return int(self._starts[-1])
+        return self.selection.num_tokens
 
     @property
     def num_targets(self) -> int:
@@ -61,51 +67,67 @@ class PackedDataset:
     @cached_property
     def digest(self) -> str:
         """16 hex digits that two datasets share exactly when they hold the same rows in the same order."""
-        digest = hashlib.sha256(f"{self.cache.fingerprint} {self.seq_len} ".encode())
-        digest.update(self.cache.text_hashes[self.documents].tobytes())
-        return digest.hexdigest()[:16]
+        return hashlib.sha256(f"{self.selection.digest} {self.seq_len}".encode()).hexdigest()[:16]
 
     @cached_property
     def share_of_whole_rows(self) -> float:
-        """The share of the rows that are a single document, or part of one, without padding."""
-        begins = np.arange(len(self)) * self.seq_len
-        ends = begins + self.seq_len
-        first_document = np.searchsorted(self._starts, begins, side="right")
-        last_document = np.searchsorted(self._starts, ends - 1, side="right")
-        return float(np.mean((first_document == last_document) & (ends <= self.num_tokens)))
+        """The share of the rows that are a single document, or part of one, without padding.
+
+        If there are many rows, it is the share of a thousand of them, evenly spread.
+        """
+        num_sampled = min(len(self), _SAMPLED_ROWS)
+        sampled = (index * len(self) // num_sampled for index in range(num_sampled))
+        return float(np.mean([self._is_whole(*self._place(row)) for row in sampled]))
 
     def __len__(self) -> int:
-        """Return the number of rows; the last token is only a target, never an input."""
-        num_inputs = max(0, self.num_tokens - 1)
-        return (num_inputs + self.seq_len - 1) // self.seq_len
+        """Return the number of rows."""
+        return int(self._row_ends[-1]) if len(self._row_ends) else 0
 
-    def row(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return tokens, targets and positions of a row, each [seq_len].
+    def row(self, index: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return tokens, targets and positions of a row, each int64 [seq_len].
 
         A target is the next token, or -100 if that belongs to another document or is padding. Positions count from 0
         at the start of the row and at each document's first token.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of a dataset of {len(self)} rows")
-        begin = index * self.seq_len
-        end = min(begin + self.seq_len + 1, self.num_tokens)
-        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        last = int(np.searchsorted(self._starts, end, side="left"))
-        window = np.full(self.seq_len + 1, self.cache.eos_id, np.int64)
-        for document in range(first, last):
-            low = max(self._starts[document], begin)
-            high = min(self._starts[document + 1], end)
-            source = self.cache.offsets[self.documents[document]] + low - self._starts[document]
-            window[low - begin : high - begin] = self.cache.tokens[source : source + high - low]
+        part, begin = self._place(index)
+        end = min(begin + self.seq_len + 1, part.num_tokens)
+        window = np.full(self.seq_len + 1, self.selection.eos_id, np.int64)
+        window[: end - begin] = part.tokens(begin, end)
         tokens = window[:-1]
         targets = window[1:].copy()
-        firsts = np.append(self._starts[first + 1 : last], end) - begin  # padding counts as another document
+        firsts = np.append(part.firsts(begin, end), end) - begin  # padding counts as another document
         targets[firsts[firsts <= self.seq_len] - 1] = IGNORE_INDEX
         targets[end - begin :] = IGNORE_INDEX
         segment_starts = np.zeros(self.seq_len, np.int64)
         inside = firsts[firsts < self.seq_len]
         segment_starts[inside] = inside
         return tokens, targets, np.arange(self.seq_len) - np.maximum.accumulate(segment_starts)
+
+    def _place(self, index: int) -> tuple[Part, int]:
+        """Return the documents of the shard that holds a row, and the token of theirs at which the row begins."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of a dataset of {len(self)} rows")
+        number = int(np.searchsorted(self._row_ends, index, side="right"))
+        first_row = int(self._row_ends[number - 1]) if number else 0
+        return self.selection.parts[number], (index - first_row) * self.seq_len
+
+    def _is_whole(self, part: Part, begin: int) -> bool:
+        end = begin + self.seq_len
+        return end <= part.num_tokens and not len(part.firsts(begin, end))
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Documents of a shard that are in rows, or what fits of them."""
+
+    begins: npt.NDArray[np.int64]
+    """The first token of each, [pieces]."""
+    lengths: npt.NDArray[np.int64]
+    """How many of its tokens are inputs, [pieces]."""
+    num_targets: npt.NDArray[np.int64]
+    """How many of its targets count, [pieces]."""
+    num_truncated: int
+    """Conversations that are longer than a row."""
 
 
 class PackedConversations(PackedDataset):
@@ -115,44 +137,38 @@ class PackedConversations(PackedDataset):
     token that remains counts. A text among the conversations is cut into pieces, each of which begins with the last
     target of the previous one.
 
-    Takes 40 bytes of memory per document; tokens stay on disk.
+    Takes 24 bytes of memory per document; tokens stay on disk.
 
     Args:
-        cache: the tokenised corpus, which holds conversations.
-        documents: indices of the documents to pack.
+        selection: the documents to pack, of a source that holds conversations.
         seq_len: tokens per row.
-        seed: draws the order of documents of the same length.
         document_mask: let a row hold several documents, and mask attention between them; otherwise each has its own
             row, and batches carry no positions.
     """
 
-    def __init__(
-        self, cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
-    ) -> None:
-        if cache.ignored is None or cache.is_conversation is None:
+    unit: ClassVar[str] = "conversations"
+    """What the documents are, in messages."""
+
+    def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
+        if not selection.has_conversations:
             raise ValueError("these documents are texts; use PackedDataset")
-        super().__init__(cache, documents, seq_len, seed=seed, document_mask=document_mask)
-        self._ignored = cache.ignored
-        is_conversation = cache.is_conversation[self.documents]
-        # a document's last token is a target, not an input
-        num_inputs = np.diff(self._starts) - 1
-        self.num_truncated = int((is_conversation & (num_inputs > seq_len)).sum())
+        super().__init__(selection, seq_len, document_mask=document_mask)
+        found = [_pieces(part, seq_len) for part in selection.parts]
+        self.num_truncated = sum(pieces.num_truncated for pieces in found)
         """Number of truncated conversations."""
-        num_pieces = np.where(is_conversation, 1, -(-num_inputs // seq_len))
-        document = np.repeat(np.arange(len(num_pieces)), num_pieces)
-        before = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * seq_len
-        begins = cache.offsets[self.documents[document]] + before
-        lengths = np.minimum(num_inputs[document] - before, seq_len)
-        num_targets = lengths - _count(self._ignored, begins + 1, begins + 1 + lengths)
+        part_of_piece = np.repeat(np.arange(len(found)), [len(pieces.begins) for pieces in found])
+        begins = _concatenated([pieces.begins for pieces in found])
+        lengths = _concatenated([pieces.lengths for pieces in found])
+        num_targets = _concatenated([pieces.num_targets for pieces in found])
         kept = num_targets > 0
         self.num_left_out = int((~kept).sum())
         """Number of conversations left out, because no token that fits into a row counts."""
         self._num_targets = int(num_targets.sum())
-        begins = begins[kept]
         lengths = lengths[kept]
         rows = best_fit(lengths, seq_len) if document_mask else np.arange(len(lengths))
         order = np.argsort(rows, kind="stable")
-        self._begins = begins[order]
+        self._parts = part_of_piece[kept][order]
+        self._begins = begins[kept][order]
         self._lengths = lengths[order]
         self._first_of_row = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
 
@@ -176,36 +192,188 @@ class PackedConversations(PackedDataset):
         """Return the number of rows."""
         return len(self._first_of_row) - 1
 
-    def row(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return tokens, targets and positions of a row, each [seq_len].
+    def row(self, index: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return tokens, targets and positions of a row, each int64 [seq_len].
 
         A target is the next token if that counts in the loss, else -100. Positions count from 0 at the first token of
         each document and of the padding.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)} rows")
-        tokens = np.full(self.seq_len, self.cache.eos_id, np.int64)
+        tokens = np.full(self.seq_len, self.selection.eos_id, np.int64)
         targets = np.full_like(tokens, IGNORE_INDEX)
         positions = np.arange(self.seq_len)
         place = 0
         for piece in range(self._first_of_row[index], self._first_of_row[index + 1]):
+            shard = self.selection.parts[self._parts[piece]].shard
             begin = self._begins[piece]
             length = self._lengths[piece]
-            window = self.cache.tokens[begin : begin + length + 1].astype(np.int64)
+            window = shard.tokens[begin : begin + length + 1].astype(np.int64)
+            if shard.ignored is None:
+                counted = window[1:]
+            else:
+                counted = np.where(shard.ignored[begin + 1 : begin + length + 1], IGNORE_INDEX, window[1:])
             here = slice(place, place + length)
             tokens[here] = window[:-1]
-            targets[here] = np.where(self._ignored[begin + 1 : begin + length + 1], IGNORE_INDEX, window[1:])
+            targets[here] = counted
             place += length
             positions[place:] = np.arange(self.seq_len - place)
         return tokens, targets, positions
 
 
-def pack(
-    cache: TokenCache, documents: npt.NDArray[Any], seq_len: int, *, seed: int, document_mask: bool = True
-) -> PackedDataset:
-    """Return some documents of a corpus as rows: whole conversations if there are any, else texts end to end."""
-    kind = PackedDataset if cache.ignored is None else PackedConversations
-    return kind(cache, documents, seq_len, seed=seed, document_mask=document_mask)
+class PackedPairs(PackedConversations):
+    """Rows of ``seq_len`` tokens that hold whole pairs: both answers, each with its prompt, as documents of one row.
+
+    A pair longer than a row is truncated: each answer may have half of the row, or what the other one leaves of it. It
+    is left out if an answer keeps no token that counts. Beside targets, every token has the number of its answer, and
+    with ``references`` what the reference makes of it; see ``llama_core.objectives.preferences``.
+
+    Takes 40 bytes of memory per pair, and 8 with ``references``; tokens stay on disk.
+
+    Args:
+        selection: the pairs to pack.
+        seq_len: tokens per row.
+        document_mask: must be set, because every row holds several documents.
+    """
+
+    unit: ClassVar[str] = "pairs"
+
+    def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
+        if not document_mask:
+            raise ValueError("the answers of a pair are in one row, so that attention needs the document mask")
+        PackedDataset.__init__(self, selection, seq_len)
+        self.per_token = (ANSWER,)
+        found = [_pairs(part, seq_len) for part in selection.parts]
+        self.num_truncated = sum(pairs.num_truncated for pairs in found)
+        part_of_pair = np.repeat(np.arange(len(found)), [len(pairs.begins) for pairs in found])
+        begins_N2 = _concatenated([pairs.begins for pairs in found]).reshape(-1, 2)
+        lengths_N2 = _concatenated([pairs.lengths for pairs in found]).reshape(-1, 2)
+        num_targets_N2 = _concatenated([pairs.num_targets for pairs in found]).reshape(-1, 2)
+        kept = num_targets_N2.all(1)
+        self.num_left_out = int((~kept).sum())
+        self._num_targets = int(num_targets_N2[kept].sum())
+        lengths = lengths_N2[kept].sum(1)
+        rows = best_fit(lengths, seq_len)
+        order = np.argsort(rows, kind="stable")
+        self._parts = part_of_pair[kept][order]
+        self._begins_N2 = begins_N2[kept][order]
+        self._lengths_N2 = lengths_N2[kept][order]
+        self._lengths = lengths[order]
+        self._first_of_row = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+        self._references_N2: npt.NDArray[np.float32] | None = None
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in all rows."""
+        return len(self._parts)
+
+    @property
+    def share_of_whole_rows(self) -> float:
+        """The share of the rows that are a single document: none, as a pair is two."""
+        return 0.0
+
+    def set_references(self, references_N2: npt.NDArray[np.float32]) -> None:
+        """Give every row the log-probabilities of its answers under the reference.
+
+        Args:
+            references_N2: those of every pair in the order of the rows, in nats: [pairs, 2].
+        """
+        if references_N2.shape != (self.num_pairs, 2):
+            raise ValueError(f"{references_N2.shape} are no log-probabilities of {self.num_pairs} pairs")
+        self._references_N2 = references_N2
+        self.per_token = (ANSWER, REFERENCE)
+
+    def pairs_of(self, index: int) -> range:
+        """Return the numbers of the pairs of a row."""
+        return range(int(self._first_of_row[index]), int(self._first_of_row[index + 1]))
+
+    def row(self, index: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return tokens, targets and positions of a row, int64 [seq_len], and the values of ``per_token`` in fp32."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of a dataset of {len(self)} rows")
+        tokens = np.full(self.seq_len, self.selection.eos_id, np.int64)
+        targets = np.full_like(tokens, IGNORE_INDEX)
+        positions = np.arange(self.seq_len)
+        answers = np.zeros(self.seq_len, np.float32)
+        references = np.zeros(self.seq_len, np.float32)
+        place = 0
+        number = 0
+        for pair in self.pairs_of(index):
+            shard = self.selection.parts[self._parts[pair]].shard
+            for which, (begin, length) in enumerate(zip(self._begins_N2[pair], self._lengths_N2[pair], strict=True)):
+                number += 1
+                window = shard.tokens[begin : begin + length + 1].astype(np.int64)
+                assert shard.ignored is not None, "every pair has tokens that do not count"
+                is_ignored = shard.ignored[begin + 1 : begin + length + 1]
+                here = slice(place, place + length)
+                tokens[here] = window[:-1]
+                targets[here] = np.where(is_ignored, IGNORE_INDEX, window[1:])
+                answers[here] = np.where(is_ignored, 0, number)
+                first = place + int(np.argmin(is_ignored))
+                answers[first] = -number
+                if self._references_N2 is not None:
+                    references[first] = self._references_N2[pair, which]
+                place += length
+                positions[place:] = np.arange(self.seq_len - place)
+        values = (answers, references)[: len(self.per_token)]
+        return tokens, targets, positions, *values
+
+
+def pack(selection: Selection, seq_len: int, *, document_mask: bool = True) -> PackedDataset:
+    """Return documents of a source as rows: pairs or conversations, whole, if it holds any, else texts end to end."""
+    kind = PackedDataset
+    if selection.has_conversations:
+        kind = PackedPairs if selection.has_pairs else PackedConversations
+    return kind(selection, seq_len, document_mask=document_mask)
+
+
+def _pairs(part: Part, seq_len: int) -> _Pieces:
+    """Return what rows of ``seq_len`` tokens hold of each pair of a part, [pairs, 2]; reads all their lengths."""
+    shard = part.shard
+    pairs = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
+    starts = np.asarray(shard.offsets[pairs])
+    ends = np.asarray(shard.offsets[pairs + 1])
+    seconds = starts + np.asarray(shard.seconds[pairs])
+    begins_N2 = np.stack([starts, seconds], axis=1)
+    num_inputs_N2 = np.stack([seconds - starts, ends - seconds], axis=1) - 1  # a document's last token is only a target
+    if (num_inputs_N2 < 1).any():
+        raise shard.removed("its offsets and seconds do not ascend")
+    chosen, rejected = num_inputs_N2.T
+    chosen = np.minimum(chosen, np.maximum(seq_len // 2, seq_len - rejected))
+    rejected = np.minimum(rejected, seq_len - chosen)
+    lengths_N2 = np.stack([chosen, rejected], axis=1)
+    assert shard.ignored is not None, "every pair has tokens that do not count"
+    firsts = begins_N2.ravel() + 1
+    num_ignored = _count(shard.ignored, firsts, firsts + lengths_N2.ravel())
+    num_truncated = int((lengths_N2 < num_inputs_N2).any(1).sum())
+    return _Pieces(begins_N2, lengths_N2, lengths_N2 - num_ignored.reshape(-1, 2), num_truncated)
+
+
+def _pieces(part: Part, seq_len: int) -> _Pieces:
+    """Return what rows of ``seq_len`` tokens hold of each document of a part; reads all their lengths."""
+    shard = part.shard
+    documents = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
+    starts = np.asarray(shard.offsets[documents])
+    num_inputs = np.asarray(shard.offsets[documents + 1]) - starts - 1  # a document's last token is only a target
+    if (num_inputs < 0).any():
+        raise shard.removed("its offsets do not ascend")
+    is_conversation = np.zeros(len(documents), np.bool_)
+    if shard.is_conversation is not None:
+        is_conversation = shard.is_conversation[documents]
+    num_pieces = np.where(is_conversation, 1, -(-num_inputs // seq_len))
+    document = np.repeat(np.arange(len(num_pieces)), num_pieces)
+    before = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * seq_len
+    begins = starts[document] + before
+    lengths = np.minimum(num_inputs[document] - before, seq_len)
+    num_targets = lengths
+    if shard.ignored is not None:
+        num_targets = lengths - _count(shard.ignored, begins + 1, begins + 1 + lengths)
+    num_truncated = int((is_conversation & (num_inputs > seq_len)).sum())
+    return _Pieces(begins, lengths, num_targets, num_truncated)
+
+
+def _concatenated(arrays: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 def best_fit(lengths: npt.NDArray[Any], capacity: int) -> npt.NDArray[np.int64]:
@@ -249,18 +417,3 @@ def _count(mask: npt.NDArray[np.bool_], begins: npt.NDArray[Any], ends: npt.NDAr
         bounds = np.stack([begins[order], ends[order]], axis=1).ravel()
         counts[order] = np.add.reduceat(mask[: bounds[-1]], bounds[:-1], dtype=np.int64)[::2]
     return counts
-
-
-def permutation(length: int, seed: int, *stream: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of ``range(length)`` drawn from ``seed`` and a stream number.
-
-    It sorts raw PCG64 output, which NumPy keeps the same in every version, unlike ``Generator.permutation``. A run
-    that resumes after an upgrade therefore sees the same order.
-    """
-    sequence = np.random.SeedSequence(seed, spawn_key=stream)
-    return np.argsort(np.random.PCG64(sequence).random_raw(length), kind="stable")
-
-
-def row_order(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return the order in which an epoch visits ``length`` rows."""
-    return permutation(length, seed, _ROWS, epoch)

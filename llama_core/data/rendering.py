@@ -10,6 +10,7 @@ import math
 import re
 import resource
 import secrets
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import date
@@ -24,6 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and any other keys that the template knows."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""The JSON schemas of the tools that the assistant may call; None if there are none."""
 Spans = tuple[tuple[int, int], ...]
 """The begin and end of each span of characters, in order."""
 
@@ -75,16 +78,16 @@ class Renderer:
         self.most_steps = most_steps
         self.marks_the_assistant = _HAS_GENERATION_TAG.search(source) is not None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """Return a conversation as text.
 
         Raises:
             InvalidTemplateError: if the template is not valid Jinja.
             TemplateRefusalError: if the template raises.
         """
-        return self._render(messages, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+        return self._render(messages, tools, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
 
-    def render_with_spans(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+    def render_with_spans(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the assistant's spans: content and end of turn, without the header.
 
         Raises:
@@ -92,29 +95,67 @@ class Renderer:
             TemplateRefusalError: if the template raises, or the spans cannot be found.
         """
         if self.marks_the_assistant:
-            return _split_at_marks(self._render(messages, False))
-        whole = self.render(messages)
-        return whole, tuple(self._turns(messages, whole))
+            return _split_at_marks(self._render(messages, tools, False))
+        whole = self.render(messages, tools)
+        return whole, tuple(self._turns(messages, tools, whole))
 
-    def _turns(self, messages: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
+    def end_of_turn(self, tools: Tools = None) -> str:
+        """Return what follows the assistant's content at the end of a conversation.
+
+        Raises:
+            InvalidTemplateError, TemplateRefusalError: as ``render``.
+        """
+        content = secrets.token_hex(8)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        return self.render(turns, tools).rpartition(content)[2]
+
+    def _turns(self, messages: Sequence[Message], tools: Tools, whole: str) -> Iterator[tuple[int, int]]:
         """Yield each assistant turn's span: from the end of its prompt to the end of the conversation up to it."""
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt = self.render(messages[:index], add_generation_prompt=True)
-                turn = self.render(messages[: index + 1])
-                if not (turn.startswith(prompt) and whole.startswith(turn)):
+                prompt = self.render(messages[:index], tools, add_generation_prompt=True)
+                turn = self.render(messages[: index + 1], tools)
+                end: int | None = None
+                if turn.startswith(prompt) and whole.startswith(turn):
+                    end = len(turn)
+                elif whole.startswith(prompt):
+                    end = self._end_inside(messages, tools, index, whole, len(prompt))
+                if end is None:
                     raise TemplateRefusalError(
                         f"it renders message {index + 1} differently inside the conversation than at its end, so the "
                         "assistant's text cannot be found; mark it in the template with {% generation %} and "
                         "{% endgeneration %}, or set data.loss_on=all"
                     )
-                yield len(prompt), len(turn)
+                yield len(prompt), end
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _end_inside(self, messages: Sequence[Message], tools: Tools, index: int, whole: str, begin: int) -> int | None:
+        """Return where a turn ends that is rendered otherwise when nothing follows it, as without a thought.
+
+        It is the last end of a turn before the content of the next message, and that begins where changing it changes
+        the text.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that the template is given.
+            index: the turn's message.
+            whole: the conversation as text.
+            begin: where the turn begins.
+        """
+        end_of_turn = self.end_of_turn(tools)
+        if index + 1 == len(messages) or not end_of_turn.strip():
+            return None
+        changed = [*messages[: index + 1], _changed(messages[index + 1]), *messages[index + 2 :]]
+        pairs = enumerate(zip(whole, self.render(changed, tools), strict=False))
+        same = next((place for place, (one, other) in pairs if one != other), begin)
+        place = whole.rfind(end_of_turn, begin, same)
+        return None if place < 0 else place + len(end_of_turn)
+
+    def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
         template = self._template
+        values = {**self.variables, "tools": tools}
         try:
             self._sandbox.begin()
-            text = template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.variables)
+            text = template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
             if len(text) > MOST_CHARACTERS:
                 raise jinja2.TemplateError(f"it renders more than {MOST_CHARACTERS:,} characters")
         except MemoryError:
@@ -220,6 +261,16 @@ def _split_at_marks(rendered: str) -> tuple[str, Spans]:
     return text, tuple(spans)
 
 
+def _changed(message: Message) -> Message:
+    """Return a message with another content, and with calls of another tool."""
+    other = secrets.token_hex(8)
+    changed = {**message, "content": other} if message.get("content") or not message.get("tool_calls") else message
+    calls = [
+        {**call, "function": {**call.get("function", call), "name": other}} for call in message.get("tool_calls", ())
+    ]
+    return {**changed, "tool_calls": calls} if calls else changed
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -249,14 +300,15 @@ def main(requests: Iterable[bytes], answers: IO[bytes]) -> None:
 
 
 def _answer(
-    renderer: Renderer, messages: Sequence[Message], add_generation_prompt: bool, with_spans: bool
+    renderer: Renderer, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool, with_spans: bool
 ) -> dict[str, Any]:
     if with_spans:
-        text, spans = renderer.render_with_spans(messages)
+        text, spans = renderer.render_with_spans(messages, tools)
     else:
-        text, spans = renderer.render(messages, add_generation_prompt=add_generation_prompt), ()
+        text, spans = renderer.render(messages, tools, add_generation_prompt=add_generation_prompt), ()
     return {"text": text, "spans": spans}
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever waits for the answer, and who may ask again
     main(sys.stdin.buffer, sys.stdout.buffer)

@@ -14,6 +14,14 @@ from llama_core.records.files import atomic_write
 
 TEXT_FIELD = "text"
 
+SAMPLE_VOCABULARY = 2048
+"""Tokens of the sample's tokenizer."""
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3's tokenizer splits text before it merges bytes."""
+
 # Installed packages, tests, bundled applications, and the generated tables of encodings.
 _LEFT_OUT = frozenset(
     {
@@ -61,6 +69,42 @@ def sample_file(directory: Path, standard_library: Path | None = None) -> Path:
                     module = path.relative_to(library).as_posix()
                     lines.write(json.dumps({"module": module, TEXT_FIELD: text}) + "\n")
     return sample
+
+
+def sample_tokenizer(directory: Path) -> Path:
+    """Return the ``tokenizer.json`` of a byte-level BPE trained on the sample, training it the first time.
+
+    It splits text as Llama 3's tokenizer does, and has the names of its special tokens.
+
+    Args:
+        directory: where the sample and the tokenizer are kept.
+
+    Raises:
+        DataError: if this Python lacks the source of its standard library.
+        OSError: if a file cannot be written.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    sample = sample_file(directory)
+    file = sample.with_name(f"{sample.stem}-bpe-{SAMPLE_VOCABULARY}.json")
+    if not file.exists():
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=SAMPLE_VOCABULARY,
+            special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        with sample.open(encoding="utf-8") as lines:
+            tokenizer.train_from_iterator((json.loads(line)[TEXT_FIELD] for line in lines), trainer)
+        with atomic_write(file, replaces=False) as temporary:
+            tokenizer.save(str(temporary))
+    return file
 
 
 def _modules(library: Path) -> Iterator[Path]:

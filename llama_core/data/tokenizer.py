@@ -10,21 +10,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from llama_core.config.settings import SAMPLE
+from llama_core.data.sample import sample_tokenizer
+from llama_core.data.sentencepiece import NotSentencePieceError, SentencePieceModel
 from llama_core.errors import DataError, EnvironmentMismatchError
-from llama_core.machine.packages import how_to_install
-from llama_core.records.files import read_file, user_path
+from llama_core.hub import folder_of
+from llama_core.imports import how_to_install
+from llama_core.records.files import cache_directory, read_file
 from llama_core.units import GIB
 
 if TYPE_CHECKING:
     import tokenizers
 
 BYTES = "bytes"
+SENTENCEPIECE = Path("tokenizer.model")
+"""The file of a SentencePiece model, as Llama 1 and 2 have one."""
 LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template knows by name, as in transformers' ``special_tokens_map``."""
 MOST_BYTES_OF_VOCABULARY = GIB
 """Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB."""
+_TOOL_TEMPLATE = "tool_use"
+"""The name of a tokenizer's chat template for conversations with tools, if it has one of its own for them."""
 _REPLACEMENT = "\ufffd"
 """Ends the text of tokens whose last character is incomplete."""
 
@@ -47,6 +55,8 @@ class TemplateSource(NamedTuple):
     """The Jinja text."""
     name: str
     """The file it is in."""
+    with_tools: str | None = None
+    """Another one for conversations with tools, as some tokenizers have."""
 
 
 class Tokenizer(Protocol):
@@ -86,6 +96,14 @@ class Tokenizer(Protocol):
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the tokens of each rendered conversation, which spells its own special tokens; none are added."""
 
+    def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """Return the ids of a text as transformers gives them to a model: text that spells a special token is one.
+
+        Args:
+            text: the text.
+            adds_special: whether to add what the tokenizer itself adds to a text, such as BOS.
+        """
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``, without special tokens."""
 
@@ -122,19 +140,23 @@ class ByteTokenizer:
         begins = np.repeat(np.arange(len(text)), num_bytes)
         return Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.uint16), begins, begins + 1)
 
+    def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """Return the bytes of a text, after BOS if ``adds_special``."""
+        return [*([self.bos_id] if adds_special else ()), *text.encode()]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; ids that are not bytes are left out, invalid UTF-8 is replaced."""
         return bytes(index for index in ids if 0 <= index < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, read with the package ``tokenizers``.
+    """A ``tokenizer.json``, or SentencePiece's ``tokenizer.model``, for the package ``tokenizers``.
 
     BOS and EOS are those that ``tokenizer_config.json`` beside it names, else Llama's. In a document, text that spells
     a special token, such as ``</s>``, is encoded as plain characters.
 
     Args:
-        path: a ``tokenizer.json``, or a folder that holds one.
+        path: one of these files, or a folder that holds one.
 
     Raises:
         DataError: if there is no readable tokenizer, or its EOS cannot be found.
@@ -149,19 +171,27 @@ class HuggingFaceTokenizer:
                 f"tokenizer {str(path)!r} needs the package 'tokenizers'; {how_to_install('tokenizers')}"
             ) from None
         self.name = str(path)
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = tokenizer_file(path)
+        is_sentencepiece = file.suffix == SENTENCEPIECE.suffix
+        read = _of_sentencepiece if is_sentencepiece else tokenizers.Tokenizer.from_buffer
         try:
             content = read_file(file, most_bytes=MOST_BYTES_OF_VOCABULARY)
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            self._tokenizer = read(content)
         except OSError as error:
             raise DataError(f"cannot read tokenizer {str(file)!r}: {error.strerror or error}") from None
+        except NotSentencePieceError as error:
+            raise DataError(f"cannot read tokenizer {str(file)!r}: {error}") from None
         except Exception as error:  # the Rust parser's errors have no class of their own
-            raise DataError(f"{str(file)!r} is not a Hugging Face tokenizer.json: {error}") from None
+            what = "a SentencePiece model" if is_sentencepiece else "a Hugging Face tokenizer.json"
+            raise DataError(f"{str(file)!r} is not {what}: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         config = _tokenizer_config(file.with_name("tokenizer_config.json"))
+        # a tokenizer.json says itself what is added, whatever tokenizer_config.json says
+        self._adds_bos = is_sentencepiece and config.get("add_bos_token") is not False
+        self._splits_special_tokens = config.get("split_special_tokens") is True
         self.chat_template = _chat_template(file.parent, config.get("chat_template"))
         self.bos_id = _special_id(self._tokenizer, file, config.get("bos_token"), LLAMA_BOS_TOKENS)
         eos_id = _special_id(self._tokenizer, file, config.get("eos_token"), LLAMA_EOS_TOKENS)
@@ -176,7 +206,7 @@ class HuggingFaceTokenizer:
         found |= {name: _token_name(config.get(name)) for name in NAMED_TOKENS if config.get(name) is not None}
         self.named_tokens = {name: token for name, token in found.items() if token is not None}
         digest = hashlib.sha256(content)
-        digest.update(f"{self.bos_id} {self.eos_id}".encode())
+        digest.update(f"{self.bos_id} {self.eos_id}{' split' if self._splits_special_tokens else ''}".encode())
         self.fingerprint = digest.hexdigest()
 
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
@@ -187,15 +217,33 @@ class HuggingFaceTokenizer:
         return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return uint32 ids of each text, which spells its own special tokens; runs on all cores."""
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with self._working():
-                encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        """Return uint32 ids of each text, which spells its own special tokens; runs on all cores.
+
+        As in transformers, ``split_special_tokens`` in ``tokenizer_config.json`` makes them plain text.
+        """
+        with self._reading_special_tokens():
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         tokens = ((encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings)
         return [Encoded(np.array(ids, np.uint32), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens]
+
+    def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """Return the ids of a text, with what ``tokenizer.json`` adds.
+
+        As in transformers, ``add_bos_token`` in ``tokenizer_config.json`` counts only beside a ``tokenizer.model``: BOS
+        is added unless it is false.
+        """
+        with self._reading_special_tokens():
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
+        return [self.bos_id, *ids] if adds_special and self._adds_bos and self.bos_id is not None else ids
+
+    @contextmanager
+    def _reading_special_tokens(self) -> Iterator[None]:
+        self._tokenizer.encode_special_tokens = self._splits_special_tokens
+        try:
+            with self._working():
+                yield
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special and unknown ids are left out."""
@@ -206,25 +254,38 @@ class HuggingFaceTokenizer:
     def _working(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # these errors, too, have no class of their own
-            raise DataError(f"tokenizer {self.name!r} does not work: {error}; copy it again") from None
+        except BaseException as error:  # these errors, too, have no class of their own, and a panic is no Exception
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise DataError(f"tokenizer {self.name!r} does not work: {error}; copy it again") from None
+            raise
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Return the file of a tokenizer: the one in a folder, or ``path`` itself. It need not exist."""
+    if not path.is_dir():
+        return path
+    files = [path / "tokenizer.json", path / SENTENCEPIECE]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """Return the tokenizer that ``source`` names: 'bytes', a tokenizer.json, or a folder that holds one.
+    """Return the tokenizer that ``source`` names: 'bytes', 'sample', a file, its folder, or a repository of the Hub.
 
     Raises:
         DataError: if there is no such tokenizer.
+        HubError: if a repository cannot be had.
         EnvironmentMismatchError: if it needs a package that is missing.
     """
     if source == BYTES:
         return ByteTokenizer()
-    path = user_path(source)
-    wanted = path / "tokenizer.json" if path.is_dir() else path
+    if source == SAMPLE:
+        return HuggingFaceTokenizer(sample_tokenizer(cache_directory(None)))
+    path = folder_of(source)
+    wanted = tokenizer_file(path)
     if not wanted.is_file():
         raise DataError(
-            f"no tokenizer {source!r}: {str(wanted)!r} does not exist; "
-            "use 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one"
+            f"no tokenizer {source!r}: {str(wanted)!r} does not exist; use 'bytes', or the path of a Hugging Face "
+            f"tokenizer.json, of SentencePiece's {SENTENCEPIECE}, or of a folder that holds one"
         )
     return HuggingFaceTokenizer(path)
 
@@ -253,6 +314,11 @@ def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int
         yield rest
 
 
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Return the smallest type that holds the ids of a tokenizer."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Refuse a tokenizer whose ids exceed a model's vocabulary of ``vocab_size``.
 
@@ -265,6 +331,10 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
             f"{vocab_size}; choose {remedy}"
         )
+
+
+def _of_sentencepiece(content: bytes) -> "tokenizers.Tokenizer":
+    return SentencePieceModel.parse(content).tokenizer()
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
@@ -308,17 +378,22 @@ def _chat_template(folder: Path, configured: object) -> TemplateSource | None:
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return TemplateSource(read_template(file), str(file))
+        for_tools = folder / "additional_chat_templates" / f"{_TOOL_TEMPLATE}.jinja"
+        return TemplateSource(read_template(file), str(file), read_template(for_tools) if for_tools.is_file() else None)
     name = str(folder / "tokenizer_config.json")
+    with_tools = None
     if isinstance(configured, list):
         by_name = {str(entry.get("name")): entry.get("template") for entry in configured if isinstance(entry, dict)}
         configured = by_name.get("default")
+        with_tools = by_name.get(_TOOL_TEMPLATE)
         if configured is None:
             raise DataError(
                 f"{name!r} has the chat templates {', '.join(map(str, by_name))}, and none is the default; "
                 "name the file of one as data.chat_template"
             )
-    return None if configured is None else TemplateSource(str(configured), name)
+    if configured is None:
+        return None
+    return TemplateSource(str(configured), name, None if with_tools is None else str(with_tools))
 
 
 def read_template(file: Path) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.machine.detect import Machine
@@ -27,7 +28,7 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
         EnvironmentMismatchError: if the request cannot run on this machine.
     """
     device, reason = _device(config, machine)
-    overrides = {"launch.device": (device, reason)}
+    overrides: dict[str, tuple[str | int, str]] = {"launch.device": (device, reason)}
     if config.training.precision == "auto":
         native = device == "cuda" or machine.cpu_native_bf16
         overrides["training.precision"] = ("bf16", f"native on {device}") if native else ("fp32", "no native bf16 here")
@@ -37,7 +38,7 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
         overrides["data.num_workers"] = _num_workers(config, machine, device)
     changed = {key: value for key, value in overrides.items() if value[1]}
     return ResolvedConfig(
-        config.with_overrides(*(f"{key}={value}" for key, (value, _) in changed.items())),
+        config.with_overrides(*(Override(key, value) for key, (value, _) in changed.items())),
         tuple(f"{key}={value} ({reason})" for key, (value, reason) in changed.items()),
     )
 
@@ -77,10 +78,10 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
     return "cuda", "" if device == "cuda" else f"this machine has {machine.gpus[0]}"
 
 
-def _num_workers(config: RunConfig, machine: Machine, device: str) -> tuple[str, str]:
+def _num_workers(config: RunConfig, machine: Machine, device: str) -> tuple[int, str]:
     here = machine.cores // config.parallel.gpus
     cores = here if config.launch.is_here else config.launch.slurm.cores_of_a_rank(device)
-    return str(reading_threads(cores)), f"{cores} core{'' if cores == 1 else 's'} per rank"
+    return reading_threads(cores), f"{cores} core{'' if cores == 1 else 's'} per rank"
 
 
 def reading_threads(cores: int) -> int:

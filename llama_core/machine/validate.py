@@ -10,7 +10,10 @@ from typing import Any
 
 from llama_core.config.hardware import recognise_gpu
 from llama_core.config.run import RunConfig
+from llama_core.config.settings import TrainingConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.imports import how_to_install
+from llama_core.machine.accounts import has_wandb_key
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
@@ -22,7 +25,6 @@ from llama_core.machine.detect import (
 )
 from llama_core.machine.flash import describe_flash_attention
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
-from llama_core.machine.packages import has_wandb_key, how_to_install
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -221,8 +223,7 @@ def _check_disk(found: Findings, run_dir: Path, config: RunConfig | None) -> Non
 
 
 def _check_room(found: Findings, config: RunConfig, folder: Path, free: int, checkpoint_bytes: int) -> None:
-    # One more than are kept: the oldest is removed only once the newest is complete.
-    checkpoints = config.training.keep_checkpoints + 1
+    checkpoints = config.most_checkpoints
     there = f"{folder} has {format_bytes(free)} free"
     if free < checkpoint_bytes and not config.launch.force:
         found.fail(
@@ -233,5 +234,15 @@ def _check_room(found: Findings, config: RunConfig, folder: Path, free: int, che
     elif free < checkpoints * checkpoint_bytes:
         found.warnings.append(
             f"{checkpoints} checkpoints of {config.model} take {format_bytes(checkpoints * checkpoint_bytes)} but "
-            f"{there}; lower training.keep_checkpoints, free some space, or choose another --run-dir"
+            f"{there}; {_fewer_checkpoints(config.training)}, free some space, or choose another --run-dir"
         )
+
+
+def _fewer_checkpoints(training: TrainingConfig) -> str:
+    """Return which settings to change to keep fewer checkpoints."""
+    ways = ["lower training.keep_checkpoints"]
+    if training.keep_best:
+        ways.append("lower training.keep_best")
+    if training.keep_every_tokens:
+        ways.append("raise training.keep_every_tokens")
+    return " or ".join(ways)

@@ -20,6 +20,8 @@ class Documents(NamedTuple):
     row_length: int
     """Tokens of a row, the most that a document can have. A kernel sizes its grid by it. The longest document would do,
     but its length changes from batch to batch, and blocks would be compiled anew."""
+    window: int = 0
+    """Tokens that a query sees, itself included; 0 for all from the beginning of its document."""
 
     @classmethod
     def of_positions(cls, positions_BS: "Tensor") -> "Documents":
@@ -78,6 +80,15 @@ class Batch:
         Tensors that are not in host memory stay where they are.
         """
         return self._each(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
+
+    def with_positions(self) -> "Batch":
+        """Return the batch with every row as a document, unless it has documents."""
+        if self.positions_BS is not None:
+            return self
+        import torch
+
+        places_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
+        return replace(self, positions_BS=places_S.expand_as(self.tokens_BS))
 
     def with_documents(self, *, whole_rows_apart: bool = False) -> "Batch":
         """Return the batch with documents found from its positions; cheapest while the batch is in host memory.

@@ -18,7 +18,7 @@ from torch import Tensor
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.batch import Documents
 from llama_core.models.head import HeadInputs, whole_head
-from llama_core.models.layers import Attention, Linear, TokenEmbedding, attend
+from llama_core.models.layers import Attention, Linear, TokenEmbedding, attend, first_seen
 from llama_core.models.llama import Llama
 
 
@@ -47,11 +47,14 @@ class Cache:
         return torch.arange(before, self._num_tokens, device=device)
 
     def _mask(
-        self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, _: Documents | None
+        self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, _: Documents | None, window: int
     ) -> Tensor | None:
-        if len(index_S) == self._num_tokens:
+        sees_all = not window or self._num_tokens <= window
+        if sees_all and len(index_S) == self._num_tokens:
             return None  # the first tokens: causal, without a mask
-        hidden_SJ = torch.arange(self._num_tokens, device=index_S.device) > index_S[:, None]
+        index_J = torch.arange(self._num_tokens, device=index_S.device)
+        first_S1 = first_seen(index_S, index_S, window)[:, None]
+        hidden_SJ = (index_J < first_S1) | (index_J > index_S[:, None])
         return torch.zeros(hidden_SJ.shape, dtype=dtype, device=index_S.device).masked_fill_(hidden_SJ, -math.inf)
 
     def _attend(self, block: Attention, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:

@@ -28,11 +28,32 @@ class HeadInputs(NamedTuple):
     """An adapter's addition, of the same tokens and rows."""
     vocab_mesh: DeviceMesh | None = None
     """The ranks that divide the vocabulary, in the order of their rows; None if this rank holds all of it."""
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that hold other tokens of the same rows; None if this rank holds them whole."""
 
     @property
     def vocab_group(self) -> dist.ProcessGroup | None:
         """The process group of ``vocab_mesh``."""
         return None if self.vocab_mesh is None else self.vocab_mesh.get_group()
+
+    def at(self, places: Tensor) -> "HeadInputs":
+        """Return the factors of the logits of some tokens, by their places among all, int64."""
+        adapter = self.adapter
+        if adapter is not None:
+            adapter = adapter._replace(narrow=adapter.narrow[places])
+        return self._replace(hidden_TD=self.hidden_TD[places], adapter=adapter)
+
+    def rows(self, num_rows: int) -> "list[HeadInputs]":
+        """Return the factors of each row's logits, in order."""
+        whole = self._replace(weight_VD=self.weight_VD.to(self.hidden_TD.dtype))  # cast once, not for each row
+        hidden = self.hidden_TD.chunk(num_rows)
+        if self.adapter is None:
+            return [whole._replace(hidden_TD=of_row) for of_row in hidden]
+        narrow = self.adapter.narrow.chunk(num_rows)
+        adapters = [self.adapter._replace(narrow=of_row) for of_row in narrow]
+        return [
+            whole._replace(hidden_TD=of_row, adapter=adapter) for of_row, adapter in zip(hidden, adapters, strict=True)
+        ]
 
 
 def whole_head(x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:

@@ -1,12 +1,12 @@
-"""Hugging Face's Llama and Mixtral: their names and shapes for our weights. No torch.
+"""Hugging Face's Llama and its relatives: their names and shapes for our weights. No torch.
 
-Both sides store the same matrices, in the same rotary layout, so conversion only renames weights. Mixtral's files hold
-the matrices of each expert apart, which are one tensor here.
+Both sides store the same matrices, in the same rotary layout, so conversion only renames weights. Files of a mixture
+hold the matrices of each expert apart, which are one tensor here.
 """
 
 from collections.abc import Callable, Mapping
 
-from llama_core.config.models import ModelSpec, hugging_face_name
+from llama_core.config.models import ModelSpec, hugging_face_name, name_in_mixture
 from llama_core.errors import WeightsError
 
 HEAD = "lm_head.weight"
@@ -14,7 +14,7 @@ HEAD = "lm_head.weight"
 
 def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the matrices that Hugging Face stores for our parameter: one, or one for each expert."""
-    template = hugging_face_name(name)
+    template = name_in_mixture(hugging_face_name(name), spec)
     num_experts = spec.moe.num_experts if spec.moe and "{}" in template else 1
     return tuple(template.format(expert) for expert in range(num_experts))
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.rope import LinearScaling
+from llama_core.config.rope import LinearScaling, YarnScaling
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_linear
 from llama_core.models.cpu_attention import cpu_attention, is_faster
@@ -49,26 +49,32 @@ class LowRank(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A matrix without bias, cast to the dtype of its input at use.
+    """A matrix, with or without a bias, cast to the dtype of its input at use.
 
     Args:
         in_features: columns of the matrix.
         out_features: rows of the matrix.
+        bias: whether a trained vector is added to the product.
     """
 
     kept = False
-    """Whether selective recomputation keeps the result."""
+    """Whether selective recomputation keeps the product."""
     cast_weight: Tensor | None = None
     """A copy of the weight, or of this rank's part of it, in the dtype of activations; None to cast it at every use."""
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """Multiplies an input by the weight, given its copy."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.multiply = _multiply
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` in the dtype of ``x``."""
+        """Return ``product(x)``, plus the bias if there is one."""
+        out = self.product(x)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` in the dtype of ``x``; an adapter changes it, and leaves the bias as it is."""
         with annotate({KEPT: self.kept}):
             return self.multiply(x, self.weight, self.cast_weight)
 
@@ -77,7 +83,7 @@ class Linear(nn.Linear):
         if self.multiply is not _multiply:
             product: Tensor = self(x)
             return out + product
-        return _add_product(out, x, self.weight)
+        return add_product(out, x, self.weight)
 
     def beside(self, x: Tensor) -> LowRank | None:
         """Return an adapter's addition to ``x @ weight.T``, as two factors; None without an adapter."""
@@ -105,7 +111,8 @@ def multiply_own_part(
     return DTensor.from_local(own, x.device_mesh, [some if by_rows else summed])
 
 
-def _add_product(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def add_product(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``out + x @ weight.T`` in the dtype of ``x``, by one kernel."""
     if isinstance(out, DTensor):
         return _add_own_product(out, x, weight)
     rows: Tensor = torch.addmm(out.flatten(0, -2), x.flatten(0, -2), weight.to(x.dtype).t())
@@ -116,9 +123,27 @@ def _add_own_product(out: DTensor, x: Tensor, weight: Tensor) -> Tensor:
     """Do the same to this rank's part of a result; DTensor would first sum a result that is a partial sum."""
     assert isinstance(weight, DTensor)
     if out.placements[0].is_partial():  # x is a partial sum too, of columns that other ranks hold
-        own = _add_product(local_part(out, Replicate()), local_part(x, Replicate()), local_part(weight, Partial()))
+        own = add_product(local_part(out, Replicate()), local_part(x, Replicate()), local_part(weight, Partial()))
     else:  # a rank's rows give its columns of the result, from all of x
-        own = _add_product(local_part(out), local_part(x, Partial()), local_part(weight))
+        own = add_product(local_part(out), local_part(x, Partial()), local_part(weight))
+    return DTensor.from_local(
+        own, out.device_mesh, out.placements, run_check=False, shape=out.shape, stride=out.stride()
+    )
+
+
+def scale_outputs(out: Tensor, scale: Tensor) -> Tensor:
+    """Return the product of a matrix with a factor for each of its rows, in the dtype of ``out``.
+
+    Args:
+        out: the product, [..., rows]; under tensor parallelism, of a divided matrix.
+        scale: a factor for each row, [rows]; under tensor parallelism divided if the rows are, or this rank's part.
+    """
+    if not isinstance(out, DTensor):
+        return out * scale.to(out.dtype)
+    if out.placements[0].is_partial():  # a factor of all ranks' sums gets a part of its gradient on each
+        own = local_part(out, Replicate()) * local_part(scale, Partial()).to(out.dtype)
+    else:
+        own = local_part(out) * local_part(scale).to(out.dtype)
     return DTensor.from_local(
         own, out.device_mesh, out.placements, run_check=False, shape=out.shape, stride=out.stride()
     )
@@ -130,10 +155,13 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, spec: ModelSpec, out_dtype: torch.dtype) -> None:
         super().__init__(spec.vocab_size, spec.hidden_size)
         self.out_dtype = out_dtype
+        self.look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        """Returns the rows of tokens in a table, [B, S, columns], or this rank's part of them, of which all are the
+        sum."""
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, D] in ``out_dtype``."""
-        return super().forward(tokens_BS).to(self.out_dtype)
+        return self.look_up(tokens_BS, self.weight).to(self.out_dtype)
 
     def beside(self, x: Tensor) -> None:
         """Return None: a table that is also the head has no adapter."""
@@ -176,7 +204,7 @@ def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Ten
 
     ``spec.rope_scaling``, if set, says how they are stretched.
 
-    Source: Su et al. 2021, arXiv:2104.09864; for the scaling see ``LinearScaling`` and ``Llama3Scaling``.
+    Source: Su et al. 2021, arXiv:2104.09864; for the scaling see the classes of ``config/rope.py``.
     """
     exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
     plain_R = 1.0 / spec.rope_theta**exponents_R
@@ -185,6 +213,10 @@ def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Ten
         return plain_R
     if isinstance(scaling, LinearScaling):
         return plain_R / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        first, last = scaling.blend(spec.head_dim, spec.rope_theta)
+        slowed_R = (torch.arange(len(plain_R), dtype=torch.float32, device=device) - first) / (last - first)
+        return torch.lerp(plain_R, plain_R / scaling.factor, slowed_R.clamp(0.0, 1.0))
     turns_R = plain_R * (scaling.original_context / (2 * math.pi))
     kept_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(plain_R / scaling.factor, plain_R, kept_R.clamp(0.0, 1.0))
@@ -193,7 +225,12 @@ def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Ten
 def rotation(spec: ModelSpec, positions_BS: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
     """Return the rotation of every token, computed in fp32; ``positions_BS`` counts from 0 (B may be 1)."""
     angles_BS1R = positions_BS[:, :, None, None].float() * rope_frequencies(spec, positions_BS.device)
-    return Rotation(angles_BS1R.cos().to(dtype), angles_BS1R.sin().to(dtype))
+    cos_BS1R = angles_BS1R.cos()
+    sin_BS1R = angles_BS1R.sin()
+    if isinstance(spec.rope_scaling, YarnScaling):
+        cos_BS1R *= spec.rope_scaling.amplitude
+        sin_BS1R *= spec.rope_scaling.amplitude
+    return Rotation(cos_BS1R.to(dtype), sin_BS1R.to(dtype))
 
 
 def rotate(x_BSNH: Tensor, rotary: Rotation) -> Tensor:
@@ -209,15 +246,27 @@ def rotate(x_BSNH: Tensor, rotary: Rotation) -> Tensor:
     return rotated_BSNH.to(x_BSNH.dtype)
 
 
-def document_mask(positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+def first_seen(positions_BS: Tensor, index_S: Tensor, window: int) -> Tensor:
+    """Return the place in the row of the first key that each query sees, in the shape of ``positions_BS``.
+
+    Args:
+        positions_BS: places of the queries in their documents.
+        index_S: places of the queries in the row.
+        window: tokens that a query sees, itself included; 0 for all from the beginning of its document.
+    """
+    start_BS = index_S - positions_BS
+    return torch.maximum(start_BS, index_S - (window - 1)) if window else start_BS
+
+
+def document_mask(positions_BS: Tensor, dtype: torch.dtype, window: int = 0) -> Tensor:
     """Return the additive attention mask for rows of packed documents: 0 where query i sees key j, else -inf.
 
-    ``positions_BS`` restarts at 0 with each document, so query i sees the keys i - positions[i] <= j <= i.
-    Shape [B, 1, S, S]. It is additive and in the queries' dtype because SDPA would convert a boolean mask to this
-    in every layer, and keep every copy for the backward.
+    ``positions_BS`` restarts at 0 with each document, so query i sees the keys i - positions[i] <= j <= i, or the last
+    ``window`` of them. Shape [B, 1, S, S]. It is additive and in the queries' dtype because SDPA would convert a
+    boolean mask to this in every layer, and keep every copy for the backward.
     """
     index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
-    start_BS1 = (index_S - positions_BS)[:, :, None]
+    start_BS1 = first_seen(positions_BS, index_S, window)[:, :, None]
     visible_BSS = (index_S >= start_BS1) & (index_S <= index_S[:, None])
     mask_BSS = torch.zeros(visible_BSS.shape, dtype=dtype, device=positions_BS.device)
     return mask_BSS.masked_fill_(~visible_BSS, -math.inf)[:, None]
@@ -263,9 +312,10 @@ GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signatur
 
 def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents) -> Tensor:
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNSH, k_BKSH, v_BKSH))
-    starts, row_length = documents
+    starts, row_length, window = documents
+    seen = (window - 1, 0)  # tokens before and after a query; -1 is all
     out_TNH: Any = varlen_attn(
-        q_TNH, k_TKH, v_TKH, starts, starts, row_length, row_length, window_size=(-1, 0), **GROUPED_HEADS
+        q_TNH, k_TKH, v_TKH, starts, starts, row_length, row_length, window_size=seen, **GROUPED_HEADS
     )
     out_BSNH: Tensor = out_TNH.unflatten(0, (q_BNSH.shape[0], -1))
     return out_BSNH.transpose(1, 2)
@@ -282,10 +332,12 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
         """Computes attention from queries, keys, values and the model's mask."""
-        self.wq = Linear(spec.hidden_size, spec.q_size)
-        self.wk = Linear(spec.hidden_size, spec.kv_size)
-        self.wv = Linear(spec.hidden_size, spec.kv_size)
+        self.wq = Linear(spec.hidden_size, spec.q_size, bias=spec.qkv_bias)
+        self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
+        self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wo = Linear(spec.q_size, spec.hidden_size)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
@@ -293,6 +345,8 @@ class Attention(nn.Module):
         q_BSNH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSNH = self.q_norm(q_BSNH)
+        k_BSKH = self.k_norm(k_BSKH)
         # tokens stay first in memory, so that flattening the heads afterwards copies nothing
         q_BNSH, k_BKSH = (rotate(x, rotary).transpose(1, 2) for x in (q_BSNH, k_BSKH))
         out_BNSH = self.attend(q_BNSH, k_BKSH, v_BSKH.transpose(1, 2), mask)

@@ -4,14 +4,20 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llama_core.config.models import ModelSpec, weight_of
+from llama_core.config.models import ModelSpec, adapter_weight, weight_of
+from llama_core.config.parametrization import factors_of
+from llama_core.models import pissa
+from llama_core.models.adapters import method_of
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.head import HeadInputs, logits, whole_head
 from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, rotation
@@ -55,13 +61,17 @@ class Llama(nn.Module):
         """Number of ranks that divide the sequence dimension of the residual stream between the blocks."""
         self.sequence_index: Callable[[int, torch.device], Tensor] = _all_places
         """Returns the places of the tokens held here in the whole sequence, int64 [S], given their number."""
-        self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype, Documents | None], Any] = _document_mask
-        """Makes the mask for every block's attention from positions [B, S], places [S], the queries' dtype and, for a
-        kernel that takes them instead, documents."""
+        self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype, Documents | None, int], Any] = _document_mask
+        """Makes the mask for every block's attention from positions [B, S], places [S], the queries' dtype, documents
+        for a kernel that takes them instead, and the number of tokens that a query of the block sees (0 for all)."""
         self.head_inputs: Callable[[Tensor, Linear | TokenEmbedding], HeadInputs] = whole_head
         """Makes the factors of the logits, as this rank holds them, from hidden states [B, S, D] and head_table."""
         self.objective: Objective = NextToken()
         """Makes the loss of a batch from these factors."""
+        self.by_row = False
+        """Whether it returns the loss of each row instead of their sum: ``losses_by_row``."""
+        self.measure: Callable[[HeadInputs, Batch], Tensor] | None = None
+        """What it returns of a batch in place of the loss: ``measuring``."""
 
     @property
     def head_table(self) -> Linear | TokenEmbedding:
@@ -96,8 +106,8 @@ class Llama(nn.Module):
 
         Returns:
             Before the last layer, the residual stream, [B, S, D] in ``compute_dtype``. With the last layer, the
-            objective's loss summed over the batch, an fp32 scalar (fp64 if that is the compute dtype). Without a batch,
-            the logits, [B, S, V] in ``compute_dtype``.
+            objective's loss summed over the batch, an fp32 scalar (fp64 if that is the compute dtype), or by row, [B].
+            Without a batch, the logits, [B, S, V] in ``compute_dtype``.
         """
         layers = range(self.spec.num_layers) if layers is None else layers
         num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
@@ -106,12 +116,16 @@ class Llama(nn.Module):
         documents = None if batch is None else batch.documents
         places_BS = index_S[None] if positions_BS is None else positions_BS
         rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
-        mask = self.attention_mask(positions_BS, index_S, self.compute_dtype, documents)
+        windows = [self.spec.window(index) for index in layers]
+        masks = {
+            window: self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, window)
+            for window in dict.fromkeys(windows)
+        }
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
             x_BSD = self.tok_embeddings(inputs)
-        for index in layers:
-            x_BSD = self.layers[str(index)](x_BSD, rotary, mask)
+        for index, window in zip(layers, windows, strict=True):
+            x_BSD = self.layers[str(index)](x_BSD, rotary, masks[window])
         if layers.stop < self.spec.num_layers or self.norm is None:
             return x_BSD
         return self.head(self.norm(x_BSD), batch)
@@ -122,7 +136,32 @@ class Llama(nn.Module):
         if batch is None:
             logits_TV = logits(inputs)
             return logits_TV.view(len(x_BSD), -1, logits_TV.shape[-1])
-        return self.objective.loss(inputs, batch)
+        if self.measure is not None:
+            return self.measure(inputs, batch)
+        if not self.by_row:
+            return self.objective.loss(inputs, batch)
+        heads = inputs.rows(len(x_BSD))
+        return torch.stack([self.objective.loss(head, row) for head, row in zip(heads, batch.split(1), strict=True)])
+
+
+@contextmanager
+def losses_by_row(model: Llama) -> Iterator[None]:
+    """Inside the block, the model returns the loss of each row, [B], instead of their sum."""
+    model.by_row = True
+    try:
+        yield
+    finally:
+        model.by_row = False
+
+
+@contextmanager
+def measuring(model: Llama, measure: Callable[[HeadInputs, Batch], Tensor]) -> Iterator[None]:
+    """Inside the block, the model returns what ``measure`` makes of a batch instead of the loss."""
+    model.measure = measure
+    try:
+        yield
+    finally:
+        model.measure = None
 
 
 def _all_places(num_tokens: int, device: torch.device) -> Tensor:
@@ -130,9 +169,13 @@ def _all_places(num_tokens: int, device: torch.device) -> Tensor:
 
 
 def _document_mask(
-    positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, documents: Documents | None
+    positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, documents: Documents | None, window: int
 ) -> Tensor | Documents | None:
-    return documents or (None if positions_BS is None else document_mask(positions_BS, dtype))
+    if documents:
+        return documents._replace(window=window)
+    if positions_BS is None:
+        return document_mask(index_S[None], dtype, window) if window else None
+    return document_mask(positions_BS, dtype, window)
 
 
 @torch.no_grad()
@@ -141,55 +184,122 @@ def initialize_weights(model: Llama, seed: int) -> None:
 
     Matrices and the embedding are normal with standard deviation 0.02, truncated at three standard deviations. The two
     matrices that write to the residual stream (``wo`` and ``w2``) are scaled by ``1 / sqrt(2 * num_layers)``, so that
-    the stream's variance does not grow with depth. Norms are one. In an adapter, A is uniform within
-    ``1 / sqrt(columns)`` and B is zero. In the embedding's adapter, A is zero and B is normal with standard deviation
-    one, truncated as above. In either case the adapter adds nothing at first.
+    the stream's variance does not grow with depth. Norms are one. Adapters begin as their rows say, so that they change
+    nothing at first. A model with ``spec.base`` has factors on these values, see ``config.parametrization``.
 
     Every parameter has its own generator, seeded by ``seed`` and the parameter's name. Its values depend neither on
     the order in which a model is built nor on the other parts that a rank holds. A CPU and a GPU draw different values
     from one seed.
 
-    Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth; Hu et al. 2021, section 4.1, and PEFT for
-    adapters.
+    Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth.
     """
     for name, parameter in model.named_parameters():
-        initialize_parameter(name, parameter, model.spec, seed)
+        if not takes_principal_part(name, model.spec):
+            initialize_parameter(name, parameter, model.spec, seed)
+    begin_with_principal_parts(model, partial(_draw_again_, model.spec, seed))
 
 
 @torch.no_grad()
-def initialize_parameter(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> None:
-    """Draw the initial values of one parameter in place; see ``initialize_weights``."""
+def initialize_parameter(
+    name: str, parameter: Tensor, spec: ModelSpec, seed: int, *, read: Callable[[str, Tensor], None] | None = None
+) -> None:
+    """Draw the initial values of one parameter in place; see ``initialize_weights``.
+
+    Args:
+        name: its name.
+        parameter: the parameter, or this rank's part of it.
+        spec: the model.
+        seed: the seed.
+        read: sets a tensor to the matrix called by a name, from which an adapter may begin; default: as drawn.
+    """
     local = local_part(parameter)
     # draw it whole and in fp32 or wider, one parameter at a time, whatever this rank's shard and dtype are
     whole = local
     wide = torch.promote_types(parameter.dtype, torch.float32)
     if isinstance(parameter, DTensor) or wide != parameter.dtype:
         whole = torch.empty(parameter.shape, dtype=wide, device=local.device)
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    _draw_(whole, name, spec, torch.Generator(local.device).manual_seed(int.from_bytes(digest)))
+    if weight_of(name).begins == "adapted":
+        whole.copy_(_begin(name, whole, spec, read or partial(_draw_again_, spec, seed)))
+    else:
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        _draw_(whole, name, spec, torch.Generator(local.device).manual_seed(int.from_bytes(digest)))
+    if whole is not local:
+        _set(parameter, whole)
+
+
+def _set(parameter: Tensor, whole: Tensor) -> None:
+    """Set a parameter to the values of a whole one, or to this rank's part of them."""
     if isinstance(parameter, DTensor):
-        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local.copy_(part.to_local())
-    elif whole is not local:
-        local.copy_(whole)
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    local_part(parameter).copy_(whole)
+
+
+def takes_principal_part(name: str, spec: ModelSpec) -> bool:
+    """Return whether a parameter begins as PiSSA's part of a matrix: of its adapter, or the rest that stays frozen."""
+    takes_part = spec.lora is not None and spec.lora.take_principal_part
+    return takes_part and (name in spec.adapted or name in spec.adapter_shapes)
+
+
+@torch.no_grad()
+def begin_with_principal_parts(model: Llama, read: Callable[[str, Tensor], None], *, keep: Container[str] = ()) -> None:
+    """Take the principal part off each matrix with an adapter of PiSSA, which begins as that part.
+
+    Args:
+        model: the model, or any part of it.
+        read: sets a tensor to the whole matrix called by a name.
+        keep: the names of weights of adapters that have their values already.
+    """
+    lora = model.spec.lora
+    if lora is None or not lora.take_principal_part:
+        return
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if name not in model.spec.adapted:
+            continue
+        held = local_part(parameter)
+        wide = torch.promote_types(held.dtype, torch.float32)
+        matrix_OI = torch.empty(model.spec.parameter_shapes[name], dtype=wide, device=held.device)
+        read(name, matrix_OI)
+        part = pissa.principal(matrix_OI, lora)
+        _set(parameter, pissa.rest(matrix_OI, part, lora).to(held.dtype))
+        for weight, begins in part.by_name.items():
+            of_adapter = name.removesuffix("weight") + weight
+            if of_adapter not in keep:
+                adapter = parameters[of_adapter]
+                _set(adapter, begins.to(adapter.dtype))
+
+
+def _begin(name: str, like: Tensor, spec: ModelSpec, read: Callable[[str, Tensor], None]) -> Tensor:
+    """Return the initial values of an adapter's weight that begins from the matrix, which ``read`` reads."""
+    of_adapter = adapter_weight(name)
+    assert of_adapter is not None
+    assert spec.lora is not None
+    matrix, weight = of_adapter
+    matrix_OI = like.new_empty(spec.parameter_shapes[matrix])
+    read(matrix, matrix_OI)
+    return method_of(spec.lora.kind).begin(weight, matrix_OI)
+
+
+def _draw_again_(spec: ModelSpec, seed: int, name: str, parameter: Tensor) -> None:
+    initialize_parameter(name, parameter, replace(spec, lora=None), seed)
 
 
 def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:
-    if name == "tok_embeddings.lora_B.weight":
-        _draw_truncated_normal_(parameter, 1.0, generator)
-    elif name.endswith("lora_B.weight") or name == "tok_embeddings.lora_A.weight":
-        nn.init.zeros_(parameter)
-    elif name.endswith("lora_A.weight"):
-        bound = parameter.shape[1] ** -0.5
-        parameter.uniform_(-bound, bound, generator=generator)
-    else:
-        match weight_of(name).begins:
-            case "ones":
-                nn.init.ones_(parameter)
-            case "normal":
-                _draw_truncated_normal_(parameter, INIT_STD, generator)
-            case "residual":
-                _draw_truncated_normal_(parameter, INIT_STD / math.sqrt(2 * spec.num_layers), generator)
+    factor = factors_of(name, spec).initial
+    match weight_of(name).begins:
+        case "ones":
+            nn.init.constant_(parameter, factor)
+        case "zeros":
+            nn.init.zeros_(parameter)
+        case "normal":
+            _draw_truncated_normal_(parameter, factor * INIT_STD, generator)
+        case "residual":
+            _draw_truncated_normal_(parameter, factor * INIT_STD / math.sqrt(2 * spec.num_layers), generator)
+        case "uniform":
+            bound = parameter.shape[1] ** -0.5
+            parameter.uniform_(-bound, bound, generator=generator)
+        case "standard":
+            _draw_truncated_normal_(parameter, 1.0, generator)
 
 
 def _draw_truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
@@ -198,6 +308,32 @@ def _draw_truncated_normal_(parameter: Tensor, std: float, generator: torch.Gene
     limit = math.erf(INIT_CUTOFF / math.sqrt(2))
     parameter.uniform_(-limit, limit, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
     parameter.clamp_(-INIT_CUTOFF * std, INIT_CUTOFF * std)
+
+
+def with_adapters(model: Llama) -> Llama:
+    """Return ``model``, frozen and with the adapters of its spec; unchanged if the spec has none.
+
+    Parameters that the spec trains in full stay as they are. Frozen ones are cast to the model's compute dtype, and
+    adapters have the dtype that they had.
+    """
+    spec = model.spec
+    lora = spec.lora
+    if lora is None:
+        return model
+    dtype = next(model.parameters()).dtype
+    for name, parameter in model.named_parameters():
+        if name not in spec.trained_in_full:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(model.compute_dtype)
+    adapt = method_of(lora.kind).adapt
+    for path, module in list(model.named_modules()):
+        if f"{path}.weight" in spec.adapted and isinstance(module, Linear | TokenEmbedding):
+            parent, _, name = path.rpartition(".")
+            adapted = adapt(module, spec, lora, dtype)
+            if isinstance(module, Linear):
+                adapted.bias = module.bias
+            setattr(model.get_submodule(parent), name, adapted)
+    return model
 
 
 def build_llama(

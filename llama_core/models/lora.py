@@ -1,16 +1,15 @@
-"""Low-rank adapters: freeze a model, or most of it, and train small matrices beside some of its matrices.
+"""LoRA: the product of two narrow matrices beside a frozen one; its row and source are in ``adapters/lora.py``."""
 
-Source: Hu et al. 2021, arXiv:2106.09685, section 4; names and initial values are PEFT's.
-"""
+from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import Partial
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
-from llama_core.models.layers import Linear, LowRank, TokenEmbedding
-from llama_core.models.llama import Llama
+from llama_core.models import pissa
+from llama_core.models.layers import Linear, LowRank, TokenEmbedding, add_product, local_part
 
 
 class AdaptedLinear(Linear):
@@ -30,9 +29,9 @@ class AdaptedLinear(Linear):
         self.scale = lora.scale
         self.dropout = lora.lora_dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """Return the sum of the matrix's and the adapter's results, in the dtype of ``x``."""
-        out = super().forward(x)
+        out = super().product(x)
         added: Tensor = self.lora_B.added_to(out, self._narrow(x))
         return added
 
@@ -66,34 +65,23 @@ class AdaptedEmbedding(TokenEmbedding):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, D] in ``out_dtype``."""
-        narrow = F.embedding(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
-        added: Tensor = self.lora_B.added_to(super().forward(tokens_BS), narrow * self.scale)
-        return added
+        narrow = self.look_up(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
+        # a rank multiplies only its own tokens by B, so the gradient of B is a partial sum
+        whole = local_part(self.lora_B.weight, Partial())
+        return add_product(super().forward(tokens_BS), narrow * self.scale, whole)
 
 
-def with_adapters(model: Llama) -> Llama:
-    """Return ``model``, frozen and with the adapters of its spec; unchanged if the spec has none.
+def adapt(
+    module: Linear | TokenEmbedding, spec: ModelSpec, lora: LoRA, dtype: torch.dtype
+) -> AdaptedLinear | AdaptedEmbedding:
+    """Return a matrix or an embedding with an adapter in its place."""
+    if isinstance(module, TokenEmbedding):
+        return AdaptedEmbedding(module, spec, lora, dtype)
+    return AdaptedLinear(module, lora, dtype)
 
-    Parameters that the spec trains in full stay as they are. Frozen ones are cast to the model's compute dtype, and
-    adapters have the dtype that they had.
-    """
-    spec = model.spec
-    lora = model.spec.lora
-    if lora is None:
-        return model
-    dtype = next(model.parameters()).dtype
-    for name, parameter in model.named_parameters():
-        if name not in spec.trained_in_full:
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(model.compute_dtype)
-    for path, module in list(model.named_modules()):
-        adapted: nn.Module
-        if f"{path}.weight" not in spec.adapted:
-            continue
-        if isinstance(module, TokenEmbedding):
-            adapted = AdaptedEmbedding(module, spec, lora, dtype)
-        elif isinstance(module, Linear):
-            adapted = AdaptedLinear(module, lora, dtype)
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, adapted)
-    return model
+
+def merge(matrix_OI: Tensor, adapter: Mapping[str, Tensor], lora: LoRA) -> None:
+    """Add to a matrix what its adapter adds: ``W + scale * B A``, with PiSSA to what is left of it."""
+    if lora.take_principal_part:
+        matrix_OI.copy_(pissa.rest(matrix_OI, pissa.principal(matrix_OI, lora), lora))
+    matrix_OI.addmm_(adapter["lora_B.weight"], adapter["lora_A.weight"], alpha=lora.scale)

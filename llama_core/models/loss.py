@@ -8,7 +8,7 @@ head's fp32 gradient. Elsewhere, both are computed in blocks that fit a CPU's ca
 # R rows of one block, A rank of an adapter, G ranks that the vocabulary is divided over
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,6 +55,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     vocab_group: dist.ProcessGroup | None = None,
     adapter: LowRank | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the cross-entropy of ``hidden_TD @ weight_VD.T``, summed over tokens: an fp32 scalar.
 
@@ -79,21 +80,21 @@ def linear_cross_entropy(
         vocab_group: the ranks that divide the vocabulary; None if this rank holds all of it.
         adapter: a product to add to the logits, in the dtype of ``hidden_TD``, with this rank's rows. The gradients of
             its factors behave like those of the hidden states and the weight.
+        z_loss: how much of the square of each token's log Z, the logarithm of the sum of its exponentials, is trained
+            for besides: the gradients are those of both, and the result is the cross-entropy alone.
 
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the head and its loss in parallel.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the head and its loss in parallel; Chowdhery et al.
+    2022, arXiv:2204.02311, section 5, for the loss of log Z.
     """
-    num_tokens = hidden_TD.shape[0]
-    vocab_size, hidden_size = weight_VD.shape
-    most = chunk_tokens or default_chunk_tokens(vocab_size, hidden_size, hidden_TD.dtype)
-    num_chunks = max(1, math.ceil(num_tokens / most))
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TD,
         weight_VD,
         *(adapter or (None, None)),
         targets_T,
         ignore_index,
-        max(1, math.ceil(num_tokens / num_chunks)),
-        None if vocab_group is None or dist.get_world_size(vocab_group) == 1 else vocab_group,
+        z_loss,
+        _even_chunk(hidden_TD, weight_VD, chunk_tokens),
+        _dividing(vocab_group),
         torch.is_grad_enabled(),  # inside the function it is always off
     )
     return loss
@@ -109,38 +110,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows_VA: Tensor | None,
         targets_T: Tensor,
         ignore_index: int,
+        z_loss: float,
         chunk_tokens: int,
         vocab_group: dist.ProcessGroup | None,
         differentiate: bool,
     ) -> Tensor:
-        num_tokens = hidden_TD.shape[0]
-        vocab_size = weight_VD.shape[0]
-        softmax: _SoftmaxInKernels | _SoftmaxInBlocks
-        if uses_kernels(hidden_TD):
-            softmax = _SoftmaxInKernels(targets_T, ignore_index, vocab_group)
-        else:
-            wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-            block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
-            softmax = _SoftmaxInBlocks(targets_T, ignore_index, vocab_group, block_RV)
-        needed = [differentiate and needs for needs in ctx.needs_input_grad]
-        product = _Product(hidden_TD, weight_VD, softmax.ignored_T1, *needed[:2])
-        added = []
-        if narrow_TA is not None and rows_VA is not None:
-            added.append(_Product(narrow_TA, rows_VA, softmax.ignored_T1, *needed[2:4]))
-
-        # allocate the loop's buffers once: on a CPU, fresh memory costs more than the arithmetic on it
-        logits_CV = hidden_TD.new_empty((chunk_tokens, vocab_size))
-
-        for start in range(0, num_tokens, chunk_tokens):
-            chunk = slice(start, min(start + chunk_tokens, num_tokens))
-            logits = torch.mm(hidden_TD[chunk], product.right_VD.t(), out=logits_CV[: chunk.stop - start])
-            for one in added:
-                logits.addmm_(one.left_TD[chunk], one.right_VD.t())
+        factors = (hidden_TD, weight_VD, narrow_TA, rows_VA)
+        softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, ignore_index, vocab_group, z_loss, chunk_tokens)
+        products = _products(factors, softmax, [differentiate and needs for needs in ctx.needs_input_grad[:4]])
+        for chunk, logits in _chunks_of_logits(products, chunk_tokens):
             softmax.differentiate_(logits, chunk)
-            for one in (product, *added):
-                one.differentiate(logits, chunk)
-        ctx.save_for_backward(*(gradient for one in (product, *added) for gradient in one.gradients()))
-        ctx.dtypes = [tensor.dtype for tensor in (hidden_TD, weight_VD, narrow_TA, rows_VA) if tensor is not None]
+            for product in products:
+                product.differentiate(logits, chunk)
+        ctx.save_for_backward(*(gradient for product in products for gradient in product.gradients()))
+        ctx.dtypes = [tensor.dtype for tensor in factors if tensor is not None]
         ctx.scale = _gradient_scale(hidden_TD.dtype)
         return softmax.losses_T.sum()
 
@@ -154,6 +137,133 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled)))
+
+
+def linear_cross_entropies(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_tokens: int | None = None,
+    vocab_group: dist.ProcessGroup | None = None,
+    adapter: LowRank | None = None,
+) -> Tensor:
+    """Return the cross-entropy of each token of ``hidden_TD @ weight_VD.T``, [T] in fp32, 0 for an ignored target.
+
+    For losses that are no sum over tokens: what the gradient of a token is multiplied with is known only in the
+    backward. That computes the logits a second time, chunk by chunk, and keeps nothing of them until then. Everything
+    else, and the arguments, are as for ``linear_cross_entropy``.
+    """
+    losses_T: Tensor = _LinearCrossEntropies.apply(  # type: ignore[no-untyped-call]
+        hidden_TD,
+        weight_VD,
+        *(adapter or (None, None)),
+        targets_T,
+        ignore_index,
+        _even_chunk(hidden_TD, weight_VD, chunk_tokens),
+        _dividing(vocab_group),
+    )
+    return losses_T
+
+
+def _even_chunk(hidden_TD: Tensor, weight_VD: Tensor, chunk_tokens: int | None) -> int:
+    """Return the tokens of a chunk: as many as may be held at most, or fewer if that makes all chunks equal."""
+    num_tokens = hidden_TD.shape[0]
+    vocab_size, hidden_size = weight_VD.shape
+    most = chunk_tokens or default_chunk_tokens(vocab_size, hidden_size, hidden_TD.dtype)
+    num_chunks = max(1, math.ceil(num_tokens / most))
+    return max(1, math.ceil(num_tokens / num_chunks))
+
+
+def _dividing(vocab_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return None if vocab_group is None or dist.get_world_size(vocab_group) == 1 else vocab_group
+
+
+class _LinearCrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes them by position
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        narrow_TA: Tensor | None,
+        rows_VA: Tensor | None,
+        targets_T: Tensor,
+        ignore_index: int,
+        chunk_tokens: int,
+        vocab_group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        factors = (hidden_TD, weight_VD, narrow_TA, rows_VA)
+        ctx.save_for_backward(*factors, targets_T)
+        ctx.options = (ignore_index, vocab_group, 0.0, chunk_tokens)
+        softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, *ctx.options)
+        for chunk, logits in _chunks_of_logits(_products(factors, softmax, [False] * 4), chunk_tokens):
+            softmax.differentiate_(logits, chunk)
+        return softmax.losses_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_T: Tensor) -> tuple[Tensor | None, ...]:
+        *factors, targets_T = ctx.saved_tensors
+        hidden_TD, weight_VD, *_ = factors
+        softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, *ctx.options)
+        products = _products(factors, softmax, ctx.needs_input_grad[:4])
+        factors_T1 = (upstream_T / _gradient_scale(hidden_TD.dtype))[:, None]
+        for chunk, logits in _chunks_of_logits(products, ctx.options[-1]):
+            softmax.differentiate_(logits, chunk)
+            logits.mul_(factors_T1[chunk])
+            for product in products:
+                product.differentiate(logits, chunk)
+        made = [gradient for product in products for gradient in product.gradients()]
+        made += [None] * (len(factors) - len(made))
+        cast = [
+            None if gradient is None else gradient.to(factor.dtype)
+            for gradient, factor in zip(made, factors, strict=True)
+        ]
+        return (*cast, *[None] * (len(ctx.needs_input_grad) - len(cast)))
+
+
+def _softmax(  # noqa: PLR0917 - as autograd's functions keep them
+    hidden_TD: Tensor,
+    vocab_size: int,
+    targets_T: Tensor,
+    ignore_index: int,
+    vocab_group: dist.ProcessGroup | None,
+    z_loss: float,
+    chunk_tokens: int,
+) -> "_SoftmaxInKernels | _SoftmaxInBlocks":
+    """Return what makes losses and the gradients of logits, for the device of the hidden states."""
+    if uses_kernels(hidden_TD):
+        return _SoftmaxInKernels(targets_T, ignore_index, vocab_group, z_loss)
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
+    return _SoftmaxInBlocks(targets_T, ignore_index, vocab_group, block_RV, z_loss)
+
+
+def _products(
+    factors: Sequence[Tensor | None], softmax: "_SoftmaxInKernels | _SoftmaxInBlocks", needed: Sequence[bool]
+) -> "list[_Product]":
+    """Return the products that add up to the logits: of hidden states and head, and of an adapter's factors."""
+    pairs = zip(factors[::2], factors[1::2], needed[::2], needed[1::2], strict=True)
+    return [
+        _Product(left, right, softmax.ignored_T1, need_left, need_right)
+        for left, right, need_left, need_right in pairs
+        if left is not None and right is not None
+    ]
+
+
+def _chunks_of_logits(products: "Sequence[_Product]", chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each chunk of tokens with its logits, which may be overwritten and are gone with the next chunk."""
+    product, *added = products
+    num_tokens = len(product.left_TD)
+    # allocate the loop's buffer once: on a CPU, fresh memory costs more than the arithmetic on it
+    logits_CV = product.left_TD.new_empty((chunk_tokens, len(product.right_VD)))
+    for start in range(0, num_tokens, chunk_tokens):
+        chunk = slice(start, min(start + chunk_tokens, num_tokens))
+        logits = torch.mm(product.left_TD[chunk], product.right_VD.t(), out=logits_CV[: chunk.stop - start])
+        for one in added:
+            logits.addmm_(one.left_TD[chunk], one.right_VD.t())
+        yield chunk, logits
 
 
 class _Product:
@@ -223,10 +333,11 @@ class _SoftmaxInKernels:
 
     ignored_T1 = None
 
-    def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None, z_loss: float) -> None:
         self._targets_T = targets_T
         self._ignore_index = ignore_index
         self._group = group
+        self._z_loss = z_loss
         self.losses_T = torch.empty_like(targets_T, dtype=torch.float32)
 
     def differentiate_(self, logits_CV: Tensor, chunk: slice) -> None:
@@ -235,13 +346,13 @@ class _SoftmaxInKernels:
         losses_C = self.losses_T[chunk]
         scale = _gradient_scale(logits_CV.dtype)
         if self._group is None:
-            softmax_of_rows(logits_CV, targets_C, losses_C, self._ignore_index, scale)
+            softmax_of_rows(logits_CV, targets_C, losses_C, self._ignore_index, self._z_loss, scale)
             return
         first = dist.get_rank(self._group) * logits_CV.shape[1]
         part_3C = logits_CV.new_empty((3, len(logits_CV)), dtype=torch.float32)
         parts_of_rows(logits_CV, targets_C, part_3C, self._ignore_index, first)
         combined_3C = torch.stack(_over_the_vocabulary(part_3C, self._group))
-        softmax_of_parts(logits_CV, targets_C, combined_3C, losses_C, self._ignore_index, first, scale)
+        softmax_of_parts(logits_CV, targets_C, combined_3C, losses_C, self._ignore_index, first, self._z_loss, scale)
 
 
 # Custom operators, so that a dry run can trace them on fake tensors and without Triton. Each calls one function of
@@ -249,11 +360,13 @@ class _SoftmaxInKernels:
 
 
 @torch.library.custom_op("llama_core::softmax_of_rows", mutates_args=("logits", "losses"))
-def softmax_of_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, scale: float) -> None:
+def softmax_of_rows(  # noqa: PLR0917 - an operator's arguments
+    logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, z_loss: float, scale: float
+) -> None:
     """Fill ``losses`` and turn the logits into their gradients, times ``scale``, in place."""
     from llama_core.models import loss_kernels
 
-    loss_kernels.whole(logits, targets, losses, ignore_index, scale)
+    loss_kernels.whole(logits, targets, losses, ignore_index, z_loss, scale)
 
 
 @torch.library.custom_op("llama_core::parts_of_rows", mutates_args=("part",))
@@ -266,12 +379,19 @@ def parts_of_rows(logits: Tensor, targets: Tensor, part: Tensor, ignore_index: i
 
 @torch.library.custom_op("llama_core::softmax_of_parts", mutates_args=("logits", "losses"))
 def softmax_of_parts(  # noqa: PLR0917 - an operator's arguments
-    logits: Tensor, targets: Tensor, combined: Tensor, losses: Tensor, ignore_index: int, first: int, scale: float
+    logits: Tensor,
+    targets: Tensor,
+    combined: Tensor,
+    losses: Tensor,
+    ignore_index: int,
+    first: int,
+    z_loss: float,
+    scale: float,
 ) -> None:
     """Do the same as ``softmax_of_rows`` to a part of the vocabulary, given what was combined over all parts."""
     from llama_core.models import loss_kernels
 
-    loss_kernels.divided(logits, targets, ignore_index, first, combined, losses, scale)
+    loss_kernels.divided(logits, targets, ignore_index, first, combined, losses, z_loss, scale)
 
 
 for _operator in (softmax_of_rows, parts_of_rows, softmax_of_parts):
@@ -292,8 +412,16 @@ def _add_wide_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> Non
 class _SoftmaxInBlocks:
     """The losses of all tokens, made chunk by chunk; an ignored token's logits get meaningless gradients."""
 
-    def __init__(self, targets_T: Tensor, ignore_index: int, group: dist.ProcessGroup | None, block_RV: Tensor) -> None:
+    def __init__(
+        self,
+        targets_T: Tensor,
+        ignore_index: int,
+        group: dist.ProcessGroup | None,
+        block_RV: Tensor,
+        z_loss: float,
+    ) -> None:
         self._group = group
+        self._z_loss = z_loss
         self._block_RV = block_RV
         self.ignored_T1 = (targets_T == ignore_index)[:, None]
         self._answers_T1 = targets_T[:, None].masked_fill(self.ignored_T1, 0)
@@ -304,9 +432,11 @@ class _SoftmaxInBlocks:
         answers_C1 = self._answers_T1[chunk]
         losses_C1 = self.losses_T[chunk, None]
         if self._group is None:
-            _losses_and_logit_gradients_(logits_CV, answers_C1, losses_C1, self._block_RV)
+            _losses_and_logit_gradients_(logits_CV, answers_C1, losses_C1, self._block_RV, self._z_loss)
         else:
-            _divided_losses_and_logit_gradients_(logits_CV, answers_C1, losses_C1, self._block_RV, self._group)
+            _divided_losses_and_logit_gradients_(
+                logits_CV, answers_C1, losses_C1, self._block_RV, z_loss=self._z_loss, group=self._group
+            )
         losses_C1.masked_fill_(self.ignored_T1[chunk], 0)
 
 
@@ -316,7 +446,9 @@ def _blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + block.shape[0], rows.shape[0]))
 
 
-def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor) -> None:
+def _losses_and_logit_gradients_(
+    logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor, z_loss: float
+) -> None:
     """Fill ``losses_C1`` and turn the logits into their scaled gradients in place, a wide block of rows at a time."""
     scale = _gradient_scale(logits_CV.dtype)
     for rows in _blocks(logits_CV, block_RV):
@@ -326,14 +458,23 @@ def _losses_and_logit_gradients_(logits_CV: Tensor, answers_C1: Tensor, losses_C
         answer_logits_R1 = wide_RV.gather(-1, answers_R1)
         torch.softmax(wide_RV, -1, out=wide_RV)  # overwrites its input row by row
         # the log-sum-exp comes from the largest probability, because the answer's may be zero
-        losses_C1[rows] = peaks_R1 - wide_RV.amax(-1, keepdim=True).log_() - answer_logits_R1
-        if scale != 1:
+        log_z_R1 = peaks_R1 - wide_RV.amax(-1, keepdim=True).log_()
+        losses_C1[rows] = log_z_R1 - answer_logits_R1
+        if z_loss:
+            wide_RV.mul_(log_z_R1.mul_(2 * z_loss).add_(1).mul_(scale))
+        elif scale != 1:
             wide_RV.mul_(scale)
         logits_CV[rows] = wide_RV.scatter_add_(-1, answers_R1, torch.full_like(peaks_R1, -scale))
 
 
 def _divided_losses_and_logit_gradients_(
-    logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor, group: dist.ProcessGroup
+    logits_CV: Tensor,
+    answers_C1: Tensor,
+    losses_C1: Tensor,
+    block_RV: Tensor,
+    *,
+    z_loss: float,
+    group: dist.ProcessGroup,
 ) -> None:
     """Do the same as ``_losses_and_logit_gradients_`` with the logits of one rank's part of the vocabulary."""
     scale = _gradient_scale(logits_CV.dtype)
@@ -349,11 +490,13 @@ def _divided_losses_and_logit_gradients_(
     answer_logits_C1.masked_fill_(~held_C1, -math.inf)
 
     peaks_C1, totals_C1, answer_logits_C1 = _over_the_vocabulary(part_3C1, group)
-    losses_C1.copy_(totals_C1.log() - (answer_logits_C1 - peaks_C1))
+    logs_C1 = totals_C1.log()
+    losses_C1.copy_(logs_C1 - (answer_logits_C1 - peaks_C1))
+    factors_C1 = ((peaks_C1 + logs_C1) * (2 * z_loss) + 1) * scale / totals_C1
     answer_gradients_C1 = held_C1.to(block_RV.dtype).mul_(-scale)
     for rows in _blocks(logits_CV, block_RV):
         wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
-        wide_RV.sub_(peaks_C1[rows]).exp_().div_(totals_C1[rows] / scale)
+        wide_RV.sub_(peaks_C1[rows]).exp_().mul_(factors_C1[rows])
         logits_CV[rows] = wide_RV.scatter_add_(-1, columns_C1[rows], answer_gradients_C1[rows])
 
 

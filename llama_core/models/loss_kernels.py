@@ -42,9 +42,9 @@ def _answer_logit(row, width, column):
 
 
 @triton.jit
-def _overwrite(row, width, column, peak, total, scale, BLOCK: tl.constexpr):
-    """Replace a row's logits by their gradients times ``scale``."""
-    factor = scale / total
+def _overwrite(row, width, column, peak, total, z_loss, scale, BLOCK: tl.constexpr):
+    """Replace a row's logits by their gradients times ``scale``: of the loss, and of ``z_loss`` times log Z squared."""
+    factor = (1.0 + 2.0 * z_loss * (peak + tl.log(total))) * scale / total
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(row + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
@@ -60,7 +60,7 @@ def _clear(row, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def whole_rows(logits, stride, width, targets, ignore_index, losses, scale, BLOCK: tl.constexpr):
+def whole_rows(logits, stride, width, targets, ignore_index, losses, z_loss, scale, BLOCK: tl.constexpr):
     """Compute a row's loss and gradients from all its logits."""
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * stride
@@ -72,7 +72,7 @@ def whole_rows(logits, stride, width, targets, ignore_index, losses, scale, BLOC
         answer_logit = _answer_logit(row, width, target)  # before the row is overwritten
         peak, total = _peak_and_total(row, width, BLOCK)
         tl.store(losses + place, tl.log(total) - (answer_logit - peak))
-        _overwrite(row, width, target, peak, total, scale, BLOCK)
+        _overwrite(row, width, target, peak, total, z_loss, scale, BLOCK)
 
 
 @triton.jit
@@ -102,6 +102,7 @@ def divided_rows(
     totals,
     answer_logits,
     losses,
+    z_loss,
     scale,
     BLOCK: tl.constexpr,
 ):
@@ -116,13 +117,15 @@ def divided_rows(
         peak = tl.load(peaks + place)
         total = tl.load(totals + place)
         tl.store(losses + place, tl.log(total) - (tl.load(answer_logits + place) - peak))
-        _overwrite(row, width, target - first, peak, total, scale, BLOCK)
+        _overwrite(row, width, target - first, peak, total, z_loss, scale, BLOCK)
 
 
-def whole(logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor, ignore_index: int, scale: float) -> None:
+def whole(
+    logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor, ignore_index: int, z_loss: float, scale: float
+) -> None:
     """Fill ``losses_C`` and turn the logits into their gradients, times ``scale``, in place."""
     whole_rows[logits_CV.shape[:1]](
-        *_rows(logits_CV), targets_C, ignore_index, losses_C, scale, BLOCK=BLOCK, num_warps=NUM_WARPS
+        *_rows(logits_CV), targets_C, ignore_index, losses_C, z_loss, scale, BLOCK=BLOCK, num_warps=NUM_WARPS
     )
 
 
@@ -140,6 +143,7 @@ def divided(
     first: int,
     combined_3C: Tensor,
     losses_C: Tensor,
+    z_loss: float,
     scale: float,
 ) -> None:
     """Do the same as ``whole`` to a part of the vocabulary, given peaks, totals and answers' logits of all parts."""
@@ -150,6 +154,7 @@ def divided(
         first,
         *combined_3C.unbind(),
         losses_C,
+        z_loss,
         scale,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,

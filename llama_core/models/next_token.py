@@ -9,16 +9,24 @@ from llama_core.models.loss import linear_cross_entropy
 
 
 class NextToken:
-    """The cross-entropy of every token's target, without ever holding the logits of all tokens."""
+    """The cross-entropy of every token's target, without ever holding the logits of all tokens.
+
+    Args:
+        z_loss: how much of the squares of log Z is trained for besides.
+    """
+
+    def __init__(self, z_loss: float = 0.0) -> None:
+        self.z_loss = z_loss
 
     def loss(self, head: HeadInputs, batch: Batch) -> Tensor:
-        """Return the cross-entropy summed over the targets."""
+        """Return the cross-entropy summed over the targets; its gradient has that of ``z_loss``."""
         return linear_cross_entropy(
             head.hidden_TD,
             head.weight_VD,
             batch.targets_BS.flatten(),
             vocab_group=head.vocab_group,
             adapter=head.adapter,
+            z_loss=self.z_loss,
         )
 
     def count(self, batch: Batch) -> Tensor:
@@ -26,6 +34,6 @@ class NextToken:
         return batch.num_targets()
 
 
-def build(_: TrainingConfig) -> NextToken:
-    """Return the objective, which has no settings."""
-    return NextToken()
+def build(training: TrainingConfig) -> NextToken:
+    """Return the objective, with its setting."""
+    return NextToken(training.z_loss)

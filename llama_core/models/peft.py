@@ -1,20 +1,23 @@
 """PEFT's adapter folders: its names and shapes for our adapters, and its ``adapter_config.json``. No torch.
 
-Both sides store the same two matrices, A [rank, columns] and B [rows, rank], so conversion only renames them.
-The embedding's A has a column for each token.
+Both sides store the same weights, so conversion only renames them: a row of ``adapters`` has both names.
 """
 
+import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from llama_core.config.models import ModelSpec, hugging_face_name, matrix_name
-from llama_core.config.strategy import EMBEDDING, TARGETS, LoRA
-from llama_core.errors import WeightsError
+from llama_core.adapters.registry import DEFAULT_ADAPTER, adapter_of_json, adapter_type
+from llama_core.adapters.traits import AdapterJson, AdapterType
+from llama_core.config.models import ModelSpec, adapter_weight, hugging_face_name
+from llama_core.config.strategy import TARGETS, LoRA, adaptable
+from llama_core.errors import WeightsError, as_clause
+from llama_core.hub import folder_of
 from llama_core.models.hf import check_shapes
 from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
-from llama_core.records.files import read_file, user_path
+from llama_core.records.files import DAMAGE, read_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
@@ -40,47 +43,22 @@ _WITHOUT_EFFECT = {
 """PEFT's keys that do not change the results of saved adapters, whatever their values."""
 
 
-class _AdapterJson(BaseModel):
-    """The keys that we read of PEFT's ``LoraConfig``; a ``Literal`` lists the values that we support."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
-
-    peft_type: Literal["LORA"]
-    task_type: Literal["CAUSAL_LM"] | None = None
-    r: Annotated[int, Field(ge=1)] = 8
-    lora_alpha: Annotated[float, Field(gt=0)] = 8.0
-    lora_dropout: float = 0.0
-    target_modules: list[str] | str
-    bias: Literal["none"] = "none"
-    fan_in_fan_out: Literal[False] = False
-    init_lora_weights: Literal["gaussian", "orthogonal", "eva"] | bool | None = None
-    """How they were initialised. The values left out change the base too, which then differs from its folder."""
-    base_model_name_or_path: str | None = None
-
-
 def is_adapter_folder(folder: Path) -> bool:
     """Return whether ``folder`` holds PEFT adapters and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in (WHOLE, INDEX))
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name for our parameter ``name``, such as ``'layers.0.attention.wq.lora_A.weight'``."""
-    path, _, part = name.rpartition(".lora_")
-    if matrix_name(path) == EMBEDDING:
-        part = f"embedding_{part.removesuffix('.weight')}"
-    return f"{_PREFIX}{hugging_face_name(f'{path}.weight').removesuffix('weight')}lora_{part}"
+    """Return PEFT's name for the parameter of an adapter, such as ``'layers.0.attention.wq.lora_A.weight'``.
 
-
-def adapter_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the shape of every A and B by our names; empty for a model without adapters."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for name in spec.parameter_shapes:
-        path = name.removesuffix(".weight")
-        if spec.lora is not None and name in spec.adapted:
-            columns, rows = spec.target_shapes[matrix_name(path)]
-            shapes[f"{path}.lora_A.weight"] = (spec.lora.lora_rank, columns)
-            shapes[f"{path}.lora_B.weight"] = (rows, spec.lora.lora_rank)
-    return shapes
+    Raises:
+        ValueError: if it is no adapter's.
+    """
+    of_adapter = adapter_weight(name)
+    if of_adapter is None:
+        raise ValueError(f"{name} belongs to no adapter")
+    matrix, weight = of_adapter
+    return f"{_PREFIX}{hugging_face_name(matrix).removesuffix('weight')}{weight.theirs}"
 
 
 def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
@@ -90,20 +68,16 @@ def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
         lora: the adapters.
         base: the model that they were trained over: a folder, or a name.
     """
+    lora = lora.in_folder
+    spelling = lora.kind.json
+    settings = {**spelling.settings, **spelling.of_training}
     return {
-        "peft_type": "LORA",
+        **spelling.marks,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.lora_rank,
-        "lora_alpha": _alpha(lora),
-        "lora_dropout": lora.lora_dropout,
+        **{theirs: lora.resolved(ours) for theirs, ours in settings.items()},
         "target_modules": list(lora.target_modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": False,
+        **spelling.written,
         "inference_mode": True,
     }
 
@@ -112,14 +86,18 @@ def base_of(folder: Path) -> Path:
     """Return the folder of the model that the adapters in ``folder`` were trained over.
 
     Raises:
-        WeightsError: if ``adapter_config.json`` cannot be read or does not name an existing folder.
+        WeightsError: if ``adapter_config.json`` cannot be read, or names neither an existing folder nor a repository
+            of the Hub.
+        HubError: if that cannot be had.
     """
-    named = _read_config(folder).base_model_name_or_path or ""
-    base = user_path(named)
+    _, config = _read_config(folder)
+    named = config.base_model_name_or_path or ""
+    base = folder_of(named)
     if not (base.is_absolute() and base.is_dir()):  # a job may start in another directory
         raise WeightsError(
-            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={named!r}, which is not the absolute path of a "
-            "folder here; write the path of the model that the adapters were trained over"
+            f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={named!r}, which is neither the absolute path of a "
+            "folder here nor a name of the Hugging Face Hub; write the path of the model that the adapters were "
+            "trained over"
         )
     return base
 
@@ -130,7 +108,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
     Raises:
         WeightsError: if the folder is incomplete, or its adapters are not supported or differ from those of ``spec``.
     """
-    config = _read_config(folder)
+    kind, config = _read_config(folder)
     file = folder / ADAPTERS
     if not file.exists():
         if (folder / _PICKLED).exists():
@@ -140,10 +118,10 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
             )
         raise WeightsError(f"{folder} holds no {ADAPTERS}; download it")
     tensors = read_header(file)
-    check_same_adapters(spec, _as_lora(config, tensors, folder), folder)
-    names = {peft_name(name): name for name in adapter_shapes(spec)}
+    check_same_adapters(spec, _as_lora(kind, config, tensors, folder), folder)
+    names = {peft_name(name): name for name in spec.adapter_shapes}
     check_shapes(
-        {theirs: adapter_shapes(spec)[ours] for theirs, ours in names.items()},
+        {theirs: spec.adapter_shapes[ours] for theirs, ours in names.items()},
         {name: tensor.shape for name, tensor in tensors.items() if not name.endswith(_BASE)},
         wrong=f"the adapters in {folder} are not those of {spec.name}",
         remedy="choose the model they were trained over, or save them again",
@@ -155,7 +133,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
 
 
 def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
-    """Refuse adapters that differ in rank, alpha or targets from those that ``spec`` trains.
+    """Refuse adapters that differ in method, targets or a setting such as the rank from those that ``spec`` trains.
 
     Args:
         spec: the model.
@@ -170,35 +148,41 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
             f"{source} holds adapters, which only strategy=lora and hybrid train; use one, or merge them into their "
             "model (export-hf --merged, or PEFT's merge_and_unload)"
         )
-    theirs = _kind(given)
-    ours = _kind(spec.lora)
-    different = [key for key in theirs if theirs[key] != ours[key]]
+    theirs = _computed_by(given)
+    ours = _computed_by(spec.lora)
+    keys = ["method"] if given.kind is not spec.lora.kind else list(theirs)
+    different = [key for key in keys if theirs[key] != ours[key]]
     if different:
         values = ", ".join(f"{key}={theirs[key]} instead of {ours[key]}" for key in different)
         settings = " ".join(f"lora.{key}={theirs[key]}" for key in different)
         raise WeightsError(f"the adapters in {source} have {values}; set {settings}")
 
 
-def _alpha(lora: LoRA) -> float:
-    """Return alpha, from the scale if it is not set; an int if it is whole, as PEFT writes it."""
-    alpha = lora.lora_alpha or lora.scale * lora.lora_rank
-    return int(alpha) if alpha.is_integer() else alpha
-
-
-def _kind(lora: LoRA) -> dict[str, str]:
+def _computed_by(lora: LoRA) -> dict[str, str]:
     """Return the settings in which two sets of adapters must agree, by our keys, as written on a command line."""
     targets = [matrix for matrix in TARGETS if matrix in lora.target_modules]
     return {
-        "lora_rank": str(lora.lora_rank),
-        "lora_alpha": f"{_alpha(lora):g}",
+        "method": lora.method,
+        **{setting: _in_words(lora.resolved(setting)) for setting in lora.kind.json.settings.values()},
+        "initial_values": lora.initial_values,
         "target_modules": f"[{','.join(targets)}]",
     }
 
 
-def _read_config(folder: Path) -> _AdapterJson:
+def _in_words(value: float) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _read_config(folder: Path) -> tuple[AdapterType, AdapterJson]:
+    """Return what a folder says of its adapters, and their kind; that of other kinds is refused as the default's."""
     file = folder / ADAPTER_CONFIG
+    kind = adapter_type(DEFAULT_ADAPTER)
     try:
-        config = _AdapterJson.model_validate_json(read_file(file))
+        text = read_file(file)
+        kind = _kind_of(text) or kind
+        config = kind.json.model_validate_json(text)
     except OSError as error:
         raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
     except ValidationError as error:
@@ -207,7 +191,7 @@ def _read_config(folder: Path) -> _AdapterJson:
         if detail["type"] == "missing":
             problem = f"has no {key}"
         elif key:
-            problem = f"has {key}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+            problem = f"has {key}={detail['input']!r}: {as_clause(detail['msg'])}"
         else:
             problem = f"cannot be read ({detail['msg']})"
         raise WeightsError(f"{file} {problem}; save plain LoRA adapters of a causal language model") from None
@@ -217,20 +201,32 @@ def _read_config(folder: Path) -> _AdapterJson:
                 f"{file} has {key}={value!r}, which is not supported here; merge the adapters into their model with "
                 "PEFT's merge_and_unload and use the merged model"
             )
-    return config
+    return kind, config
 
 
-def _as_lora(config: _AdapterJson, tensors: dict[str, StoredTensor], folder: Path) -> LoRA:
+def _kind_of(text: bytes) -> AdapterType | None:
+    """Return the kind of adapter that a folder's JSON describes; None if it is none of ours, or no JSON."""
+    try:
+        described = json.loads(text)
+    except DAMAGE:
+        return None
+    return adapter_of_json(described) if isinstance(described, dict) else None
+
+
+def _as_lora(kind: AdapterType, config: AdapterJson, tensors: dict[str, StoredTensor], folder: Path) -> LoRA:
     """Return the adapters that a folder describes; if the targets are a pattern, the weights' names tell them."""
     targets = config.target_modules
     if isinstance(targets, str):
-        targets = [name.rpartition(".lora_")[0] for name in tensors]
+        endings = [f".{weight.theirs}" for weight in (*kind.weights, *kind.of_embedding)]
+        targets = [name.removesuffix(end) for name in tensors for end in endings if name.endswith(end)]
     matrices = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+    possible = adaptable(kind)
     for matrix in matrices:
-        if matrix not in TARGETS:
+        if matrix not in possible:
             raise WeightsError(
-                f"the adapters in {folder} target {matrix}, which is not supported; only {', '.join(TARGETS)} are"
+                f"the adapters in {folder} target {matrix}, which is not supported; only {', '.join(possible)} are"
             )
     if not matrices:
         raise WeightsError(f"{folder / ADAPTER_CONFIG} names no target_modules; save the adapters again")
-    return LoRA(lora_rank=config.r, lora_alpha=config.lora_alpha, target_modules=tuple(matrices))
+    settings = {ours: getattr(config, theirs) for theirs, ours in kind.json.settings.items()}
+    return LoRA(method=kind.name, target_modules=tuple(matrices), **settings)

@@ -6,12 +6,13 @@ from itertools import chain
 from pathlib import Path
 
 from llama_core.config.hugging_face import read_folder
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import ModelSpec, hugging_face_name, name_in_mixture
 from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models.hf import check_weights, hugging_face_names, hugging_face_shapes
-from llama_core.models.peft import adapter_shapes, adapter_weights, base_of, check_same_adapters, is_adapter_folder
+from llama_core.hub import folder_of
+from llama_core.models.hf import check_weights, dense_name, hugging_face_names, hugging_face_shapes
+from llama_core.models.peft import ADAPTERS, adapter_weights, base_of, check_same_adapters, is_adapter_folder, peft_name
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
 from llama_core.records.checkpoints import (
     LAYOUT,
@@ -23,12 +24,12 @@ from llama_core.records.checkpoints import (
     place_of,
 )
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json, user_path
+from llama_core.records.files import read_json
 
 _CONFIG = "config.yaml"
 _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
-_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps")
+_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", "sliding_window", "windowed_layers")
 """Traits that shapes do not show either, but that may differ on purpose, as for longer sequences."""
 
 
@@ -45,11 +46,11 @@ class Origin:
 
 
 def resolve_pretrained(path: str) -> str:
-    """Return ``path`` as an absolute path; for a run's directory, that of its newest complete checkpoint.
+    """Return ``path``, or a name of the Hub, as an absolute path; for a run, that of its newest complete checkpoint.
 
     A run's configuration then says which weights it started from, even if the other run continues.
     """
-    absolute = user_path(path).absolute()
+    absolute = folder_of(path).absolute()
     return str(newest_checkpoint(RunDirectory(absolute)) or absolute)
 
 
@@ -59,7 +60,7 @@ def resolve_intact(path: str, tell: Callable[[str], None]) -> str:
     Raises:
         CheckpointError: if the run's checkpoints are all damaged.
     """
-    absolute = user_path(path).absolute()
+    absolute = folder_of(path).absolute()
     return str(newest_intact_checkpoint(RunDirectory(absolute), tell) or absolute)
 
 
@@ -207,9 +208,9 @@ def names_beside_base(spec: ModelSpec, origin: Origin) -> frozenset[str]:
     if origin.adapters is None:
         return frozenset()
     if not is_checkpoint(origin.adapters):
-        return frozenset(adapter_shapes(spec))
+        return frozenset(spec.adapter_shapes)
     theirs = saved_run(origin.adapters).spec
-    return theirs.trained_in_full | adapter_shapes(theirs).keys()
+    return theirs.trained_in_full | theirs.adapter_shapes.keys()
 
 
 def is_checkpoint(source: Path) -> bool:
@@ -233,7 +234,7 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[Store
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
     theirs = _model_of(folder)
     spec = _as_dense_as(theirs, spec)
-    tensors = per_expert(read_tensors(folder)) if spec.moe else read_tensors(folder)
+    tensors = per_expert(read_tensors(folder), spec) if spec.moe else read_tensors(folder)
     _check_fixed(spec, theirs, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored = {
@@ -245,6 +246,25 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[Store
                 f"{tensor.file} holds weights in {tensor.dtype}; dequantise them to one of {', '.join(FLOAT_BYTES)}"
             )
     return stored
+
+
+def where_stored(name: str, spec: ModelSpec, source: Path) -> str:
+    """Return where the parameter ``name`` of ``spec`` is read from if it starts from ``source``, for an error.
+
+    Raises:
+        WeightsError: as ``check_pretrained``.
+    """
+    origin = origin_of(source)
+    is_beside = name in names_beside_base(spec, origin)
+    holder = origin.adapters if is_beside else origin.base
+    if holder is None or is_checkpoint(holder):
+        return f"{name} of {holder or source}"
+    if is_beside:
+        return f"{peft_name(name)} in {holder / ADAPTERS}"
+    stored = hugging_face_weights(stored_model(spec, origin), holder)
+    tensors = stored[name if name in stored else dense_name(name)]
+    files = ", ".join(sorted({tensor.file.name for tensor in tensors}))
+    return f"{name_in_mixture(hugging_face_name(name), spec).format('*')} in {holder / files}"
 
 
 def saved_run(checkpoint: Path) -> RunConfig:
@@ -302,9 +322,9 @@ def _moved(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> list[str]
     ]
 
 
-def _said(value: float | RopeScaling | None) -> str:
+def _said(value: float | RopeScaling | tuple[int, ...] | None) -> str:
     if value is None:
         return "none"
-    return (
-        f"{value:g}" if isinstance(value, float) else " ".join(f"{key}={part}" for key, part in asdict(value).items())
-    )
+    if isinstance(value, RopeScaling):
+        return " ".join(f"{key}={part}" for key, part in asdict(value).items())
+    return f"{value:g}" if isinstance(value, float) else str(value)

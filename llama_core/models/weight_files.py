@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llama_core.config.models import ModelSpec, name_in_mixture
 from llama_core.errors import WeightsError
 from llama_core.records.files import DAMAGE, open_file, read_file
 
@@ -27,7 +28,8 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
 """Tensors that hold the matrices of all experts, with the names of the matrices that they hold for each expert."""
 _AGAIN = "download it again"
-_PICKLED = ("*.bin", "*.pth", "*.pt")
+PICKLED = ("*.bin", "*.pth", "*.pt")
+"""Patterns of weights that can run code when they are read."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.exists():
         _check_alone(folder, files)
         return read_header(folder / WHOLE)
-    placed = _weight_map(index)
+    placed = weight_map(index)
     listed = set(placed.values())
     for name in sorted(listed):
         if not (folder / name).exists():  # or is a dangling link
@@ -71,8 +73,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def per_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a model's tensors with those of all experts cut into the matrices of each, under Mixtral's names.
+def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Return a mixture's tensors with those of all experts cut into the matrices of each, as its files name them.
 
     transformers 5 stacks them in memory, and in the files too with ``save_original_format=False``.
     """
@@ -80,7 +82,7 @@ def per_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".mlp.")
         if part == "gate.weight":
-            cut[f"{layer}.block_sparse_moe.gate.weight"] = tensor
+            cut[name_in_mixture(f"{layer}.block_sparse_moe.gate.weight", spec)] = tensor
         elif part in _STACKED and len(tensor.shape) == 3 and tensor.dtype in FLOAT_BYTES:
             num_experts, rows, columns = tensor.shape
             matrices = [(expert, matrix) for expert in range(num_experts) for matrix in _STACKED[part]]
@@ -88,7 +90,7 @@ def per_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             for place, (expert, matrix) in enumerate(matrices):
                 start = tensor.start + place * math.prod(shape) * FLOAT_BYTES[tensor.dtype]
                 path = f"{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight"
-                cut[path] = replace(tensor, shape=shape, start=start)
+                cut[name_in_mixture(path, spec)] = replace(tensor, shape=shape, start=start)
         else:
             cut[name] = tensor
     return cut
@@ -102,7 +104,7 @@ def _check_alone(folder: Path, files: set[str]) -> None:
         raise WeightsError(
             f"{folder} holds {', '.join(sorted(files)[:3])} but no {INDEX}; download it, or keep only {WHOLE} there"
         )
-    for pattern in _PICKLED:
+    for pattern in PICKLED:
         for path in sorted(folder.glob(pattern)):
             raise WeightsError(
                 f"{folder} holds pickled weights ({path.name}), which can run code when they are read; if you trust "
@@ -114,7 +116,12 @@ def _check_alone(folder: Path, files: set[str]) -> None:
     )
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor of a sharded model, which is a name without a folder.
+
+    Raises:
+        WeightsError: if the index cannot be read, or names anything else.
+    """
     try:
         placed = dict(json.loads(read_file(index))["weight_map"])
         if not all(isinstance(text, str) for text in (*placed, *placed.values())):

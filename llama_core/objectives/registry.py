@@ -2,9 +2,10 @@
 
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.objectives.next_token import NEXT_TOKEN
+from llama_core.objectives.preferences import DPO, IPO, ORPO, SIMPO
 from llama_core.objectives.traits import ObjectiveType
 
-OBJECTIVES = {objective.name: objective for objective in (NEXT_TOKEN,)}
+OBJECTIVES = {objective.name: objective for objective in (NEXT_TOKEN, DPO, IPO, SIMPO, ORPO)}
 
 DEFAULT_OBJECTIVE = NEXT_TOKEN.name
 
@@ -23,3 +24,8 @@ def objective_type(name: str) -> ObjectiveType:
     if name not in OBJECTIVES:
         raise ConfigError(f"training.objective={name}{not_one_of(name, OBJECTIVES)}")
     return OBJECTIVES[name]
+
+
+def objective_keys() -> tuple[str, ...]:
+    """Return the settings of ``training`` that one objective or another takes."""
+    return tuple(dict.fromkeys(key for objective in OBJECTIVES.values() for key in objective.keys))

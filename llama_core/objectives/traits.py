@@ -1,6 +1,10 @@
 """The traits of an objective that planning and reports need. Each states its own: nobody asks for its name."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Reads = Literal["documents", "pairs"]
+"""What an objective reads of a record: a text or a conversation, or two answers to a prompt of which one is better."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +18,14 @@ class ObjectiveType:
     program: str = "llama_core.planning.program.ends"
     """The module whose ``Head`` says what the head and the loss do; default: next-token's, for a loss that is
     ``linear_cross_entropy``."""
+    keys: tuple[str, ...] = ()
+    """The settings of ``training`` that it takes."""
     per_token: tuple[str, ...] = ()
     """The values that batches carry for it beside targets: one fp32 number for each token."""
     unit: str = "nats/token"
     """Unit of the loss."""
+    reads: Reads = "documents"
+    """What it reads of a record."""
 
     @property
     def unit_in_words(self) -> str:

@@ -2,9 +2,10 @@
 
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.optimizers.adamw import ADAMW
+from llama_core.optimizers.muon import MUON
 from llama_core.optimizers.traits import OptimizerType
 
-OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW,)}
+OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, MUON)}
 
 DEFAULT_OPTIMIZER = ADAMW.name
 

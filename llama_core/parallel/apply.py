@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,21 +12,23 @@ from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import use_fp8
 from llama_core.models.layers import use_all_scores
-from llama_core.models.llama import Llama, initialize_weights
-from llama_core.models.lora import with_adapters
+from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.models.objective import Objective
+from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.parallel.cast_weights import CastWeights
-from llama_core.parallel.context import apply_context_parallel, shard_sequence
+from llama_core.parallel.context import apply_context_parallel, shard_batch
 from llama_core.parallel.expert import divide_experts
 from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
+from llama_core.parallel.owners import mark_copies
 from llama_core.parallel.pipeline import OnPhase, Pipeline
 from llama_core.parallel.ranks import check_started
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
 from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
 from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.records.held_out import HeldOutRows
 
 
 class ParallelModel:
@@ -75,7 +76,7 @@ class ParallelModel:
         mesh = self.mesh
         if mesh is not None:
             divide_experts(self.model, mesh.experts)
-        if mesh is not None and plan.tp > 1:
+        if mesh is not None and plan.divides_matrices:
             apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
         if mesh is not None and mesh.cp_group is not None:
             apply_context_parallel(self.model, mesh.cp_group)
@@ -98,8 +99,10 @@ class ParallelModel:
     def _data_parallel(self) -> DataParallel:
         if self._sharded is not None:
             return self._sharded
+        if self.mesh is not None and self.plan.averages_in_buckets:
+            mark_copies(self.model, self.mesh.weights.get_group("replicate"))
         # DDP's reducer needs real ranks; its buckets are the gradients themselves, so memory is the same without it
-        if self.mesh is not None and self.plan.dp * self.plan.cp > 1 and dist.get_backend() != "fake":
+        if self.mesh is not None and self.plan.averages_in_buckets and dist.get_backend() != "fake":
             return Copies(self.model, self.mesh.weights.get_group("replicate"), self.plan)
         return Alone(self.model)
 
@@ -184,16 +187,52 @@ class ParallelModel:
         ]
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the loss summed over all ranks, and how much counts in it, such as the number of targets.
+    def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
+        """Return the loss of every row of all ranks, in turns: the first of each data-parallel rank, then the second.
 
         Args:
-            microbatches: this rank's share; every rank has the same number of microbatches.
+            microbatches: this rank's share; every rank has as many rows.
         """
         pieces = [self._own_columns(batch) for batch in microbatches]
-        total = self._sum_over_ranks(self.pipeline.evaluate(pieces))
-        count = self._count(pieces)
-        return float(total), int(count)
+        with losses_by_row(self.model):
+            losses = self.pipeline.evaluate(pieces)
+        sizes = [len(piece.tokens_BS) for piece in pieces]
+        losses_R = torch.zeros(sum(sizes), dtype=self._wide, device=self.device)
+        for number, of_microbatch in enumerate(torch.split(losses_R, sizes)):
+            if number in losses:  # else its last stage is on another rank
+                of_microbatch.copy_(losses[number])
+        counts_R = torch.stack([self.model.objective.count(row) for piece in pieces for row in piece.split(1)])
+        copies = self.plan.tp  # ranks that all have the same loss
+        losses_R = self._over_all_rows(losses_R) / copies
+        counts_R = self._over_all_rows(counts_R) // (copies * self.plan.pp)
+        return HeldOutRows.of(losses_R.tolist(), counts_R.tolist())
+
+    @torch.no_grad()
+    def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
+        """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
+
+        Args:
+            microbatches: this rank's share; every rank has as many rows, and all have one length.
+        """
+        pieces = [self._own_columns(batch) for batch in microbatches]
+        with measuring(self.model, answer_log_probabilities):
+            of_pieces = self.pipeline.evaluate(pieces)
+        num_answers = answers_of_row(microbatches[0].tokens_BS.shape[1])
+        sizes = [len(piece.tokens_BS) for piece in pieces]
+        values_RA = torch.zeros((sum(sizes), num_answers), dtype=self._wide, device=self.device)
+        for number, of_piece in enumerate(torch.split(values_RA, sizes)):
+            if number in of_pieces:  # else its last stage is on another rank
+                of_piece.copy_(of_pieces[number])
+        return self._over_all_rows(values_RA) / self.plan.tp
+
+    def _over_all_rows(self, values_R: Tensor) -> Tensor:
+        """Return the values of the rows of all data-parallel ranks, in turns; ranks with the same rows add theirs."""
+        if self.mesh is None:
+            return values_R
+        every_RD = values_R.new_zeros(len(values_R), self.plan.dp, *values_R.shape[1:])
+        every_RD[:, self.plan.dp_rank(dist.get_rank())] = values_R
+        dist.all_reduce(every_RD)
+        return every_RD.flatten(0, 1)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -203,8 +242,7 @@ class ParallelModel:
     def _own_columns(self, batch: Batch) -> Batch:
         if self.mesh is None or self.plan.cp == 1:
             return batch
-        columns = partial(shard_sequence, cp_rank=self.mesh.rank("cp"), cp_size=self.plan.cp)
-        return batch.each_token(columns)  # the documents of whole rows say which keys of other ranks are seen
+        return shard_batch(batch, self.mesh.rank("cp"), self.plan.cp)
 
     def _count(self, pieces: Sequence[Batch]) -> Tensor:
         total = torch.stack([self.model.objective.count(piece) for piece in pieces]).sum()

@@ -169,25 +169,30 @@ CUDA_BIASED = Kernel(_biased_forward, _biased_backward)
 
 
 def _varlen_forward(q_TNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, *documents: Any) -> tuple[Tensor, Tensor]:
+    *bounds, window = documents
     out_lse: Any = varlen_attn(
-        q_TNH, k_UKH, v_UKH, *documents, window_size=_CAUSAL, return_aux=AuxRequest(lse=True), **GROUPED_HEADS
+        q_TNH, k_UKH, v_UKH, *bounds, window_size=_seen(window), return_aux=AuxRequest(lse=True), **GROUPED_HEADS
     )
     return out_lse[0], out_lse[1]
 
 
 def _varlen_backward(*tensors_and_documents: Any) -> tuple[Tensor, ...]:
-    unused = tensors_and_documents[0].new_empty(2, dtype=torch.uint64)  # dropout state, without dropout
+    *tensors_and_bounds, window = tensors_and_documents
+    unused = tensors_and_bounds[0].new_empty(2, dtype=torch.uint64)  # dropout state, without dropout
     grads: tuple[Tensor, ...] = torch.ops.torch_attn._varlen_attn_backward(
-        *tensors_and_documents, True, unused, None, list(_CAUSAL)
+        *tensors_and_bounds, not window, unused, None, list(_seen(window))
     )
     return grads
 
 
-_CAUSAL = (-1, 0)
-"""The window in which query i of a document with n queries and m keys sees the keys up to i + m - n."""
+def _seen(window: int) -> tuple[int, int]:
+    """Return how many keys query i of a document with n queries and m keys sees before i + m - n, and after it."""
+    return window - 1, 0  # -1 is all
+
+
 VARLEN = Kernel(_varlen_forward, _varlen_backward)
 """The kernel for documents, on CUDA and in 16 bits, for tensors with tokens first and without rows.
 
 In place of a mask it takes the starts of all documents' queries and the end of the last, the same for their keys, both
-int32, and the most queries and the most keys of a document.
+int32, the most queries and the most keys of a document, and the tokens that a query sees, 0 for all.
 """

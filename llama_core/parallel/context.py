@@ -8,12 +8,16 @@ squares of chunk by chunk, where a triangle is half a square; every step takes t
 computes two triangles and a square. For a lower rank's block it computes its two chunks of queries by the first chunk
 of keys. For a higher rank's block it computes its second chunk of queries by both chunks of keys.
 
+That holds with packed documents too: a mask hides scores of these squares, but CUDA's kernel computes them all. The one
+that takes documents computes only what they see, so for it the chunks are cut by document: see ``document_chunks``.
+
 Sources: Liu et al. 2023, arXiv:2310.01889 (the ring); Llama team 2024, arXiv:2407.21783, section 3.3.2 (the chunks).
 """
 
-# Shape suffixes: B batch, S tokens that this rank holds (Q its queries that see part of a block, J the keys of that
-# block that they see)
+# Shape suffixes: B batch, L tokens of a row, S those that this rank holds (Q its queries that see part of a block, J
+# the keys of that block that they see)
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,17 +27,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce
 
 from llama_core.errors import PlanError
-from llama_core.models.batch import Documents
-from llama_core.models.layers import Attention
+from llama_core.models.batch import Batch, Documents
+from llama_core.models.head import HeadInputs
+from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
 from llama_core.models.llama import Llama
 from llama_core.models.moe import mixtures
 from llama_core.parallel.block_attention import BlockMask
+from llama_core.parallel.document_chunks import DocumentChunks
 from llama_core.parallel.gathered_attention import HeldDocuments, gathered_attention, held_documents
 from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts
 
 
 def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
-    """Make ``model``, or a part of one, work on the part of each sequence that ``shard_sequence`` gives this rank.
+    """Make ``model``, or a part of one, work on the part of each sequence that ``shard_batch`` gives this rank.
 
     The heads may be divided over other ranks, if all ranks of ``group`` hold the same heads. Losses and gradients are
     then this rank's share of the sum.
@@ -43,6 +49,7 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
         group: the ranks that divide a sequence.
     """
     model.sequence_index = partial(_held_places, group=group)
+    model.head_inputs = partial(_head_of_part, model.head_inputs, group)
     model.attention_mask = partial(_mask, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))
     attend = partial(_attend, group=group)
     for module in model.layers.modules():
@@ -50,6 +57,22 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
             module.attend = attend
     for mixture in mixtures(model):
         mixture.count_rows = partial(all_reduce, reduceOp="sum", group=group)
+
+
+def shard_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:
+    """Return a rank's part of each row of ``batch``.
+
+    The documents stay those of whole rows: they say which keys of other ranks a query sees.
+
+    Raises:
+        PlanError: if rows cannot be cut into 2 * ``cp_size`` equal chunks.
+    """
+    if batch.documents is None:
+        return batch.each_token(partial(shard_sequence, cp_rank=cp_rank, cp_size=cp_size))
+    num_rows, row_length = batch.tokens_BS.shape
+    chunks = DocumentChunks(batch.documents.starts, num_rows, row_length, 2 * cp_size)
+    held_BS = shard_sequence(chunks.order, cp_rank, cp_size)
+    return batch.each_token(lambda x_BL: x_BL.gather(1, held_BS))
 
 
 def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:
@@ -71,7 +94,7 @@ def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:
 
 
 def sequence_index(seq_len: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """Return the places of a rank's tokens in the whole sequence: int64, [S], ascending.
+    """Return the places of a rank's tokens in a sequence that is not cut by document: int64, [S], ascending.
 
     Raises:
         PlanError: if the sequence cannot be cut into 2 * ``cp_size`` equal chunks.
@@ -84,6 +107,15 @@ def _held_places(num_tokens: int, device: torch.device, *, group: ProcessGroup) 
     return sequence_index(num_tokens * size, dist.get_rank(group), size, device)
 
 
+def _head_of_part(
+    head_inputs: Callable[[Tensor, Linear | TokenEmbedding], HeadInputs],
+    group: ProcessGroup,
+    x_BSD: Tensor,
+    table: Linear | TokenEmbedding,
+) -> HeadInputs:
+    return head_inputs(x_BSD, table)._replace(sequence_group=group)
+
+
 def _attend(
     q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: RingMasks | HeldDocuments, *, group: ProcessGroup
 ) -> Tensor:
@@ -93,24 +125,38 @@ def _attend(
 
 
 def _mask(
-    positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, documents: Documents | None, **place: int
+    positions_BS: Tensor | None,
+    index_S: Tensor,
+    dtype: torch.dtype,
+    documents: Documents | None,
+    window: int,
+    **place: int,
 ) -> RingMasks | HeldDocuments:
     if documents is not None:
-        return held_documents(documents, len(index_S), **place)
-    return ring_masks(positions_BS, index_S, dtype, **place)
+        if positions_BS is None:
+            raise ValueError("a batch with documents has positions")
+        return held_documents(documents._replace(window=window), *positions_BS.shape, **place)
+    return ring_masks(positions_BS, index_S, dtype, window, **place)
 
 
 def ring_masks(
-    positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, *, cp_rank: int, cp_size: int
+    positions_BS: Tensor | None,
+    index_S: Tensor,
+    dtype: torch.dtype,
+    window: int = 0,
+    *,
+    cp_rank: int,
+    cp_size: int,
 ) -> RingMasks:
-    """Return the masks that ``ring_attention`` needs for a microbatch, the same for all layers.
+    """Return the masks that ``ring_attention`` needs for a microbatch, the same for all layers with one window.
 
-    With documents, the masks hold ``S * S * (cp + 1) / 2`` elements per row of the microbatch.
+    With documents or a window, the masks hold ``S * S * (cp + 1) / 2`` elements per row of the microbatch.
 
     Args:
         positions_BS: each token's position in its document if rows hold several documents, else None.
         index_S: the places of this rank's tokens in the whole sequence.
         dtype: the dtype of the queries.
+        window: tokens that a query sees, itself included; 0 for all from the beginning of its document.
         cp_rank: this rank's place in the ring.
         cp_size: ranks of the ring.
     """
@@ -118,12 +164,13 @@ def ring_masks(
     masks = []
     for source in ((cp_rank - step) % cp_size for step in range(cp_size)):
         queries, keys = visible_parts(cp_rank, source, num_tokens)
-        if positions_BS is None:
+        if positions_BS is None and not window:
             masks.append(BlockMask(queries, keys, causal=source == cp_rank))
             continue
         index_Q = index_S[queries]
         index_J = sequence_index(num_tokens * cp_size, source, cp_size, index_S.device)[keys]
-        start_BQ1 = (index_Q - positions_BS[:, queries])[:, :, None]
+        positions_BQ = index_Q[None] if positions_BS is None else positions_BS[:, queries]
+        start_BQ1 = first_seen(positions_BQ, index_Q, window)[:, :, None]
         visible_BQJ = (index_J >= start_BQ1) & (index_J <= index_Q[:, None])
         masks.append(BlockMask.of_visible(queries, keys, visible_BQJ, dtype))
     return tuple(masks)

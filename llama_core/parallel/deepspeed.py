@@ -39,12 +39,12 @@ from torch.optim import Optimizer
 
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
-from llama_core.machine.packages import how_to_install
+from llama_core.imports import how_to_install
 from llama_core.models.batch import Batch
 from llama_core.models.layers import Block, use_all_scores
-from llama_core.models.llama import Llama, initialize_weights
-from llama_core.models.lora import with_adapters
+from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.objective import Objective
+from llama_core.models.preferences import answer_log_probabilities
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.gradients import Update
@@ -55,6 +55,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT, place_of
 from llama_core.records.checksums import FileSum, SummedFile
 from llama_core.records.files import DAMAGE, open_file, read_json, write_json
+from llama_core.records.held_out import HeldOutRows
 
 MAX_BUCKET_ELEMENTS = 50_000_000
 """Most gradients or weights that are sent at once, in a buffer of that size."""
@@ -182,6 +183,13 @@ class DeepSpeedModel:
             for parameter, value in filled.items():
                 self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
+    def non_finite_weights(self) -> Iterator[str]:
+        """Yield the names of the weights of which this rank holds a NaN or infinity."""
+        for name, parameter in self.model.named_parameters():
+            held: Tensor = getattr(parameter, "ds_tensor", parameter.detach())  # this rank's shard, at stage 3
+            if not held.isfinite().all():
+                yield name
+
     def _parts(self) -> Iterator[Llama]:
         """Yield the layers of the model one by one, whole, in fp32 and with undefined weights."""
         for layer in range(self.model.spec.num_layers):
@@ -212,7 +220,7 @@ class DeepSpeedModel:
         for batch in microbatches:
             on_phase("forward")
             self.engine.set_gradient_accumulation_boundary(batch is microbatches[-1])
-            loss = self._loss_sum(batch)
+            loss = self._loss(batch)
             total += loss.detach()
             on_phase("backward")
             # zero, or NaN if the loss is not finite: DeepSpeed then skips the update, as the gradient is not finite
@@ -242,17 +250,34 @@ class DeepSpeedModel:
         return Update(grad_norm, torch.tensor(self.engine.was_step_applied()))
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the loss summed over all ranks, and how much counts in it, such as the number of targets.
+    def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
+        """Return the loss of every row of all ranks, in turns: the first of each rank, then the second.
 
         Args:
-            microbatches: this rank's share; every rank has the same number of microbatches.
+            microbatches: this rank's share; every rank has as many rows.
         """
-        total = torch.zeros((), device=self.device)
-        for batch in microbatches:
-            total += self._loss_sum(batch)
+        with losses_by_row(self.model):
+            losses_R = torch.cat([self._loss(batch) for batch in microbatches])
         self.engine.empty_partition_cache()  # drop weights gathered for a backward
-        return float(self._sum_over_ranks(total)), int(self._count(microbatches))
+        counts_R = torch.stack([self.model.objective.count(row) for batch in microbatches for row in batch.split(1)])
+        return HeldOutRows.of(self._over_all_rows(losses_R).tolist(), self._over_all_rows(counts_R).tolist())
+
+    @torch.no_grad()
+    def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
+        """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
+
+        Args:
+            microbatches: this rank's share; every rank has as many rows, and all have one length.
+        """
+        with measuring(self.model, answer_log_probabilities):
+            values_RA = torch.cat([self._loss(batch) for batch in microbatches])
+        self.engine.empty_partition_cache()
+        return self._over_all_rows(values_RA)
+
+    def _over_all_rows(self, values_R: Tensor) -> Tensor:
+        every_RD = values_R.new_zeros(len(values_R), self.plan.dp, *values_R.shape[1:])
+        every_RD[:, dist.get_rank()] = values_R
+        return self._sum_over_ranks(every_RD).flatten(0, 1)
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
         """Write the weights and optimizer states of all ranks to ``folder``; they are written when this returns.
@@ -300,7 +325,7 @@ class DeepSpeedModel:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         return {"num_ranks": self.plan.world_size, "zero_stage": self.plan.zero_stage, "compute_dtype": dtype}
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         loss: Tensor = self.engine(batch.tokens_BS, batch)
         return loss
 

@@ -1,9 +1,9 @@
 """Attention to packed documents in a divided sequence: keys and values are gathered, and one kernel takes documents.
 
 Instead of a mask, the kernel takes each document's keys as one range, which ends where its queries end. The queries of
-a rank are two chunks of every row (see ``context``). Both see the row from its start to their own end, so the gathered
-keys are laid out as these two ranges for every row. Every document is then part of both: its queries are those in the
-chunk, perhaps none, and its keys those before the end of the chunk.
+a rank are two chunks of every row (see ``document_chunks``). A chunk sees itself and the chunks before it, so the
+gathered keys of these are laid out for both, document by document. Every document is then part of both: its queries are
+those in the chunk, perhaps none, and its keys those in the chunks that the chunk sees.
 
 All of it is one operator, forward and backward: selective recomputation keeps its result, and compiled code, where
 transfers between ranks cannot be traced, has it in its graph.
@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from llama_core.models.batch import Documents
 from llama_core.models.cpu_attention import empty_tokens_first
 from llama_core.parallel.block_attention import VARLEN
+from llama_core.parallel.document_chunks import DocumentChunks
 
 c10d = torch.ops._c10d_functional
 
@@ -39,33 +40,45 @@ class HeldDocuments(NamedTuple):
     """Where the queries of each begin among the rank's tokens, and where the last ones end: int32, ascending."""
     key_starts: Tensor
     """The same for the keys that the rank's chunks see."""
+    key_places: Tensor
+    """Where these keys are laid out, chunk after chunk for each of the rank's chunks: int64 [B, 2 * cp + 1, C]."""
     row_length: int
     """Tokens of a whole row, the most keys that a document can have."""
+    window: int
+    """Tokens that a query sees, itself included; 0 for all from the beginning of its document."""
 
 
-def held_documents(documents: Documents, num_tokens: int, *, cp_rank: int, cp_size: int) -> HeldDocuments:
+def held_documents(
+    documents: Documents, num_rows: int, num_tokens: int, *, cp_rank: int, cp_size: int
+) -> HeldDocuments:
     """Return the part of ``documents`` that a rank holds; waits for no device.
 
     Args:
         documents: those of whole rows.
+        num_rows: number of rows.
         num_tokens: tokens of a row that a rank holds.
         cp_rank: the rank's place among those that divide a row.
         cp_size: number of those ranks.
     """
-    chunk = num_tokens // 2
-    row = documents.starts // (num_tokens * cp_size)
-    place = documents.starts % (num_tokens * cp_size)
+    length = num_tokens // 2
+    num_seen = 2 * cp_size + 1  # chunks that a rank's two chunks see
+    chunks = DocumentChunks(documents.starts, num_rows, num_tokens * cp_size, 2 * cp_size)
     queries = []
     keys = []
-    for number, index in enumerate(_held_chunks(cp_rank, cp_size)):
-        begin = index * chunk
-        end = (index + 1) * chunk
-        before = number * (cp_rank + 1) * chunk  # keys of the row's first chunk here
-        queries.append(row * num_tokens + number * chunk + (place - begin).clamp(0, chunk))
-        keys.append(row * (2 * cp_size + 1) * chunk + before + place.clamp(max=end))
+    places = []
+    for number, chunk in enumerate(held_chunks(cp_rank, cp_size)):
+        num_keys = chunks.tokens_before(chunk + 1)
+        num_queries = num_keys - chunks.tokens_before(chunk)
+        queries.append(chunks.row * num_tokens + number * length + num_queries)
+        chunks_before = chunks.row * num_seen + number * (cp_rank + 1)
+        keys.append(chunks_before * length + num_keys)
+        places.append(chunks.laid_out(keys[-1])[:, : (chunk + 1) * length])
     # In the order of rows, chunks and documents, both ascend. The end of the last row is needed once.
-    query_starts, key_starts = (torch.cat((first, second[:-1])).sort().values for first, second in (queries, keys))
-    return HeldDocuments(query_starts, key_starts, documents.row_length)
+    query_starts, key_starts = (
+        torch.cat((first, second[:-1])).sort().values.int() for first, second in (queries, keys)
+    )
+    key_places = torch.cat(places, dim=1).view(num_rows, num_seen, length)
+    return HeldDocuments(query_starts, key_starts, key_places, documents.row_length, documents.window)
 
 
 def gathered_attention(
@@ -94,14 +107,17 @@ def forward(  # noqa: PLR0917 - operators have positions
     v_BKSH: Tensor,
     query_starts: Tensor,
     key_starts: Tensor,
+    key_places: Tensor,
     row_length: int,
+    window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [B, N, S, H], and the kernel's log-sum-exp; see ``gathered_attention``."""
     group = _resolve_process_group(GroupName(group_name))
-    k_UKH, v_UKH = _seen(k_BKSH, v_BKSH, group)
+    k_UKH, v_UKH = _seen(k_BKSH, v_BKSH, key_places, group)
     most_queries = min(row_length, q_BNSH.shape[2] // 2)
-    out_TNH, lse = VARLEN.forward(_joined(q_BNSH), k_UKH, v_UKH, query_starts, key_starts, most_queries, row_length)
+    bounds = (query_starts, key_starts, most_queries, row_length, window)
+    out_TNH, lse = VARLEN.forward(_joined(q_BNSH), k_UKH, v_UKH, *bounds)
     return _divided(out_TNH, len(q_BNSH)), lse
 
 
@@ -114,25 +130,27 @@ def backward(  # noqa: PLR0917 - operators have positions
     lse: Tensor,
     query_starts: Tensor,
     key_starts: Tensor,
+    key_places: Tensor,
     row_length: int,
+    window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values."""
     group = _resolve_process_group(GroupName(group_name))
     grad_out_TNH, q_TNH, out_TNH = map(_joined, (grad_out_BNSH, q_BNSH, out_BNSH))
-    k_UKH, v_UKH = _seen(k_BKSH, v_BKSH, group)
+    k_UKH, v_UKH = _seen(k_BKSH, v_BKSH, key_places, group)
     most_queries = min(row_length, q_BNSH.shape[2] // 2)
-    grad_q_TNH, *grads_UKH = VARLEN.backward(
-        grad_out_TNH, q_TNH, k_UKH, v_UKH, out_TNH, lse, query_starts, key_starts, most_queries, row_length
-    )
+    bounds = (query_starts, key_starts, most_queries, row_length, window)
+    grad_q_TNH, *grads_UKH = VARLEN.backward(grad_out_TNH, q_TNH, k_UKH, v_UKH, out_TNH, lse, *bounds)
     del k_UKH, v_UKH
     # one after the other, because a sum takes as much memory as both
-    grad_k_BKSH = _summed(_spread(grads_UKH.pop(0), len(q_BNSH), group), k_BKSH.dtype, group)
-    grad_v_BKSH = _summed(_spread(grads_UKH.pop(0), len(q_BNSH), group), v_BKSH.dtype, group)
+    grad_k_BKSH = _summed(_spread(grads_UKH.pop(0), key_places, group), k_BKSH.dtype, group)
+    grad_v_BKSH = _summed(_spread(grads_UKH.pop(0), key_places, group), v_BKSH.dtype, group)
     return _divided(grad_q_TNH, len(q_BNSH)), grad_k_BKSH, grad_v_BKSH
 
 
-def _held_chunks(cp_rank: int, cp_size: int) -> tuple[int, int]:
+def held_chunks(cp_rank: int, cp_size: int) -> tuple[int, int]:
+    """Return the numbers of the two chunks of each row that a rank holds, in order."""
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
 
@@ -141,12 +159,12 @@ def _seen_chunks(group: ProcessGroup) -> list[tuple[int, int]]:
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     held_by = {
-        chunk: (holder, place) for holder in range(size) for place, chunk in enumerate(_held_chunks(holder, size))
+        chunk: (holder, place) for holder in range(size) for place, chunk in enumerate(held_chunks(holder, size))
     }
-    return [held_by[chunk] for last in _held_chunks(rank, size) for chunk in range(last + 1)]
+    return [held_by[chunk] for last in held_chunks(rank, size) for chunk in range(last + 1)]
 
 
-def _seen(k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
+def _seen(k_BKSH: Tensor, v_BKSH: Tensor, key_places: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
     """Yield the keys and the values that this rank's chunks see, [U, K, H] each."""
     size = dist.get_world_size(group)
     arriving = [
@@ -155,17 +173,20 @@ def _seen(k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Iterator[Tenso
     ]
     while arriving:
         all_B2CKH = c10d.wait_tensor(arriving.pop(0)).view(size, len(k_BKSH), 2, -1, *k_BKSH.shape[1::2])
-        yield torch.cat([all_B2CKH[holder, :, place] for holder, place in _seen_chunks(group)], dim=1).flatten(0, 1)
+        seen_UKH = all_B2CKH.new_empty((key_places.numel(), *all_B2CKH.shape[-2:]))
+        for (holder, place), places_BC in zip(_seen_chunks(group), key_places.unbind(1), strict=True):
+            seen_UKH[places_BC] = all_B2CKH[holder, :, place]
+        yield seen_UKH
 
 
-def _spread(grad_UKH: Tensor, batch: int, group: ProcessGroup) -> Tensor:
+def _spread(grad_UKH: Tensor, key_places: Tensor, group: ProcessGroup) -> Tensor:
     """Return gradients of keys or values by the rank that holds the keys, [cp, B, 2, C, K, H], in fp32 or wider."""
-    seen = _seen_chunks(group)
-    parts_BCKH = grad_UKH.view(batch, len(seen), -1, *grad_UKH.shape[1:]).unbind(1)
+    batch, _, length = key_places.shape
     wide = torch.promote_types(grad_UKH.dtype, torch.float32)
-    all_B2CKH = grad_UKH.new_zeros((dist.get_world_size(group), batch, 2, *parts_BCKH[0].shape[1:]), dtype=wide)
-    for (holder, place), part_BCKH in zip(seen, parts_BCKH, strict=True):
-        all_B2CKH[holder, :, place] += part_BCKH
+    all_B2CKH = grad_UKH.new_zeros((dist.get_world_size(group), batch, 2, length, *grad_UKH.shape[1:]), dtype=wide)
+    # chunk by chunk: one index_add_ would need a copy of the gradients in the wide dtype
+    for (holder, place), places_BC in zip(_seen_chunks(group), key_places.unbind(1), strict=True):
+        all_B2CKH[holder, :, place] += grad_UKH[places_BC]
     return all_B2CKH
 
 
@@ -206,16 +227,16 @@ def _(_: Tensor, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *__: Any) -> tu
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.row_length, ctx.group_name = inputs
+    *tensors, ctx.row_length, ctx.window, ctx.group_name = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grad_out_BNSH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q_BNSH, k_BKSH, v_BKSH, *starts, out_BNSH, lse = ctx.saved_tensors
     grads: tuple[Tensor, ...] = GATHERED_ATTENTION_BACKWARD(
-        grad_out_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse, *starts, ctx.row_length, ctx.group_name
+        grad_out_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse, *starts, ctx.row_length, ctx.window, ctx.group_name
     )
-    return *grads, None, None, None, None
+    return *grads, *[None] * 6
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)

@@ -37,13 +37,9 @@ class Mesh:
     @classmethod
     def build(cls, plan: ParallelPlan, device_type: str) -> Self:
         """Arrange the ranks of the default process group, which has as many as the plan. All ranks must call it."""
-        replicate = plan.dp_replicate
-        shard = plan.dp_shard * plan.cp
-        if not plan.zero_stage:
-            replicate = plan.dp * plan.cp
-            shard = 1
         ranks = torch.arange(plan.world_size)
-        weights = _mesh(device_type, ranks.view(plan.pp, replicate, shard, plan.tp), ("pp", "replicate", "shard", "tp"))
+        sizes = (plan.pp, plan.num_copies, plan.num_shards, plan.tp)
+        weights = _mesh(device_type, ranks.view(sizes), ("pp", "replicate", "shard", "tp"))
         experts = _of_experts(plan, device_type) if plan.ep > 1 else weights
         cp_group = split_ranks(_along(ranks.view(-1, plan.cp, plan.tp), 1)) if plan.cp > 1 else None
         transfers = _transfer_groups(plan, device_type) if has_bound_device() else {}
@@ -139,8 +135,8 @@ def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     shard = plan.dp_shard // plan.fewer_expert_shards
     replicate = plan.dp // plan.ep // shard
     ranks = torch.arange(plan.world_size).view(plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp)
-    sizes = (replicate, shard * plan.cp) if plan.zero_stage else (replicate * plan.cp, 1)
-    ranks = ranks.transpose(3, 4).reshape(plan.pp, *sizes, plan.ep, plan.tp)
+    sizes = (plan.pp, plan.num_expert_copies, plan.num_expert_shards, plan.ep, plan.tp)
+    ranks = ranks.transpose(3, 4).reshape(sizes)
     return _mesh(device_type, ranks, ("pp", "replicate", "shard", "ep", "tp"))
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from llama_core.errors import DataError
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
 from llama_core.parallel.mesh import Mesh
@@ -24,12 +23,10 @@ from llama_core.parallel.zero import DataParallel
 from llama_core.parallel.zero_bubble import DeferredGradients
 from llama_core.planning.memory.profile import Phase
 from llama_core.planning.plan import ParallelPlan
-from llama_core.schedules.actions import Action, Kind, posting_early
+from llama_core.schedules.actions import COMPUTATIONS, Action, Kind, Schedule, posting_early
 
 OnPhase = Callable[[Phase], None]
 OnAction = Callable[[Action, Literal["begins", "ends"]], None]
-_THERE_AND_BACK = (Kind.FORWARD, Kind.BACKWARD)
-_MESSAGES = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B})
 
 
 class Pipeline:
@@ -47,10 +44,12 @@ class Pipeline:
         self.data = data
         self.mesh = mesh
         self.schedule = plan.build_schedule()
+        self._plan = plan
         self.layers = plan.stage_layers(model.spec)
         self.rank = mesh.rank("pp") if mesh else 0
         self.num_ranks = plan.pp
         self.actions = self.schedule.with_communication()[self.rank]
+        self._actions_of_other_steps: dict[int, Sequence[Action]] = {}
         in_two_parts = any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions)
         self.deferred = DeferredGradients(model) if in_two_parts else None
         self.on_action: OnAction | None = None
@@ -60,7 +59,8 @@ class Pipeline:
         """Run one step's forwards and backwards, adding ``scale`` times the gradients to the parameters'.
 
         Args:
-            microbatches: the step's microbatches, as many as the schedule has, the same on every rank of a pipeline.
+            microbatches: the step's microbatches, as many on every rank of a pipeline. Where they are not as many as
+                the plan has, as in a batch ramp, they run by the schedule of the same plan for that number.
             scale: factor on the summed loss before it is differentiated, a scalar.
             on_phase: called as each forward and backward begins.
 
@@ -68,26 +68,33 @@ class Pipeline:
             The summed loss of every microbatch whose last stage is here.
 
         Raises:
-            DataError: if a pipeline of several ranks does not get its scheduled number of microbatches.
+            PlanError: if the plan's schedule cannot have that number of microbatches.
         """
-        scheduled = self.schedule.num_microbatches
-        if len(microbatches) == scheduled:
-            return _Execution(self, microbatches, scale, on_phase).run(self.actions)
-        if self.num_ranks > 1:
-            raise DataError(
-                f"a batch has {len(microbatches)} microbatches, but the pipeline is scheduled for {scheduled}"
-            )
-        # a loader's last batch may be shorter
-        actions = [Action(0, kind, number) for number in range(len(microbatches)) for kind in _THERE_AND_BACK]
-        return _Execution(self, microbatches, scale, on_phase).run(actions)
+        schedule = self.schedule
+        actions: Sequence[Action] = self.actions
+        if len(microbatches) != schedule.num_microbatches:
+            schedule = self._plan.schedule_of(len(microbatches) // schedule.parts_per_microbatch)
+            actions = self._in_other_step(schedule)
+        return _Execution(self, microbatches, schedule.rank_of, scale, on_phase).run(actions)
+
+    def _in_other_step(self, schedule: Schedule) -> Sequence[Action]:
+        """Return this rank's actions in a step of another number of microbatches than the plan's."""
+        count = schedule.num_microbatches
+        if count not in self._actions_of_other_steps:
+            self._actions_of_other_steps[count] = schedule.with_communication()[self.rank]
+        return self._actions_of_other_steps[count]
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> list[Tensor]:
-        """Return the summed loss of every microbatch whose last stage is here, without gradients."""
+    def evaluate(self, microbatches: Sequence[Batch]) -> dict[int, Tensor]:
+        """Return the model's losses of every microbatch whose last stage is here, by its number, without gradients."""
         actions = list(posting_early(self._forwards(len(microbatches)), self.rank_of))
-        losses = _Execution(self, microbatches, torch.ones(()), lambda phase: None).run(actions)
+        last_stage = len(self.layers) - 1
+        ends_here = [
+            action.microbatch for action in actions if action.kind is Kind.FORWARD and action.stage == last_stage
+        ]
+        losses = _Execution(self, microbatches, self.rank_of, torch.ones(()), lambda phase: None).run(actions)
         self.data.release()
-        return losses
+        return dict(zip(ends_here, losses, strict=True))
 
     def _forwards(self, num_microbatches: int) -> Iterator[Action]:
         """Yield this rank's actions for the forwards of any number of microbatches, in waves that keep all busy."""
@@ -108,11 +115,27 @@ class Pipeline:
 
 
 class _Execution:
-    """The state while one list of actions runs; keys are (stage, microbatch)."""
+    """The state while one list of actions runs; keys are (stage, microbatch).
 
-    def __init__(self, pipeline: Pipeline, microbatches: Sequence[Batch], scale: Tensor, on_phase: OnPhase) -> None:
+    Args:
+        pipeline: the pipeline.
+        microbatches: those that the actions name by number.
+        rank_of: returns the pipeline rank that runs a stage for a microbatch.
+        scale: factor on the summed loss before it is differentiated, a scalar.
+        on_phase: called as each forward and backward begins.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        microbatches: Sequence[Batch],
+        rank_of: Callable[[int, int], int],
+        scale: Tensor,
+        on_phase: OnPhase,
+    ) -> None:
         self.pipeline = pipeline
         self.microbatches = microbatches
+        self.rank_of = rank_of
         self.scale = scale
         self.on_phase = on_phase
         self.last_stage = len(pipeline.layers) - 1
@@ -141,7 +164,7 @@ class _Execution:
         for place, action in enumerate(actions):
             self.is_last_of_its_kind = place == last_places[action.kind]
             run_one[action.kind](action)
-            if action.kind not in _MESSAGES:
+            if action.kind in COMPUTATIONS:
                 self._tell(action, "ends")
                 self._forget_sent()
         self._forget_sent()
@@ -249,7 +272,7 @@ class _Execution:
     def _peer(self, stage: int, microbatch: int) -> int:
         if self.pipeline.mesh is None:
             raise RuntimeError("a pipeline of one rank has no peer")
-        return self.pipeline.mesh.pipeline_peer(self.pipeline.rank_of(stage, microbatch))
+        return self.pipeline.mesh.pipeline_peer(self.rank_of(stage, microbatch))
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self.pipeline.mesh.transfer_group(source, target) if self.pipeline.mesh else None

@@ -1,12 +1,14 @@
 """The ranks of a job: how they find each other, and small things they agree on."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from inspect import signature
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,10 @@ _groups = count()
 
 PATIENCE = timedelta(days=1)
 """How long ranks wait for work that may take hours, such as tokenising a data set or writing a checkpoint."""
+
+_THREADS = Path("/proc/self/task")
+_MOST_SECONDS_AWAKE = 10
+"""How long a rank that has ended waits for gloo's threads, some of which a lost rank may keep busy."""
 
 
 @contextmanager
@@ -61,7 +67,7 @@ def joined_ranks(
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         yield
         if even_alone:
-            dist.destroy_process_group()
+            _leave_group()
         return
     # After a restart by torchrun the store still holds the addresses of the ranks that are gone.
     generation = f"generation{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_groups)}"
@@ -76,7 +82,33 @@ def joined_ranks(
         device_id=device,
     )
     yield
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """Destroy the process groups, and wait until gloo's threads sleep.
+
+    Torch's caches hold groups until the process ends, and with them these threads. One that lets go of the tensor of
+    its last transfer takes the interpreter's lock; if the interpreter is ending by then, that aborts the process
+    (pytorch/pytorch#190489).
+    """
     dist.destroy_process_group()
+    until = time.monotonic() + _MOST_SECONDS_AWAKE
+    times_asleep = 0
+    while times_asleep < 2 and time.monotonic() < until:
+        time.sleep(0.001)  # without the interpreter's lock: a thread that waits for it wakes, and is seen running
+        times_asleep = 0 if any(map(_runs_gloo, _THREADS.glob("*"))) else times_asleep + 1
+
+
+def _runs_gloo(thread: Path) -> bool:
+    """Return whether ``thread``, a directory in /proc, is one of gloo's that does not sleep."""
+    try:
+        if (thread / "comm").read_text().strip() != "pt_gloo_runloop":
+            return False
+        after_name = (thread / "stat").read_text().rpartition(")")[2]
+    except OSError:  # it has ended
+        return False
+    return after_name.split()[0] != "S"
 
 
 def has_bound_device() -> bool:

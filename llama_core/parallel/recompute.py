@@ -114,8 +114,9 @@ def _of_any_number_of_documents(make_mask: Callable[..., Any]) -> Callable[..., 
     def run(*args: Any) -> Any:
         mask = make_mask(*args)
         if isinstance(mask, Documents | HeldDocuments):
-            for starts in mask[:-1]:
-                torch._dynamo.maybe_mark_dynamic(starts, 0)
+            for starts in mask:
+                if isinstance(starts, Tensor) and starts.dim() == 1:
+                    torch._dynamo.maybe_mark_dynamic(starts, 0)
         return mask
 
     return run

@@ -11,10 +11,9 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 # Shape suffixes: B batch, S sequence, D model dim, V vocabulary
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -27,22 +26,25 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llama_core.config.models import Division, is_of_experts, weight_of
+from llama_core.config.models import is_of_experts, weight_of
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
-from llama_core.models.lora import AdaptedEmbedding
 from llama_core.models.moe import MixtureOfExperts
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
+from llama_core.weights import INPUTS, OUTPUTS, Division, Weight
 
 
 def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Return how each module of ``model`` is divided, by name: one with a weight as the weight's row says."""
     stream = Shard(1) if sequence_parallel else Replicate()
+    kind = model.spec.lora.kind if model.spec.lora else None
+    adapter = kind.weights if kind else ()
     of_weights: dict[Division, ParallelStyle] = {
-        "vocabulary": VocabularyParallel(stream),
-        "outputs": Columns(),
-        "inputs": Rows(output_layouts=stream),
+        "vocabulary": VocabularyParallel(stream, adapter, kind.of_embedding if kind else ()),
+        "outputs": Columns(adapter),
+        "inputs": Rows(stream, adapter),
+        "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
         "stream": SequenceParallel() if sequence_parallel else Replicated(),
     }
     of_modules = {
@@ -86,25 +88,61 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
 
 
 class Columns(ColwiseParallel):
-    """A matrix divided by rows, which give columns of the result; its adapter's A is whole on every rank."""
+    """A matrix divided by rows, which give columns of the result, and its bias.
+
+    Args:
+        adapter: the rows of the weights of its adapter, if it has one.
+    """
+
+    def __init__(self, adapter: Sequence[Weight] = ()) -> None:
+        super().__init__()
+        self.placements = {"bias": Shard(0), **_placements(Shard(0), OUTPUTS, adapter)}
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _distribute(module, device_mesh, Replicate() if name == "lora_A" else Shard(0))
+        _distribute(name, module, device_mesh, self.placements)
 
 
 class Rows(RowwiseParallel):
-    """A matrix divided by columns, as its input is; its adapter's B is whole on every rank.
+    """A matrix divided by columns, as its input is.
 
     Matrix and adapter return partial sums, which are added up before the sum over the ranks.
+
+    Args:
+        stream: placement of the residual stream.
+        adapter: the rows of the weights of its adapter, if it has one.
     """
 
+    def __init__(self, stream: Placement, adapter: Sequence[Weight] = ()) -> None:
+        super().__init__(output_layouts=stream)
+        self.placements = _placements(Shard(1), INPUTS, adapter)
+
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        _distribute(module, device_mesh, Replicate() if name == "lora_B" else Shard(1))
+        _distribute(name, module, device_mesh, self.placements)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    weight = distribute_tensor(module.get_parameter("weight"), mesh, [placement], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(weight))
+def _placements(own: Placement, divided_side: str, adapter: Sequence[Weight]) -> dict[str, Placement]:
+    """Return how a matrix and its adapter are divided, by the names of their weights within the module.
+
+    Args:
+        own: placement of the matrix.
+        divided_side: its side that is divided. A weight of the adapter that lacks it is whole on every rank.
+        adapter: the rows of these weights.
+    """
+    placements: dict[str, Placement] = {"weight": own}
+    for weight in adapter:
+        is_divided = divided_side in weight.shape
+        placements[weight.name] = Shard(weight.shape.index(divided_side)) if is_divided else Replicate()
+    return placements
+
+
+def _distribute(path: str, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
+    """Divide the parameters of a module, but not those of modules inside it; ``path`` is its name in the whole."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        own_name = f"{path}.{name}" if path else name
+        if own_name not in placements:
+            raise NotImplementedError(f"{own_name} is not divided: neither its matrix nor the adapter has a row for it")
+        divided = distribute_tensor(parameter, mesh, [placements[own_name]], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(divided))
 
 
 class Replicated(ParallelStyle):
@@ -152,24 +190,27 @@ class RoutedAlike(ParallelStyle):
 class VocabularyParallel(ParallelStyle):
     """A table with one row per token, divided by rows; looking tokens up yields the residual stream.
 
-    Of its adapter, the matrix with the token dim is divided, and the other one is whole.
-
     torch's row-wise embedding keeps a gradient of the whole table on every rank; this one keeps that of its own rows.
 
     Args:
         stream: placement of the residual stream.
+        of_head: the rows of the weights of an adapter, if the table is a head that has one.
+        of_embedding: the same of an embedding, which is a matrix over tokens.
     """
 
-    def __init__(self, stream: Placement) -> None:
+    def __init__(self, stream: Placement, of_head: Sequence[Weight] = (), of_embedding: Sequence[Weight] = ()) -> None:
         self.stream = stream
+        self.placements_of_head = _placements(Shard(0), OUTPUTS, of_head)
+        self.placements_of_embedding = _placements(Shard(0), INPUTS, of_embedding)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements: dict[str, Placement] = {"": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
+        placements = self.placements_of_head
         if isinstance(module, TokenEmbedding):
-            placements |= {"lora_A": Shard(1), "lora_B": Replicate()}
-            module.__dict__["forward"] = partial(_look_up, module, device_mesh, self.stream)
+            placements = self.placements_of_embedding
+            module.look_up = partial(_own_rows, device_mesh)
+            module.__dict__["forward"] = partial(_summed, module.forward, device_mesh, self.stream)
         for name, part in module.named_modules():
-            _distribute(part, device_mesh, placements[name])
+            _distribute(name, part, device_mesh, placements)
         return module
 
 
@@ -183,20 +224,16 @@ def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMe
     return (DTensor.from_local(inputs[0], mesh, [Replicate()]), *inputs[1:])
 
 
-def _look_up(table: TokenEmbedding, mesh: DeviceMesh, stream: Placement, tokens_BS: Tensor) -> Tensor:
-    part_BSD = _rows(table.weight, tokens_BS, mesh).to(table.out_dtype)
-    if isinstance(table, AdaptedEmbedding):
-        narrow_BSA = _rows(table.lora_A.weight.t(), tokens_BS, mesh).to(table.out_dtype) * table.scale
-        # a rank multiplies only its own tokens by it, so its gradient is a partial sum
-        whole_DA = local_part(table.lora_B.weight, Partial())
-        part_BSD = part_BSD + F.linear(narrow_BSA, whole_DA.to(table.out_dtype))
+def _own_rows(mesh: DeviceMesh, tokens_BS: Tensor, table: Tensor) -> Tensor:
+    """Return this rank's part of the rows of a divided table: zeros for tokens of another rank."""
+    return vocab_parallel_embedding(tokens_BS, local_part(table), mesh.get_group())
+
+
+def _summed(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, stream: Placement, tokens_BS: Tensor) -> Tensor:
+    """Return the residual stream, of which an embedding's forward returns this rank's part."""
+    part_BSD = forward(tokens_BS)
     whole_BSD: Tensor = DTensor.from_local(part_BSD, mesh, [Partial()]).redistribute(placements=[stream]).to_local()
     return whole_BSD
-
-
-def _rows(weight: Tensor, tokens_BS: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's part of the rows of a divided table: zeros for tokens of another rank."""
-    return vocab_parallel_embedding(tokens_BS, local_part(weight), mesh.get_group())
 
 
 def _divided_head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:

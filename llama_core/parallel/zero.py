@@ -34,9 +34,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from llama_core.config.strategy import EMBEDDING
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
-from llama_core.models.lora import AdaptedEmbedding
 from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
 
@@ -219,7 +219,7 @@ def _set_prefetches(model: Llama, plan: ParallelPlan) -> None:
         first: Any = stages[0][0]
         embedding.set_modules_to_forward_prefetch([first])
         embedding.set_modules_to_backward_prefetch([embedding])
-        if isinstance(embedding, AdaptedEmbedding):
+        if EMBEDDING in model.spec.adapted_tables:
             first.set_modules_to_backward_prefetch([embedding])
         else:
             embedding.set_unshard_in_backward(False)  # its gradient depends on the tokens alone

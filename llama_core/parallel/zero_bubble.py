@@ -47,7 +47,7 @@ class DeferredGradients:
     @torch.no_grad()
     def compute(self, key: Hashable) -> None:
         """Add the gradients deferred under ``key`` to the parameters' gradients."""
-        waiting = deque(self._deferred.pop(key))
+        waiting = deque(self._deferred.pop(key, ()))
         while waiting:
             waiting.popleft()()  # and drop what it has kept
 

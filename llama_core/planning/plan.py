@@ -39,7 +39,7 @@ DocumentAttention = Literal["none", "mask", "varlen"]
 """How attention is kept inside packed documents: not at all, as a row counts as one; by an additive mask; or by a
 kernel that knows where each document begins, skips the scores between documents and holds no mask."""
 
-remembered_schedule = lru_cache(maxsize=16)(build_schedule)  # plans look up their stages many times
+remembered_schedule = lru_cache(maxsize=64)(build_schedule)  # plans look up their stages many times
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,7 @@ class ParallelPlan:
             raise PlanError("; ".join(problems))
 
     def _misfits(self, spec: ModelSpec, seq_len: int, precision: Precision) -> Iterator[str]:
-        divided = {"key/value heads": spec.num_kv_heads, "feed-forward columns": spec.ffn_size}
-        for what, count in (divided | {"tokens of the vocabulary": spec.vocab_size}).items():
+        for what, count in spec.divided_by_tp.items():
             if count % self.tp:
                 legal = [n for n in divisors(count) if n <= 2 * self.tp]
                 yield (
@@ -300,6 +299,11 @@ class ParallelPlan:
         return self.dp * self.cp > 1 and not self._holds_whole_model
 
     @property
+    def averages_in_buckets(self) -> bool:
+        """Whether ranks that each have the whole model average their gradients, bucket by bucket."""
+        return self.dp * self.cp > 1 and self._holds_whole_model
+
+    @property
     def _holds_whole_model(self) -> bool:
         return self.zero_stage == 0 and self.tp == self.pp == self.ep == 1
 
@@ -312,6 +316,26 @@ class ParallelPlan:
         """
         is_whole = self.zero_backend == "native" and not self.uses_fully_shard
         return is_whole and self.num_microbatches > 1 and self.recompute == "none"
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that each have a part of the same weights' states: context-parallel ranks hold the same weights too."""
+        return self.dp_shard * self.cp if self.zero_stage else 1
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same part of them."""
+        return self.dp_replicate if self.zero_stage else self.dp * self.cp
+
+    @property
+    def num_expert_shards(self) -> int:
+        """``num_shards`` of the weights of experts."""
+        return self.num_shards // self.fewer_expert_shards
+
+    @property
+    def num_expert_copies(self) -> int:
+        """``num_copies`` of the weights of experts."""
+        return self.num_copies * self.fewer_expert_shards // self.ep
 
     @property
     def fewer_expert_shards(self) -> int:
@@ -347,21 +371,27 @@ class ParallelPlan:
         return self.layout.num_stages
 
     @property
+    def divides_matrices(self) -> bool:
+        """Whether tensor parallelism divides every matrix."""
+        return self.tp > 1
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backwards are split in two, with weight gradients computed separately."""
         return self.pp > 1 and schedule_type(self.schedule).splits_backward
 
     def build_schedule(self) -> Schedule:
         """Return the order of forwards and backwards on every pipeline rank."""
-        return self._schedule_of(self.num_microbatches)
+        return self.schedule_of(self.num_microbatches)
 
     @property
     def layout(self) -> Schedule:
         """The schedule of a short step with the same stages on the same ranks, which is quick to build."""
         period = 2 * self.pp  # the largest group of microbatches that any schedule repeats
-        return self._schedule_of(min(self.num_microbatches, period + self.num_microbatches % period))
+        return self.schedule_of(min(self.num_microbatches, period + self.num_microbatches % period))
 
-    def _schedule_of(self, num_microbatches: int) -> Schedule:
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a step of another number of microbatches."""
         return remembered_schedule(
             self.schedule if self.pp > 1 else DEFAULT_SCHEDULE,
             num_ranks=self.pp,
@@ -483,8 +513,9 @@ def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttenti
     """Return how attention is kept inside packed documents when a resolved ``config`` runs under ``plan``.
 
     The varlen kernel needs CUDA and 16 bits. Without it, every block on a ring of context-parallel ranks has a mask.
+    With a sliding window, every row is a document at least.
     """
-    if not config.data.document_mask:
+    if not config.data.document_mask and not config.spec.sliding_window:
         return "none"
     on_cuda = config.launch.device == "cuda"
     is_narrow = config.training.precision != "fp32"

@@ -5,8 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Axis = Literal["tp", "cp", "ep", "pp", "shard", "replicate"]
+Other = Literal["holders", "vocabulary", "routing", "world"]
+"""What else a rehearsal tells apart: the sums of pipeline ranks that hold the same weights; the exchange between
+tensor-parallel ranks for every token in the loss; the experts' numbers of tokens; scalars over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Traffic:
     """Transfers of one kind over one axis, as seen by one rank."""
 
     collective: Collective
-    axis: Axis
+    axis: Axis | Other
     num_ranks: int
     """Ranks of the group; 2 for a send."""
     count: int
@@ -42,6 +45,11 @@ class PassTraffic:
     forward: tuple[Traffic, ...] = ()
     backward: tuple[Traffic, ...] = ()
 
+    @property
+    def both_ways(self) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
+        """Those of the forward, and those of the backward."""
+        return self.forward, self.backward
+
     def __iter__(self) -> Iterator[Traffic]:
         yield from self.forward
         yield from self.backward
@@ -59,7 +67,7 @@ NO_TRAFFIC = PassTraffic()
 
 def merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Return the same transfers, one record per collective, axis and group size."""
-    sums: dict[tuple[Collective, Axis, int], list[Traffic]] = defaultdict(list)
+    sums: dict[tuple[Collective, Axis | Other, int], list[Traffic]] = defaultdict(list)
     for part in traffic:
         if part.num_ranks > 1 and part.count:
             sums[part.collective, part.axis, part.num_ranks].append(part)

@@ -1,11 +1,14 @@
-"""``Work``: what one optimizer step computes, and all that planning estimates from."""
+"""``Work``: what one optimizer step computes, and all that planning estimates from, stage by stage."""
 
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from typing import Self
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.run import Precision, RunConfig
+from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -13,9 +16,70 @@ from llama_core.optimizers.traits import OptimizerType
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
 from llama_core.planning.program.ends import embedding_passes, final_norm_passes, head_passes
 from llama_core.planning.program.layer import layer_passes
-from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES
+from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, itemsize_of
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.program.setting import Setting
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank computes of a pipeline stage. Equal stages take the same bytes, time and transfers."""
+
+    modes: tuple[RecomputeMode, ...]
+    """The recompute mode of each layer."""
+    layers: tuple[Passes, ...]
+    """The forward and the backward of each layer."""
+    embedding: Passes | None
+    """Those of the embedding, on the first stage."""
+    final_norm: Passes | None
+    """Those of the norm before the head, on the last stage."""
+    head: Passes | None
+    """Those of the head and the loss, on the last stage."""
+    num_masks: int
+    """Masks, or places of gathered keys, that its layers share: one, or more if their windows differ."""
+    tied: bool
+    """Whether the head is the embedding."""
+    shares_table: bool
+    """Whether it has the embedding, and another stage of the same rank has it as its head."""
+    root: int
+    """Parameters that ``fully_shard`` gathers for whichever stage of the rank runs: a tied embedding, and the final
+    norm if the rank has that."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the embedding."""
+        return self.embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the head."""
+        return self.head is not None
+
+    @property
+    def is_tied_apart(self) -> bool:
+        """Whether its embedding is tied to the head of another rank."""
+        return self.tied and self.is_first and not self.is_last and not self.shares_table
+
+    @property
+    def ends(self) -> list[Passes]:
+        """What it has of the embedding, the final norm and the head."""
+        return [part for part in (self.embedding, self.final_norm, self.head) if part is not None]
+
+    @property
+    def num_trained_in_matrices(self) -> int:
+        """Parameters of the trained matrices inside its layers, which an optimizer may treat apart."""
+        return sum(layer.program.num_trained_in_matrices for layer in self.layers)
+
+    def largest_trained(self, *, with_matrices: bool) -> int:
+        """Return the parameters of the largest trained weight; the matrices inside layers count ``with_matrices``."""
+        layers = [layer.program for layer in self.layers]
+        inside = [program.largest_trained if with_matrices else program.largest_trained_vector for program in layers]
+        return max(*inside, *(part.program.largest_trained for part in self.ends), 0)
+
+    @property
+    def kinds(self) -> Counter[tuple[Passes, RecomputeMode]]:
+        """The kinds of its layers, each with its recomputation, and how many there are of each."""
+        return Counter(zip(self.layers, self.modes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -55,49 +119,104 @@ class Work:
     @property
     def itemsize(self) -> int:
         """Bytes per element of activations."""
-        return FP32_BYTES if self.precision == "fp32" else FP32_BYTES // 2
+        return itemsize_of(self.precision)
 
     @cached_property
     def setting(self) -> Setting:
         """What the programs depend on beside the model."""
-        return Setting.of(
-            self.plan,
+        plan = self.plan
+        return Setting(
+            rows=plan.rows_per_forward,
             seq_len=self.seq_len,
             itemsize=self.itemsize,
             documents=self.documents,
             on_cuda=self.on_cuda,
+            compiles=plan.compile,
+            attention=plan.attention,
+            tp=plan.tp,
+            cp=plan.cp,
+            ep=plan.ep,
+            sharded_sequence=plan.sharded_sequence,
+            uses_fully_shard=plan.uses_fully_shard,
+            keeps_cast_weights=plan.keeps_cast_weights,
+            splits_backward=plan.splits_backward,
         )
 
     @cached_property
     def layers(self) -> tuple[Passes, ...]:
         """The forward and the backward of every layer; equal ones are one object."""
-        # the input of a frozen first layer may need no gradient
+        return _layers(self.spec, self.setting)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """What a rank computes of every stage."""
+        layers = self.plan.stage_layers(self.spec)
+        modes = self.plan.recompute_modes(self.spec)
+        last = len(layers) - 1
+        hosted_with = {stage: set(hosted) for hosted in self.plan.layout.placement for stage in hosted}
+        tied = self.spec.tied_embeddings
         return tuple(
-            layer_passes(self.spec, traits, self.setting, follows_trained=layer > 0 or self.spec.trains_embedding)
-            for layer, traits in enumerate(self.spec.layers)
+            Stage(
+                modes=modes[stage],
+                layers=self.layers[own.start : own.stop],
+                embedding=self.embedding if stage == 0 else None,
+                final_norm=self.final_norm if stage == last else None,
+                head=self.head if stage == last else None,
+                num_masks=len({self.spec.window(layer) for layer in own}),
+                tied=tied,
+                shares_table=tied and stage == 0 < last and last in hosted_with[0],
+                root=self._root(hosted_with[stage]) if tied else 0,
+            )
+            for stage, own in enumerate(layers)
         )
 
-    @property
+    def hosted(self, pp_rank: int) -> tuple[Stage, ...]:
+        """Return the stages of a pipeline rank."""
+        return tuple(self.stages[stage] for stage in self.plan.layout.stages_of(pp_rank))
+
+    def trained_matrices(self, pp_rank: int, *, of_experts: bool) -> Iterator[tuple[int, int]]:
+        """Yield rows and columns of trained matrices inside a pipeline rank's layers, whole.
+
+        Args:
+            pp_rank: the pipeline rank.
+            of_experts: only those of the experts that one of the ranks has that divide them; otherwise only the others.
+        """
+        layers = self.plan.stage_layers(self.spec)
+        for stage in self.plan.layout.stages_of(pp_rank):
+            for shape in chain.from_iterable(self.spec.trained_matrices[layers[stage].start : layers[stage].stop]):
+                *experts, rows, columns = shape
+                if experts and of_experts:
+                    yield from repeat((rows, columns), experts[0] // self.plan.ep)
+                elif not experts and not of_experts:
+                    yield rows, columns
+
+    def _root(self, stages: Collection[int]) -> int:
+        """Return the parameters of the head and the final norm, or of the embedding, if one of ``stages`` has them."""
+        if self.plan.num_stages - 1 in stages:
+            return self.head.program.num_parameters + self.final_norm.program.num_parameters
+        return self.embedding.program.num_parameters if 0 in stages else 0
+
+    @cached_property
     def embedding(self) -> Passes:
         """The forward and the backward of the embedding."""
         return embedding_passes(self.spec, self.setting)
 
-    @property
+    @cached_property
     def final_norm(self) -> Passes:
         """The forward and the backward of the norm before the head."""
         return final_norm_passes(self.spec, self.setting)
 
-    @property
+    @cached_property
     def head(self) -> Passes:
         """The forward and the backward of the head and the loss."""
         return head_passes(self.spec, self.setting, self.objective.program)
 
-    @property
+    @cached_property
     def stream_bytes(self) -> int:
         """Bytes of a rank's residual stream, [B, S, D]."""
         return self.setting.stream_tokens * self.spec.hidden_size * self.itemsize
 
-    @property
+    @cached_property
     def batch_bytes(self) -> int:
         """Bytes of the step's tokens, their targets, with documents their positions, and what the objective reads."""
         plan = self.plan
@@ -110,13 +229,28 @@ class Work:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that all layers of a microbatch share: cosines and sines, and a mask."""
-        plan = self.plan
-        own_seq = self.seq_len // plan.cp
+        """Bytes that all layers of a microbatch share, beside masks: cosines and sines."""
+        own_seq = self.seq_len // self.plan.cp
         tokens = self.setting.tokens
         rotations = own_seq if self.documents == "none" else tokens  # without documents all rows share their positions
-        shared = rotations * self.spec.head_dim * FP32_BYTES  # [B, 1, S, H/2] each
-        if self.documents == "mask":
-            # [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
-            shared += tokens * own_seq * self.itemsize * (plan.cp + 1) // 2
-        return shared
+        return rotations * self.spec.head_dim * FP32_BYTES  # [B, 1, S, H/2] each
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of a microbatch's mask, which the layers with one window share."""
+        cp = self.plan.cp
+        if self.documents == "varlen" and cp > 1:  # instead, the place of every gathered key
+            return self.setting.tokens * (2 * cp + 1) // 2 * INT64_BYTES
+        if self.documents != "mask":
+            return 0
+        # [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
+        return self.setting.tokens * (self.seq_len // cp) * self.itemsize * (cp + 1) // 2
+
+
+@lru_cache(maxsize=512)
+def _layers(spec: ModelSpec, setting: Setting) -> tuple[Passes, ...]:
+    # the input of a frozen first layer may need no gradient
+    return tuple(
+        layer_passes(spec, traits, setting, follows_trained=layer > 0 or spec.trains_embedding)
+        for layer, traits in enumerate(spec.layers)
+    )

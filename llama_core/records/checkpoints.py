@@ -6,6 +6,7 @@ with their sizes, which costs nothing; intact means that every byte is as it was
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,17 @@ def newest_step(run: RunDirectory) -> int:
     return checkpoint_step(newest) if newest else 0
 
 
+def data_digests(run: RunDirectory) -> list[str]:
+    """Return the digest of the data that each complete checkpoint was trained on, each once."""
+    digests = []
+    for path in list_checkpoints(run):
+        with suppress(CheckpointError):
+            position = complete_state(path).get("data")
+            if isinstance(position, dict) and isinstance(position.get("dataset"), str):
+                digests.append(position["dataset"])
+    return list(dict.fromkeys(digests))
+
+
 def is_complete(path: Path) -> bool:
     """Return whether every file of the checkpoint in ``path`` exists with its recorded size."""
     try:
@@ -105,6 +117,15 @@ def complete_state(path: Path) -> dict[str, Any]:
     if damage := find_damage(path, sums, below=place_of(path), read=False):
         raise CheckpointError(damage)
     return state
+
+
+def recorded_counters(path: Path) -> dict[str, Any]:
+    """Return the counters of the checkpoint in ``path``, whatever has become of its other files.
+
+    Raises:
+        CheckpointError: if they cannot be read.
+    """
+    return _record(path / STATE)
 
 
 def recorded_sums(path: Path) -> dict[str, FileSum]:

@@ -1,11 +1,11 @@
 """The layout of a run directory. Every step of the chain gets this path and nothing else."""
 
-import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from llama_core.errors import RunDirectoryError
+from llama_core.redaction import shell_word
 
 CHECKPOINTS = "checkpoints"
 
@@ -37,6 +37,11 @@ class RunDirectory:
         return self.path / "choice.json"
 
     @property
+    def generation_config(self) -> Path:
+        """How the weights that the run began with generate, as in Hugging Face; missing if nothing says so."""
+        return self.path / "generation_config.json"
+
+    @property
     def environment(self) -> Path:
         """The result of ``validate_environment``."""
         return self.path / "environment.json"
@@ -55,6 +60,11 @@ class RunDirectory:
     def data(self) -> Path:
         """Counts of the tokenised data: documents, conversations, tokens in the loss, skipped lines."""
         return self.path / "data.json"
+
+    @property
+    def hub(self) -> Path:
+        """The ``HubRecord`` of what the run has from the Hugging Face Hub; missing if nothing."""
+        return self.path / "hub.json"
 
     @property
     def job(self) -> Path:
@@ -88,18 +98,21 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Folder of Parquet parts of ``StepRecord``."""
+        """Folder of Parquet parts of ``StepRecord``, for anything that reads a folder of Parquet.
+
+        Such readers leave out names that begin with a dot or an underscore; every file that is no part has one.
+        """
         return self.path / "metrics"
 
     @property
     def metrics_tail(self) -> Path:
         """The steps that are in no Parquet part yet, a line of JSON each."""
-        return self.path / "metrics" / "tail.jsonl"
+        return self.path / "metrics" / "_tail.jsonl"
 
     @property
     def heartbeat(self) -> Path:
         """The newest ``StepRecord``, rewritten every step for monitoring."""
-        return self.path / "metrics" / "heartbeat.json"
+        return self.path / "heartbeat.json"
 
     @property
     def activity(self) -> Path:
@@ -120,6 +133,21 @@ class RunDirectory:
     def checkpoint_interval(self) -> Path:
         """The last ``ChosenInterval``, with its reason; missing if the interval is configured."""
         return self.path / "checkpoint_interval.json"
+
+    @property
+    def length(self) -> Path:
+        """The ``ChosenLength``, with its reason; missing if the number of steps follows from the settings."""
+        return self.path / "length.json"
+
+    @property
+    def samples(self) -> Path:
+        """What the model wrote after training; missing without ``tracking.prompts``."""
+        return self.path / "samples.json"
+
+    @property
+    def expected(self) -> Path:
+        """How long a step should take on this machine's CPU; missing for other runs."""
+        return self.path / "expected.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -147,6 +175,11 @@ class RunDirectory:
         return self.logs / "wandb"
 
     @property
+    def evaluations(self) -> Path:
+        """Folder of what the checkpoints have scored: a Parquet file for each task and checkpoint."""
+        return self.path / "evaluations"
+
+    @property
     def trace(self) -> Path:
         """Folder of profiles: torch's traces, CUDA's memory, and a ``ProfileRecord`` for each profiled rank."""
         return self.path / "trace"
@@ -163,6 +196,21 @@ class RunDirectory:
     def rollbacks(self) -> Path:
         """The ``Rollback`` records of the run; missing if there were none."""
         return self.path / "rollbacks.json"
+
+    @property
+    def reference(self) -> Path:
+        """The ``ReferenceRecord`` of the run; missing unless its objective reads a reference."""
+        return self.path / "reference.json"
+
+    @property
+    def reference_values(self) -> Path:
+        """Log-probabilities of all answers under the reference, in nats: float32, source after source, [pairs, 2]."""
+        return self.path / "reference.bin"
+
+    @property
+    def data_changes(self) -> Path:
+        """The ``DataChanges`` of the run; missing if it has not been resumed with other data."""
+        return self.path / "data_changes.json"
 
     @property
     def report(self) -> Path:
@@ -195,4 +243,4 @@ def command_to_resume(run: RunDirectory, *, from_python: bool = False) -> str:
     """
     if from_python:
         return f"launch_training(..., run_dir={str(run.path)!r}, resume=True)"
-    return f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume"
+    return f"training-infra train --run-dir {shell_word(run.path)} --resume"

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from llama_core.errors import RunDirectoryError
+from llama_core.errors import RunDirectoryError, as_clause
 from llama_core.redaction import redacted_values
 from llama_core.units import MIB, format_bytes
 
@@ -178,6 +178,24 @@ def open_file(path: Path, below: Path | None = None) -> BufferedReader:
         os.close(descriptor)
         raise OSError(errno.EINVAL, problem, str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def own_file(path: Path) -> Path:
+    """Return where a file really is: in its folder, or in Hugging Face's cache, whose folders hold links to its files.
+
+    For what people publish: a link that somebody else has made could stand for any file.
+
+    Raises:
+        OSError: if it is a link to another place.
+    """
+    folder = path.parent.resolve()
+    target = path.resolve()
+    own = {folder}
+    if folder.parent.name == "snapshots":
+        own.add(folder.parents[1] / "blobs")
+    if target.parent not in own:
+        raise OSError(errno.ELOOP, f"it is a link to {target}", str(path))
+    return target
 
 
 def read_file(path: Path, below: Path | None = None, most_bytes: int = MOST_BYTES) -> bytes:
@@ -346,7 +364,7 @@ def checked_record(record: object, kind: type[T], path: Path) -> T:
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(map(str, detail["loc"]))
-        raise damaged(path, f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}") from None
+        raise damaged(path, f"{key}: {as_clause(detail['msg'])}") from None
     return checked
 
 

@@ -1,13 +1,17 @@
 """Measurements of training: each step, the whole run, and timed steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import quantiles
 from typing import Annotated
 
 from pydantic import Field
 
+from llama_core.records.held_out import Difference, HeldOutRows
 from llama_core.units import format_bytes, format_count, format_duration
+
+NAMED_LOSS = "eval_loss/"
+"""What the name of a named held-out loss begins with: in TensorBoard, Weights & Biases and a sweep's objective."""
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time above zero, so that it can be a divisor."""
@@ -71,6 +75,44 @@ class StepRecord:
     backward_seconds: float | None = None
     """Part of ``forward_backward_seconds`` from the start of each backward to the next forward or the update, with the
     waits for other ranks and the gradient's norm. None if not recorded."""
+    eval_losses: Mapping[str, float] = field(default_factory=dict)
+    """``eval_loss`` of each named part of the held-out tokens; empty if not measured, or if they have no names."""
+    reward_chosen: float | None = None
+    """Mean reward of the chosen answers of the step's pairs: what the objective makes of their log-probabilities. Like
+    the next three, None unless pairs of answers are trained on."""
+    reward_rejected: float | None = None
+    """Mean reward of the rejected answers."""
+    reward_margin: float | None = None
+    """Mean over the pairs of the chosen answer's reward less the rejected one's."""
+    reward_accuracy: float | None = None
+    """Share of the pairs in which the chosen answer has the higher reward."""
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """How long a step should take on a CPU, roughly: its FLOPs at a share of the measured rate of matrix products."""
+
+    seconds: float
+    flops: float
+    """Of a whole step, over all ranks."""
+    flops_per_second: float
+    """Of large matrix products, over all ranks."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the trained model wrote after a prompt."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the trained model wrote after each of ``tracking.prompts``."""
+
+    step: int
+    samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True)
@@ -102,6 +144,12 @@ class TrainingSummary:
     """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
     loss_unit: str = "nats/token"
     """Unit of the losses."""
+    eval_rows: HeldOutRows | None = None
+    """``eval_loss`` by held-out row; None if not evaluated or not recorded."""
+    named_eval_rows: Mapping[str, HeldOutRows] = field(default_factory=dict)
+    """The same of each named part of the held-out tokens; empty if they have no names."""
+    ended_early: str = ""
+    """Why the run ended before its last step, as a clause; empty if it did not."""
 
     @property
     def memory_added_bytes(self) -> int:
@@ -111,16 +159,37 @@ class TrainingSummary:
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_by_rank_bytes", tuple(self.memory_by_rank_bytes))  # JSON has lists
 
+    def of_part(self, name: str) -> "TrainingSummary":
+        """Return the same results with the held-out loss of one named part, or of all held-out tokens if it is empty.
+
+        The loss is None if the part was not evaluated.
+        """
+        if not name:
+            return self
+        rows = self.named_eval_rows.get(name)
+        return replace(
+            self, eval_loss=rows.mean if rows else None, eval_tokens=rows.count if rows else 0, eval_rows=rows
+        )
+
+    def eval_above(self, other: "TrainingSummary") -> Difference:
+        """Return how far this held-out loss lies above another; both must have been evaluated."""
+        if self.eval_rows is not None and other.eval_rows is not None:
+            return self.eval_rows.above(other.eval_rows)
+        return Difference((self.eval_loss or 0.0) - (other.eval_loss or 0.0), None)
+
     def summary(self) -> str:
         """Return the results in one line."""
         parts = [f"{self.steps} steps, {format_count(self.tokens)} tokens in {format_duration(self.seconds)}"]
+        if self.ended_early:
+            parts.append(f"ended early: {self.ended_early}")
         if self.eval_loss is not None:
-            baselines = [
+            beside_it = [
                 f"{name} {entropy:.3f}"
                 for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
                 if entropy is not None
             ]
-            beside = f" ({', '.join(baselines)})" if baselines else ""
+            beside_it += [f"{name} {rows.mean:.3f}" for name, rows in self.named_eval_rows.items()]
+            beside = f" ({', '.join(beside_it)})" if beside_it else ""
             parts.append(f"held-out loss {self.eval_loss:.3f} {self.loss_unit}{beside}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
         if self.memory_process_bytes:

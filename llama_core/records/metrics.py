@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -39,6 +39,7 @@ U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
 _SET_ASIDE = "damaged"
+_MAPPINGS = [field.name for field in fields(StepRecord) if field.type == Mapping[str, float]]
 
 
 def append_metrics(run: RunDirectory, record: StepRecord) -> None:
@@ -84,7 +85,7 @@ def read_metrics(run: RunDirectory, *, sets_aside: bool = False) -> "pa.Table":
 
 def set_aside(run: RunDirectory) -> list[Path]:
     """Return the files of the metrics that were damaged and are no longer read."""
-    return sorted(run.metrics.glob(f"*.{_SET_ASIDE}*"))
+    return sorted(run.metrics.glob(f"_*.{_SET_ASIDE}*"))
 
 
 def read_heartbeat(run: RunDirectory) -> StepRecord | None:
@@ -120,6 +121,17 @@ def drop_metrics_after(run: RunDirectory, step: int) -> None:
         elif kept.num_rows < table.num_rows:
             with atomic_write(path) as temporary:
                 pq.write_table(kept, temporary)
+
+
+def copy_metrics(run: RunDirectory, to: RunDirectory, step: int) -> None:
+    """Copy the records of the steps up to ``step`` to a run that has none.
+
+    Raises:
+        RunDirectoryError: naming a file that is damaged.
+    """
+    import pyarrow.compute as pc
+
+    _write_part(to, read_metrics(run).filter(pc.field("step") <= step))
 
 
 def _newest_parts(run: RunDirectory, step: int) -> Iterator[tuple[Path, "pa.Table"]]:
@@ -170,7 +182,8 @@ def _or_set_aside(path: Path, read: Callable[[], T], otherwise: U) -> T | U:
     try:
         return read()
     except RunDirectoryError as error:
-        names = (f"{path.name}.{_SET_ASIDE}{number or ''}" for number in count())
+        hidden = f"_{path.name.removeprefix('_')}"  # from readers of the folder, who take the rest for Parquet
+        names = (f"{hidden}.{_SET_ASIDE}{number or ''}" for number in count())
         aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
         try:
             path.rename(aside)
@@ -215,11 +228,13 @@ def _appended(run: RunDirectory) -> list[dict[str, Any]]:
 def _table(rows: Sequence[dict[str, Any]]) -> "pa.Table":
     import pyarrow as pa
 
-    return pa.Table.from_pylist(rows, schema=_metrics_schema())
+    of_arrow = [row | {name: list(row[name].items()) for name in _MAPPINGS} for row in rows]
+    return pa.Table.from_pylist(of_arrow, schema=_metrics_schema())
 
 
 def _metrics_schema() -> "pa.Schema":
     import pyarrow as pa
 
-    types = {int: pa.int64(), float: pa.float64(), bool: pa.bool_(), float | None: pa.float64()}
+    numbers = {int: pa.int64(), float: pa.float64(), bool: pa.bool_(), float | None: pa.float64()}
+    types = numbers | {Mapping[str, float]: pa.map_(pa.string(), pa.float64())}
     return pa.schema([(field.name, types[field.type]) for field in fields(StepRecord)])  # type: ignore[index]

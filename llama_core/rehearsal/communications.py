@@ -25,11 +25,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import DeadlockError
-from llama_core.models.batch import Batch, Documents, ones_per_token
+from llama_core.models.batch import Batch, ones_per_token
 from llama_core.models.layers import local_part
-from llama_core.models.objective import build_objective
 from llama_core.parallel import expert, gathered_attention
-from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.block_attention import Kernel
 from llama_core.parallel.expert import Dispatch, routing_totals
 from llama_core.parallel.mesh import Mesh
@@ -51,7 +49,7 @@ from llama_core.rehearsal.small_plan import shrunk
 from llama_core.rehearsal.trace import alone_among
 from llama_core.schedules.actions import Action, Kind
 from llama_core.training import engine as native
-from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
+from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, build_model, train_step
 from llama_core.training.optimizer import build_optimizer
 
 MAX_RANKS = 8
@@ -151,9 +149,7 @@ def record_calls(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: b
     with recorder.recording(), alone_among(plan.world_size, rank, BACKEND), _watched(recorder):
         dtype = COMPUTE_DTYPES[config.training.precision]
         recorder.where = "the set-up"
-        objective = build_objective(config.training)
-        model = ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=dtype, objective=objective)
-        model.materialize()
+        model = build_model(config, plan, torch.device("cpu"), spec=spec, compute_dtype=dtype).materialize()
         for parameter in model.model.parameters():
             local_part(parameter).detach().zero_()
         engine = NativeEngine(model, build_optimizer(model.model, config.training))
@@ -182,7 +178,8 @@ def small_spec(spec: ModelSpec, plan: ParallelPlan, *, layers_per_stage: int) ->
         head_dim=8,
         ffn_size=35 * plan.tp,
         vocab_size=37 * plan.tp,
-        lora=spec.lora and spec.lora.model_copy(update={"lora_rank": 3}),
+        lora=spec.lora and spec.lora.model_copy(update=dict.fromkeys(spec.lora.kind.sizes, 3)),
+        windowed_layers=_few_layers(spec.windowed_layers, num_layers),
         moe=spec.moe and spec.moe.model_copy(update={"moe_layers": _sparse_layers(spec.moe.moe_layers, num_layers)}),
     )
 
@@ -191,6 +188,11 @@ def _sparse_layers(layers: tuple[int, ...] | int | None, num_layers: int) -> tup
     """Return which of a few layers have experts, given which of many have: at least one, and not all if not all do."""
     if isinstance(layers, int):
         return min(layers, num_layers)
+    return layers and _few_layers(layers, num_layers)
+
+
+def _few_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Return those of some layers that a model of few layers has: at least one, if there are some."""
     return layers and (tuple(layer for layer in layers if layer < num_layers) or (num_layers - 1,))
 
 
@@ -207,10 +209,10 @@ def _batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     rows = plan.rows_per_forward
     seq_len = 4 * plan.cp * plan.tp
     tokens = torch.zeros((rows, seq_len), dtype=torch.int64)
-    documents = None
+    batch = Batch(tokens, torch.zeros_like(tokens), None, per_token=ones_per_token(tokens, config.objective.per_token))
     if plan.cp > 1 and document_attention(config, plan) == "varlen":
-        documents = Documents(torch.arange(rows + 1, dtype=torch.int32) * seq_len, seq_len)
-    return Batch(tokens, torch.zeros_like(tokens), None, documents, ones_per_token(tokens, config.objective.per_token))
+        return batch.with_positions().with_documents()
+    return batch
 
 
 @contextmanager

@@ -17,69 +17,72 @@ from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import Segment, Snapshot
 from llama_core.rehearsal.transfers import Transfer
-from llama_core.schedules.actions import SENDS, Action, Kind
-
-_BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
-_COMPUTATIONS = _BACKWARDS | {Kind.FORWARD, Kind.WEIGHT_GRADIENT}
-_NEIGHBOURS = {
-    Kind.FORWARD: (Kind.RECV_F, Kind.SEND_F),
-    Kind.BACKWARD: (Kind.RECV_B, Kind.SEND_B),
-    Kind.INPUT_GRADIENT: (Kind.RECV_B, Kind.SEND_B),
-    Kind.WEIGHT_GRADIENT: (None, None),
-}
-"""How a computation's input comes from another rank, and its output goes to one."""
+from llama_core.schedules.actions import COMPUTATIONS, SENDS, Action, Kind, Schedule
+from llama_core.schedules.walk import Situation, walk
 
 
 @dataclass(frozen=True)
 class Hosting:
-    """The stages of a rank, and the properties that its situations depend on."""
+    """The stages of a pipeline rank, and the traits of its plan that decide in what its actions differ."""
 
-    stages: tuple[int, ...]
-    """The stages; a stage's index here is its slot."""
+    schedule: Schedule
+    pp_rank: int
     zero_stage: int
     """The effective ZeRO stage."""
-    has_root: bool
-    """Whether it holds an embedding tied to the head; every stage's forward gathers it."""
-    head: int | None
-    """Slot of the stage with a head of its own."""
+    is_tied: bool
+    """Whether the embedding is the head."""
     averages_often: bool
     """Whether replicas average gradients after every backward, and keep each average until the next."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return the hosting of a pipeline rank."""
-        stages = plan.layout.stages_of(pp_rank)
-        last = plan.num_stages - 1
-        ends = {0, last}.intersection(stages)
-        has_root = spec.tied_embeddings and bool(ends)
-        head = stages.index(last) if last in stages and not spec.tied_embeddings else None
-        return cls(stages, plan.effective_zero_stage, has_root, head, plan.averages_every_backward)
+        schedule = plan.build_schedule()
+        return cls(schedule, pp_rank, plan.effective_zero_stage, spec.tied_embeddings, plan.averages_every_backward)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages; a stage's index here is its slot."""
+        return self.schedule.stages_of(self.pp_rank)
+
+    def representative(self, situation: Situation) -> Situation:
+        """Return the situation that stands for all in which an action of this rank is the same."""
+        drops = self.zero_stage == 3
+        has_end = not {0, self.schedule.num_stages - 1}.isdisjoint(self.stages)
+        return situation._replace(
+            # a forward gathers a tied embedding, if the rank has one
+            after_forward=situation.after_forward and drops and self.is_tied and has_end,
+            head_gathered=situation.head_gathered and drops and not self.is_tied,
+            # from ZeRO 2 on, the buffer in which a backward reduced gradients is kept until the next
+            last_backward=situation.last_backward if self.zero_stage >= 2 else None,
+            progress=tuple(
+                # another stage's forward changes nothing that this one's bytes depend on
+                own._replace(
+                    has_run=own.has_run and slot == situation.slot, repeated=own.repeated and self.averages_often
+                )
+                for slot, own in enumerate(situation.progress)
+            ),
+        )
 
 
-@dataclass(frozen=True)
-class Computation:
+class Computation(NamedTuple):
     """Everything that decides the bytes, FLOPs and transfers of a computation."""
 
-    slot: int
-    """The stage's index among the rank's stages."""
-    kind: Kind
+    situation: Situation
     is_received: bool
     """Whether its input comes from another rank."""
     is_sent: bool
     """Whether its output goes to another rank."""
-    is_last: bool
-    """Whether it is the last of its kind."""
-    done: frozenset[tuple[int, Kind]]
-    """Backwards so far, by slot and kind, and this slot's forward if it ran: they tell which gradients are accumulated
-    and which weights gathered."""
-    repeated: frozenset[int]
-    """Slots that ran two or more backwards and therefore keep an average; empty unless ``averages_often``."""
-    buffer: int | None
-    """Slot of the last backward, if the buffer in which it reduced gradients is still alive."""
-    after_forward: bool
-    """Whether the computation before was a forward, which gathered the tied embedding; False unless ZeRO 3 drops it."""
-    head: bool
-    """Whether the head stayed gathered after an earlier forward; False unless ZeRO 3 drops it."""
+
+    @property
+    def slot(self) -> int:
+        """The stage's index among the rank's stages."""
+        return self.situation.slot
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of its action."""
+        return self.situation.kind
 
 
 class Message(NamedTuple):
@@ -117,60 +120,36 @@ def steps(actions: Sequence[Action], hosting: Hosting) -> list[Step]:
 
 def _steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[tuple[int, Step]]:
     """Yield every step of ``actions``, with the place of the computation that it belongs to, or the one before it."""
-    slots = {stage: slot for slot, stage in enumerate(hosting.stages)}
-    last_places = {action.kind: place for place, action in enumerate(actions)}
-    of_others = {
-        (action.stage, action.microbatch, action.kind) for action in actions if action.kind not in _COMPUTATIONS
-    }
+    computations = [(place, action) for place, action in enumerate(actions) if action.kind in COMPUTATIONS]
+    turns = walk(hosting.schedule, hosting.pp_rank, [action for _, action in computations])
+    latest = computations[0][0]
     before: Computation | None = None
-    done: set[tuple[int, Kind]] = set()
-    num_backwards: Counter[int] = Counter()
     leaving: list[Release] = []
-    buffer = None
-    head = False
-    drops_root = hosting.zero_stage == 3 and hosting.has_root
-    latest = next(place for place, action in enumerate(actions) if action.kind in _COMPUTATIONS)
     for place, action in enumerate(actions):
-        slot = slots[action.stage]
         kind = action.kind
-        if kind not in _COMPUTATIONS:
-            yield latest, Message(slot, kind, (before.slot, before.kind, before.is_last) if before else None)
+        if kind in COMPUTATIONS:
+            turn = next(turns)
+            before = Computation(hosting.representative(turn.situation), turn.is_received, turn.is_sent)
+            latest = place
+            yield place, before
+            yield from ((place, release) for release in leaving)
+            leaving = []
+        else:
+            slot = hosting.stages.index(action.stage)
+            yield latest, Message(slot, kind, (before.slot, before.kind, before.situation.is_last) if before else None)
             leaving += [Release(slot, kind)] if kind in SENDS else []
-            continue
-        source, target = _NEIGHBOURS[kind]
-        computation = Computation(
-            slot=slot,
-            kind=kind,
-            is_received=(action.stage, action.microbatch, source) in of_others,
-            is_sent=(action.stage, action.microbatch, target) in of_others,
-            is_last=place == last_places[kind],
-            done=frozenset(one for one in done if one[1] is not Kind.FORWARD or one[0] == slot),
-            repeated=frozenset(s for s, n in num_backwards.items() if n > 1 and hosting.averages_often),
-            buffer=buffer if hosting.zero_stage >= 2 else None,
-            after_forward=drops_root and before is not None and before.kind is Kind.FORWARD,
-            head=hosting.zero_stage == 3 and head,
-        )
-        latest = place
-        before = computation
-        yield place, computation
-        yield from ((place, release) for release in leaving)
-        leaving = []
-        done.add((slot, kind))
-        num_backwards[slot] += kind in _BACKWARDS
-        buffer = slot if kind in _BACKWARDS else buffer
-        head = (head or slot == hosting.head) and kind not in _BACKWARDS
     yield from ((latest, release) for release in leaving)
     if before is not None:
         yield latest, Closing(before.slot, before.kind)
 
 
-def telling_actions(actions: Sequence[Action], hosting: Hosting, known: Collection[Step] = ()) -> list[Action]:
+def covering_actions(actions: Sequence[Action], hosting: Hosting, known: Collection[Step] = ()) -> list[Action]:
     """Return the rank's actions, in order, of enough microbatches to cover every step that is not ``known``.
 
     Start with the first microbatch, and add the microbatches around the first step not yet covered until all are.
     """
     wanted = [(place, step) for place, step in _steps(actions, hosting) if step not in known]
-    places = [place for place, action in enumerate(actions) if action.kind in _COMPUTATIONS]
+    places = [place for place, action in enumerate(actions) if action.kind in COMPUTATIONS]
     chosen = {action.microbatch for action in actions[: places[0] + 1]}
     while True:
         kept = [action for action in actions if action.microbatch in chosen]
@@ -190,7 +169,7 @@ def _around(actions: Sequence[Action], places: Sequence[int], place: int) -> set
 
 
 @dataclass(frozen=True)
-class Walk:
+class Change:
     """The changes between two instants, relative to the bytes alive at the first."""
 
     growth: Counter[Category]
@@ -201,30 +180,30 @@ class Walk:
     transfers: Counter[Transfer]
 
     @classmethod
-    def of(cls, segment: Segment, end: Snapshot) -> "Walk":
-        """Return the walk of a segment that ended at ``end``."""
+    def of(cls, segment: Segment, end: Snapshot) -> "Change":
+        """Return the change over a segment that ended at ``end``."""
         start = segment.start.categories
         rises = {phase: (_less(peak.categories, start), peak.where) for phase, peak in segment.peaks.items()}
         return cls(_less(end.categories, start), rises, segment.flops, segment.transfers)
 
     @classmethod
-    def joined(cls, walks: Iterable["Walk"]) -> "Walk":
-        """Return the walk of several, one after the other."""
+    def joined(cls, changes: Iterable["Change"]) -> "Change":
+        """Return the change over several, one after the other."""
         growth: Counter[Category] = Counter()
         rises: dict[Phase, tuple[Counter[Category], str]] = {}
         flops = 0
         transfers = Counter[Transfer]()
-        for walk in walks:
-            for phase, (rise, where) in walk.rises.items():
+        for change in changes:
+            for phase, (rise, where) in change.rises.items():
                 if phase not in rises or growth.total() + rise.total() > rises[phase][0].total():
                     rises[phase] = _plus(growth, rise), where
-            growth = _plus(growth, walk.growth)
-            flops += walk.flops
-            transfers += walk.transfers
+            growth = _plus(growth, change.growth)
+            flops += change.flops
+            transfers += change.transfers
         return cls(growth, rises, flops, transfers)
 
-    def placed(self, rename: Callable[[int], int]) -> "Walk":
-        """Return the walk with the numbers of the layers in its places changed."""
+    def placed(self, rename: Callable[[int], int]) -> "Change":
+        """Return the same change in places whose layers have other numbers."""
         rises = {phase: (rise, renamed_layers(where, rename)) for phase, (rise, where) in self.rises.items()}
         return replace(self, rises=rises)
 
@@ -235,28 +214,28 @@ class Recording:
 
     start: Counter[Category]
     """Bytes alive when a step begins."""
-    prologue: Walk
+    prologue: Change
     """The changes before the first action."""
-    walks: dict[Step, Walk]
+    changes: dict[Step, Change]
     """The changes in every step of a rank's work that was traced."""
     update_start: Counter[Category]
     """Bytes alive when the optimizer begins."""
-    update: Walk
+    update: Change
     """The changes in the optimizer."""
 
     def knows(self, wanted: Iterable[Step]) -> bool:
         """Return whether these steps can be composed."""
-        return all(step in self.walks for step in wanted)
+        return all(step in self.changes for step in wanted)
 
     def learn(self, other: "Recording", layers: Mapping[int, int]) -> None:
-        """Add the walks of another recording of the same contents.
+        """Add the changes of another recording of the same contents.
 
         Args:
             other: the recording.
             layers: this recording's number of each of the other's layers.
         """
-        for step, walk in other.walks.items():
-            self.walks.setdefault(step, walk.placed(layers.__getitem__))
+        for step, change in other.changes.items():
+            self.changes.setdefault(step, change.placed(layers.__getitem__))
 
 
 @dataclass
@@ -276,14 +255,14 @@ class ComposedStep:
         """The peaks as a memory profile."""
         return MemoryProfile({phase: dict(categories) for phase, categories in self.peaks.items()})
 
-    def add(self, level: Counter[Category], walk: Walk) -> None:
-        """Add ``walk``, which starts with ``level`` alive."""
-        for phase, (rise, where) in walk.rises.items():
+    def add(self, level: Counter[Category], change: Change) -> None:
+        """Add ``change``, which starts with ``level`` alive."""
+        for phase, (rise, where) in change.rises.items():
             if phase not in self.peaks or level.total() + rise.total() > self.peaks[phase].total():
                 self.peaks[phase] = _plus(level, rise)
                 self.places[phase] = where
-        self.flops += walk.flops
-        self.transfers += walk.transfers
+        self.flops += change.flops
+        self.transfers += change.transfers
 
 
 def compose(recording: Recording, wanted: Iterable[Step]) -> ComposedStep:
@@ -293,11 +272,11 @@ def compose(recording: Recording, wanted: Iterable[Step]) -> ComposedStep:
     composed.add(level, recording.prologue)
     level = _plus(level, recording.prologue.growth)
     for step in wanted:
-        walk = recording.walks[step]
-        composed.add(level, walk)
+        change = recording.changes[step]
+        composed.add(level, change)
         if isinstance(step, Computation):
-            composed.flops_of_one[step.slot, step.kind] = walk.flops
-        level = _plus(level, walk.growth)
+            composed.flops_of_one[step.slot, step.kind] = change.flops
+        level = _plus(level, change.growth)
     composed.add(recording.update_start, recording.update)
     return composed
 

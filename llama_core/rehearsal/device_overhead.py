@@ -1,14 +1,15 @@
 """CUDA memory beyond the counted bytes: a separate estimate that names the source of each part."""
 
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_core.config.hardware import CONTEXT_BYTES, DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.planning.memory.profile import MemoryProfile
-from llama_core.planning.plan import ParallelPlan, document_attention
-from llama_core.schedules.actions import RELEASES, Kind
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.work import Work
+from llama_core.schedules.actions import Kind
+from llama_core.schedules.walk import walk
 from llama_core.units import MIB, format_bytes
 
 RESERVED_OVER_HELD = 1.04
@@ -64,6 +65,7 @@ def device_overhead(
     if config.launch.device == "cpu":
         return None
     streams = _streams_bytes(profile) if plan.uses_fully_shard else 0
+    work = Work.of(config, plan)
     slack = round((RESERVED_OVER_HELD - 1) * profile.peak_bytes)
     parts = (
         OverheadPart("context", CONTEXT_BYTES, "CUDA's context, cuBLAS and cuDNN: config.hardware.CONTEXT_BYTES"),
@@ -83,14 +85,14 @@ def device_overhead(
         ),
         OverheadPart(
             "messages",
-            held_messages_bytes(config, plan, pp_rank),
+            held_messages_bytes(work, pp_rank),
             "the last two tensors of each direction of a pipeline: torch records NCCL's stream on what it transfers, "
             "and the allocator gives that memory away only once it has seen the stream pass",
         ),
         OverheadPart("fragmentation", slack, "slack fitted to published reserved memory: docs/memory.md"),
         OverheadPart(
             "repeated key/value heads",
-            _repeated_heads_bytes(config, plan, pp_rank),
+            _repeated_heads_bytes(work, pp_rank),
             "CUDA's kernels with a document mask or in fp32 need a key/value head for each query head: "
             "models.layers.attend",
         ),
@@ -105,27 +107,23 @@ def num_connections(plan: ParallelPlan, pp_rank: int) -> int:
     one for each direction in which it sends or receives along the pipeline: see ``parallel.mesh``. NCCL makes no
     connections for groups of a mesh that are never used.
     """
-    shard, replicate = (plan.dp_shard * plan.cp, plan.dp_replicate) if plan.zero_stage else (1, plan.dp * plan.cp)
-    sizes = [plan.tp, shard, replicate]
-    if plan.ep > 1:
-        experts_shard = plan.dp_shard // plan.fewer_expert_shards
-        experts_replicate = plan.dp // plan.ep // experts_shard
-        of_experts = (experts_shard * plan.cp, experts_replicate)
-        sizes += [plan.ep, *(of_experts if plan.zero_stage else (1, experts_replicate * plan.cp))]
     world = plan.world_size
+    sizes = [plan.tp, plan.num_shards, plan.num_copies]
+    if plan.ep > 1:
+        sizes += [plan.ep, plan.num_expert_shards, plan.num_expert_copies]
     own = [plan.cp, plan.layout.num_replicas]  # never the group of all ranks, even if as large
     groups = (world > 1) + sum(1 < size < world for size in sizes) + sum(size > 1 for size in own)
-    return 2 * groups + sum(pp_rank in route for route in plan.layout.routes)
+    return 2 * groups + _num_directions(plan, pp_rank)
 
 
-def held_messages_bytes(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> int:
+def _num_directions(plan: ParallelPlan, pp_rank: int) -> int:
+    """Return in how many directions a rank sends or receives along the pipeline."""
+    return sum(pp_rank in route for route in plan.layout.routes)
+
+
+def held_messages_bytes(work: Work, pp_rank: int) -> int:
     """Return the bytes of pipeline transfers that outlive their use: two for each direction of a rank."""
-    tokens = plan.rows_per_forward * config.seq_len // plan.cp
-    if plan.sharded_sequence:
-        tokens //= plan.tp
-    itemsize = 4 if config.training.precision == "fp32" else 2
-    directions = sum(pp_rank in route for route in plan.layout.routes)
-    return 2 * directions * tokens * config.spec.hidden_size * itemsize
+    return 2 * _num_directions(work.plan, pp_rank) * work.stream_bytes
 
 
 def _streams_bytes(profile: MemoryProfile) -> int:
@@ -138,20 +136,20 @@ def _streams_bytes(profile: MemoryProfile) -> int:
     return max(gathered) + max(others) - profile.peak_bytes
 
 
-def _repeated_heads_bytes(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> int:
+def _repeated_heads_bytes(work: Work, pp_rank: int) -> int:
     """Return the bytes of the repeated heads of all layers in flight; ring attention, block by block, keeps none."""
-    spec = config.spec
-    is_wide = config.training.precision == "fp32"
-    if plan.cp > 1 or plan.attention == "math" or not (is_wide or document_attention(config, plan) == "mask"):
+    plan = work.plan
+    repeats = work.precision == "fp32" or work.documents == "mask"
+    if plan.cp > 1 or plan.attention == "math" or not repeats:
         return 0
+    missing = (work.spec.q_size - work.spec.kv_size) // plan.tp
+    one_layer = 2 * work.setting.tokens * missing * work.itemsize
+    keeping = [sum(mode != "full" for mode in stage.modes) for stage in work.stages]
     schedule = plan.build_schedule()
-    tokens = plan.rows_per_forward * config.seq_len
-    itemsize = 4 if is_wide else 2
-    one_layer = 2 * tokens * (spec.q_size - spec.kv_size) // plan.tp * itemsize
-    keeping = [sum(mode != "full" for mode in modes) for modes in plan.recompute_modes(spec)]
-    under_way: Counter[int] = Counter()
-    most = 0
-    for action in schedule.actions[pp_rank]:
-        under_way[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in RELEASES)
-        most = max(most, sum(keeping[stage] * count for stage, count in under_way.items()))
-    return max(most, 1) * one_layer
+    most = 1
+    for turn in walk(schedule, pp_rank):
+        if turn.action.kind is Kind.FORWARD:
+            own = keeping[turn.action.stage]
+            others = zip(schedule.stages_of(pp_rank), turn.held.microbatches, strict=True)
+            most = max(most, own + sum(keeping[stage] * count for stage, count in others))
+    return most * one_layer

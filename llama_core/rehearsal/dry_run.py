@@ -3,21 +3,21 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from llama_core.config.models import LayerTraits, ModelSpec
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import RecomputeMode
 from llama_core.errors import PlanError
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.makespan import span
+from llama_core.planning.transfers import Traffic
+from llama_core.planning.work import Stage, Work
 from llama_core.rehearsal.compose import ComposedStep, Hosting, Recording, Step, compose, renamed_layers, steps
 from llama_core.rehearsal.device_overhead import DeviceOverhead, device_overhead
 from llama_core.rehearsal.trace import trace_rank
-from llama_core.rehearsal.transfers import CountedTraffic, summed
+from llama_core.rehearsal.transfers import summed
 from llama_core.schedules.actions import Kind
 from llama_core.units import TFLOP, format_bytes, format_duration
 
@@ -40,7 +40,7 @@ class RankResult:
     """The operator that reached the peak, and the module or gradient before it."""
     flops: int
     """FLOPs of one step as executed: attention in full, recomputation included."""
-    traffic: tuple[CountedTraffic, ...]
+    traffic: tuple[Traffic, ...]
     """Its transfers with other ranks; a point-to-point receive counts on the sending rank only."""
     idle_share: float | None
     """Share of the step that it waits for other pipeline ranks, if time is proportional to FLOPs and transfers take no
@@ -56,7 +56,7 @@ class RankResult:
             "layers": [[layers.start, layers.stop] for layers in self.layers],
             "peak_at": self.peak_at,
             "flops": self.flops,
-            "traffic": [traffic.as_dict() for traffic in self.traffic],
+            "traffic": [asdict(traffic) for traffic in self.traffic],
             "idle_share": self.idle_share,
             "device_overhead": None if self.device_overhead is None else self.device_overhead.as_dict(),
         }
@@ -173,20 +173,20 @@ class _Rehearsal:
         self.schedule = plan.build_schedule()
         self.lists = self.schedule.with_communication()
         self.layers = plan.stage_layers(config.spec)
-        self._known: dict[tuple[_Contents, ...], tuple[Recording, int]] = {}  # with the pipeline rank that was traced
+        self.work = Work.of(config, plan)
+        self._known: dict[tuple[Stage, ...], tuple[Recording, int]] = {}  # with the pipeline rank that was traced
 
     def step(self, rank: int) -> ComposedStep:
         """Return a rank's step, with places named after its own layers."""
         pp_rank = self.plan.coordinate(rank, "pp")
-        stages = self.schedule.stages_of(pp_rank)
         wanted = steps(self.lists[pp_rank], Hosting.of(self.plan, self.config.spec, pp_rank))
-        contents = tuple(_contents(self.plan, self.config.spec, stage) for stage in stages)
+        contents = self.work.hosted(pp_rank)
         if contents not in self._known:
             self._known[contents] = (_recorded(self.config, self.plan, rank), pp_rank)
         recording, traced = self._known[contents]
         named = dict(zip(self._layers_of(traced), self._layers_of(pp_rank), strict=True))
         if not recording.knows(wanted):
-            more = _recorded(self.config, self.plan, rank, known=recording.walks)
+            more = _recorded(self.config, self.plan, rank, known=recording.changes)
             recording.learn(more, {own: layer for layer, own in named.items()})
         step = compose(recording, wanted)
         step.places = {phase: renamed_layers(where, named.__getitem__) for phase, where in step.places.items()}
@@ -223,24 +223,6 @@ def _recorded(config: RunConfig, plan: ParallelPlan, rank: int, known: Collectio
     if recording is None:
         raise AssertionError("a trace of all layers has nothing to unfold")
     return recording
-
-
-class _Contents(NamedTuple):
-    """The contents of a stage, regardless of its number."""
-
-    modes: tuple[RecomputeMode, ...]
-    """Recomputation of each layer."""
-    traits: tuple[LayerTraits, ...]
-    """What each layer has and trains."""
-    is_first: bool
-    is_last: bool
-
-
-def _contents(plan: ParallelPlan, spec: ModelSpec, stage: int) -> _Contents:
-    modes = plan.recompute_modes(spec)
-    layers = plan.stage_layers(spec)[stage]
-    traits = spec.layers[layers.start : layers.stop]
-    return _Contents(modes[stage], traits, is_first=stage == 0, is_last=stage == len(modes) - 1)
 
 
 def _idle_shares(plan: ParallelPlan, steps: Sequence[ComposedStep]) -> list[float]:

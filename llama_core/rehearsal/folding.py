@@ -19,7 +19,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.compose import Walk
+from llama_core.rehearsal.compose import Change
 
 KEPT_AT_EACH_END = 3
 """Layers that run at each end of a stretch. The third one gathers weights only for layers of its own kind."""
@@ -54,40 +54,42 @@ class FoldedStage:
             layer for gap in self.gaps for layer in (*range(gap.start - 2, gap.start), *range(gap.stop, gap.stop + 2))
         ]
 
-    def unfolded(self, walks: Sequence[tuple[int | None, Walk]]) -> Walk | None:
-        """Return the walk through the whole stage; None if the layers on both sides of a gap differ.
+    def unfolded(self, changes: Sequence[tuple[int | None, Change]]) -> Change | None:
+        """Return the change through the whole stage; None if the layers on both sides of a gap differ.
 
         Args:
-            walks: the walks of a trace, each with the watched layer that it begins with; None for the first.
+            changes: the changes of a trace, each with the watched layer that it begins with; None for the first.
         """
-        parts: list[Walk] = []
-        for number, (layer, walk) in enumerate(walks):
-            parts.append(walk if layer is None else self._placed(walk, layer, layer))
-            if layer is None or number + 1 == len(walks):
+        parts: list[Change] = []
+        for number, (layer, change) in enumerate(changes):
+            parts.append(change if layer is None else self._placed(change, layer, layer))
+            if layer is None or number + 1 == len(changes):
                 continue
-            following, next_walk = walks[number + 1]
+            following, next_change = changes[number + 1]
             gap = self._gap_between(layer, following)
             if gap is None or following is None:
                 continue
-            if _plainly(self._placed(walk, layer, 0)) != _plainly(self._placed(next_walk, following, 0)):
+            if _plainly(self._placed(change, layer, 0)) != _plainly(self._placed(next_change, following, 0)):
                 return None
-            parts += (self._placed(walk, layer, left_out) for left_out in (gap if layer < following else reversed(gap)))
-        return Walk.joined(parts)
+            parts += (
+                self._placed(change, layer, left_out) for left_out in (gap if layer < following else reversed(gap))
+            )
+        return Change.joined(parts)
 
     def _gap_between(self, one: int | None, other: int | None) -> range | None:
         sides = {one, other}
         return next((gap for gap in self.gaps if sides == {gap.start - 1, gap.stop}), None)
 
-    def _placed(self, walk: Walk, layer: int, at: int) -> Walk:
-        """Return the walk of ``layer`` as if it were layer ``at``, and number the layers around it accordingly."""
+    def _placed(self, change: Change, layer: int, at: int) -> Change:
+        """Return the change of ``layer`` as if it were layer ``at``, and number the layers around it accordingly."""
         place = self._places[layer]
-        return walk.placed(lambda named: at + self._places[named] - place if named in self._places else named)
+        return change.placed(lambda named: at + self._places[named] - place if named in self._places else named)
 
 
-def _plainly(walk: Walk) -> tuple[Any, ...]:
-    """Return the contents of a walk without zeros, which are equal for walks that are alike."""
-    rises = {phase: (+rise, -rise, where) for phase, (rise, where) in walk.rises.items()}
-    return +walk.growth, -walk.growth, rises, walk.flops, walk.transfers
+def _plainly(change: Change) -> tuple[Any, ...]:
+    """Return the contents of a change without zeros, which are equal for changes that are alike."""
+    rises = {phase: (+rise, -rise, where) for phase, (rise, where) in change.rises.items()}
+    return +change.growth, -change.growth, rises, change.flops, change.transfers
 
 
 def folded_stage(plan: ParallelPlan, spec: ModelSpec, stage: int) -> FoldedStage:

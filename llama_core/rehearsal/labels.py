@@ -82,7 +82,7 @@ class GradientBuckets:
     """
 
     def __init__(self, model: Llama, plan: ParallelPlan) -> None:
-        copies = plan.dp * plan.cp > 1 and not plan.uses_fully_shard and dist.get_backend() == "fake"
+        copies = plan.averages_in_buckets and dist.get_backend() == "fake"
         self._backwards_left = 0
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if copies else []
         self.gradients = {parameter: torch.empty_like(parameter, requires_grad=False) for parameter in trained}

@@ -20,20 +20,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.models.batch import Batch, Documents, ones_per_token
-from llama_core.models.objective import build_objective
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
 from llama_core.planning.memory.profile import Category, Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
-from llama_core.rehearsal.compose import Closing, Hosting, Recording, Step, Walk, steps, telling_actions
+from llama_core.rehearsal.compose import Change, Closing, Hosting, Recording, Step, covering_actions, steps
 from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage, state_of
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.labels import GradientBuckets, Labels
 from llama_core.rehearsal.transfers import axes_by_group, on_axes
 from llama_core.schedules.actions import Action
-from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
+from llama_core.training.engine import NativeEngine, build_model, train_step
 from llama_core.training.optimizer import build_optimizer
 
 _UNLABELLED: tuple[Category, ...] = ("temporaries",)
@@ -59,13 +58,13 @@ class Trace:
         that are then alive.
         """
         segments = self.counter.segments
-        parts: list[list[tuple[int | None, Walk]]] = []
+        parts: list[list[tuple[int | None, Change]]] = []
         for segment, after in pairwise(segments):
             if segment.layer is None:
                 parts.append([])
-            parts[-1].append((segment.layer, Walk.of(segment, after.start)))
+            parts[-1].append((segment.layer, Change.of(segment, after.start)))
         ((_, prologue),), *worked, _, closing, ((_, update),) = parts
-        walks: dict[Step, Walk] = {}
+        changes: dict[Step, Change] = {}
         level = segments[0].start.categories.copy()
         level.update(prologue.growth)
         for step, part in zip(self.met, [*worked, closing], strict=True):
@@ -73,13 +72,13 @@ class Trace:
                 level[name] != held for name, held in segments[-3].start.categories.items()
             ):
                 return None
-            walk = self.stages[step.slot].unfolded(part)
-            if walk is None:
+            change = self.stages[step.slot].unfolded(part)
+            if change is None:
                 return None
-            walks[step] = walk
-            level.update(walk.growth)
+            changes[step] = change
+            level.update(change.growth)
         return Recording(
-            segments[0].start.categories.copy(), prologue, walks, segments[-2].start.categories.copy(), update
+            segments[0].start.categories.copy(), prologue, changes, segments[-2].start.categories.copy(), update
         )
 
 
@@ -111,17 +110,7 @@ def _traced(
     config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: bool, folds: bool, known: Collection[Step]
 ) -> Trace:
     with alone_among(plan.world_size, rank), kernels_of(config, plan):
-        precision = config.training.precision
-        dtype = COMPUTE_DTYPES[precision]
-        fp8 = precision == "fp8"
-        model = ParallelModel(
-            config.spec,
-            plan,
-            device=torch.device("cpu"),
-            compute_dtype=dtype,
-            fp8=fp8,
-            objective=build_objective(config.training),
-        )
+        model = build_model(config, plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             return trace_steps(model, config, in_full=in_full, folds=folds, known=known)
 
@@ -140,7 +129,7 @@ def trace_steps(
         tracer.create_states()
         tracer.left_out.hide()
         counter.forget_segments()
-        actions = whole if in_full else telling_actions(whole, tracer.hosting, known)
+        actions = whole if in_full else covering_actions(whole, tracer.hosting, known)
         tracer.take_step(actions)
     axes = axes_by_group(model.mesh)
     for segment in counter.segments:

@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,17 +10,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llama_core.parallel.mesh import Mesh
+from llama_core.planning.transfers import Axis, Collective, Other, Traffic, merged
 
-WORLD = "world"
-HOLDERS = "holders"
-VOCABULARY = "vocabulary"
-ROUTING = "routing"
+WORLD: Other = "world"
+HOLDERS: Other = "holders"
+VOCABULARY: Other = "vocabulary"
+ROUTING: Other = "routing"
 
 
 class Transfer(NamedTuple):
     """One transfer that this rank takes part in."""
 
-    collective: str
+    collective: Collective
     group: str
     """The group's name or, after ``on_axes``, its axis."""
     num_ranks: int
@@ -30,30 +30,9 @@ class Transfer(NamedTuple):
     """Bytes of the whole tensors: the output of a gather, the input of a reduction, the tensor sent."""
 
 
-@dataclass(frozen=True)
-class CountedTraffic:
-    """All transfers of one kind over one axis that a rank takes part in during a step."""
-
-    collective: str
-    axis: str
-    """An axis of the weights' mesh; ``ep``; ``cp``; ``holders``: pipeline ranks that hold the same weights;
-    ``vocabulary``: the exchange between tensor-parallel ranks for every token in the loss; ``routing``: the experts'
-    numbers of tokens; or ``world``: scalars over all ranks."""
-    num_ranks: int
-    """Ranks of the group; 2 for a send."""
-    count: int
-    """Number of transfers."""
-    num_bytes: int
-    """Bytes of the whole tensors."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the traffic as a flat record."""
-        return asdict(self)
-
-
 # For each operator: the collective, the position of the group among the arguments, and a function from arguments and
 # result to the whole tensors. A receive is missing because it counts as another rank's send.
-_OPERATORS: Mapping[str, tuple[str, int, Callable[[tuple[Any, ...], Any], Any]]] = {
+_OPERATORS: Mapping[str, tuple[Collective, int, Callable[[tuple[Any, ...], Any], Any]]] = {
     "c10d::_allgather_base_": ("all_gather", 2, lambda args, out: [args[0]]),
     "c10d::allgather_": ("all_gather", 2, lambda args, out: args[0][0]),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 2, lambda args, out: [args[1]]),
@@ -118,12 +97,9 @@ def on_axes(transfers: Mapping[Transfer, int], axes: Mapping[tuple[str, bool], s
     return renamed
 
 
-def summed(transfers: Mapping[Transfer, int]) -> tuple[CountedTraffic, ...]:
-    """Return counts and bytes by collective, axis and number of ranks; groups of a single rank are left out."""
-    counts: Counter[tuple[str, str, int]] = Counter()
-    sizes: Counter[tuple[str, str, int]] = Counter()
-    for transfer, count in transfers.items():
-        kind = transfer[:3]
-        counts[kind] += count
-        sizes[kind] += count * transfer.num_bytes
-    return tuple(CountedTraffic(*kind, counts[kind], sizes[kind]) for kind in sorted(counts) if kind[2] > 1)
+def summed(transfers: Mapping[Transfer, int]) -> tuple[Traffic, ...]:
+    """Return the calls of transfers, whose groups are axes, as one record per collective, axis and number of ranks."""
+    return merged(
+        Traffic(one.collective, cast("Axis | Other", one.group), one.num_ranks, count, count * one.num_bytes)
+        for one, count in transfers.items()
+    )

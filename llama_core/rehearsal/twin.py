@@ -18,14 +18,12 @@ import torch.distributed as dist
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
-from llama_core.models.objective import build_objective
-from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.dry_run import RankResult, rehearse
 from llama_core.rehearsal.rank_processes import run_ranks
 from llama_core.rehearsal.small_plan import shrunk
 from llama_core.rehearsal.trace import trace_steps
-from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, train_step
+from llama_core.training.engine import NativeEngine, build_model, train_step
 from llama_core.training.optimizer import build_optimizer
 from llama_core.units import format_duration
 
@@ -154,6 +152,8 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
                 "ffn_size": 64 * plan.tp,
                 "vocab_size": 256 * plan.tp,
                 "max_context": seq_len,
+                "sliding_window": min(config.spec.sliding_window, seq_len // 2),
+                "windowed_layers": [1] if config.spec.windowed_layers else [],
             },
             "training": {
                 "precision": "fp32",
@@ -170,10 +170,8 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
 
 def _rank_of_twin(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
     """Return one rank's losses, gradient norms, and the peak bytes of a step."""
-    dtype = COMPUTE_DTYPES[config.training.precision]
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # advice on how to use fully_shard
-    objective = build_objective(config.training)
-    counted = ParallelModel(config.spec, plan, device=torch.device("cpu"), compute_dtype=dtype, objective=objective)
+    counted = build_model(config, plan, torch.device("cpu"))
     peaks = trace_steps(counted, config, in_full=True).counter.peaks
     return _train(config, plan, num_steps) | {"peak_bytes": max(peak.num_bytes for peak in peaks.values())}
 
@@ -181,14 +179,7 @@ def _rank_of_twin(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict
 def _train(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
     """Train in float64 and return the loss and gradient norm of every step."""
     wide = torch.float64
-    parallel = ParallelModel(
-        config.spec,
-        plan,
-        device=torch.device("cpu"),
-        compute_dtype=wide,
-        weight_dtype=wide,
-        objective=build_objective(config.training),
-    ).materialize()
+    parallel = build_model(config, plan, torch.device("cpu"), compute_dtype=wide, weight_dtype=wide).materialize()
     engine = NativeEngine(parallel, build_optimizer(parallel.model, config.training))
     engine.initialize_weights(_SEED)
     steps = [

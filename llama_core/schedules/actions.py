@@ -7,12 +7,12 @@ the forward of microbatch 3 on stage 0.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import islice, product
-from typing import Self
+from itertools import product
+from typing import NamedTuple, Self
 
 from llama_core.errors import PlanError
 
@@ -37,11 +37,14 @@ class Kind(StrEnum):
     """The stage receives the gradient of its output from the next stage."""
 
 
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+"""Actions that give the gradient of a stage's input."""
+COMPUTATIONS = BACKWARDS | {Kind.FORWARD, Kind.WEIGHT_GRADIENT}
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RELEASES = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 """Actions after which a stage no longer holds anything of the microbatch."""
 
-_FEEDS = {Kind.RECV_F: {Kind.FORWARD}, Kind.RECV_B: {Kind.BACKWARD, Kind.INPUT_GRADIENT}}
+_FEEDS = {Kind.RECV_F: {Kind.FORWARD}, Kind.RECV_B: BACKWARDS}
 _WAYS_TO_RUN = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
 # Any positive times give an order without deadlock; these give the lists that run best on real models.
 _USUAL_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRADIENT: 1.0, Kind.WEIGHT_GRADIENT: 1.0}
@@ -78,6 +81,15 @@ class TimedAction:
     action: Action
     start: float
     end: float
+
+
+class Ordered(NamedTuple):
+    """An action among those of all ranks, in an order in which each comes after those that it waits for."""
+
+    rank: int
+    action: Action
+    waits: tuple[tuple[int, bool], ...]
+    """The actions that have to end first, by their place in the order, and whether another rank runs them."""
 
 
 Placement = tuple[tuple[int, ...], ...]
@@ -136,6 +148,55 @@ class Schedule:
             if action.kind is Kind.FORWARD
         }
 
+    @cached_property
+    def order(self) -> tuple["Ordered", ...]:
+        """All ranks' actions in an order in which each comes after those that it waits for.
+
+        Raises:
+            PlanError: if an action waits forever.
+        """
+        order: list[Ordered] = []
+        places: dict[Action, int] = {}
+        waiting = [list(reversed(actions)) for actions in self.actions]
+        while any(waiting):
+            num_placed = len(order)
+            for rank, actions in enumerate(waiting):
+                while actions:
+                    needed = inputs(actions[-1], self.num_stages)
+                    if not all(before in places for before in needed):
+                        break
+                    action = actions.pop()
+                    waits = tuple((places[before], order[places[before]].rank != rank) for before in needed)
+                    places[action] = len(order)
+                    order.append(Ordered(rank, action, waits))
+            if len(order) == num_placed:
+                raise PlanError(f"schedule {self.name} deadlocks: {'; '.join(self._waits(waiting, places))}")
+        return tuple(order)
+
+    def starts(self, seconds: Sequence[float], hop: float = 0.0) -> list[float]:
+        """Return when every action of ``order`` starts, which is as soon as its rank and its inputs allow.
+
+        Args:
+            seconds: how long each of these actions takes.
+            hop: time to send an output or a gradient to another rank; only the receiver waits for it.
+
+        Raises:
+            PlanError: as ``order``.
+        """
+        free = [0.0] * self.num_ranks
+        starts: list[float] = []
+        ends: list[float] = []
+        # a search spends much of its time here
+        for (rank, _, waits), duration in zip(self.order, seconds, strict=True):
+            start = free[rank]
+            for place, is_sent in waits:
+                arrival = ends[place] + hop if is_sent else ends[place]
+                start = max(start, arrival)
+            starts.append(start)
+            ends.append(start + duration)
+            free[rank] = start + duration
+        return starts
+
     def replay(self, seconds: Callable[[Action], float], hop: float = 0.0) -> tuple[tuple[TimedAction, ...], ...]:
         """Return every rank's actions with their times, each action starting as soon as its rank and inputs allow.
 
@@ -148,25 +209,10 @@ class Schedule:
         """
         if problems := list(self._problems()):
             raise PlanError(f"schedule {self.name} is not complete: {'; '.join(problems)}")
-        ends: dict[Action, float] = {}
+        durations = [seconds(action) for _, action, _ in self.order]
         lanes: list[list[TimedAction]] = [[] for _ in self.actions]
-        progress = -1
-        while progress < len(ends):
-            progress = len(ends)
-            for rank, (lane, actions) in enumerate(zip(lanes, self.actions, strict=True)):
-                for action in islice(actions, len(lane), None):
-                    needed = inputs(action, self.num_stages)
-                    if not all(before in ends for before in needed):
-                        break
-                    arrived = [
-                        ends[before] + hop * (self.rank_of(before.stage, before.microbatch) != rank)
-                        for before in needed
-                    ]
-                    start = max([lane[-1].end if lane else 0.0, *arrived])
-                    ends[action] = start + seconds(action)
-                    lane.append(TimedAction(action, start, ends[action]))
-        if stuck := list(self._waits(lanes, ends)):
-            raise PlanError(f"schedule {self.name} deadlocks: {'; '.join(stuck)}")
+        for (rank, action, _), start, duration in zip(self.order, self.starts(durations, hop), durations, strict=True):
+            lanes[rank].append(TimedAction(action, start, start + duration))
         return tuple(map(tuple, lanes))
 
     def _problems(self) -> Iterator[str]:
@@ -186,9 +232,9 @@ class Schedule:
                 hosts = [str(rank) for rank, stages in enumerate(self.placement) if stage in stages]
                 yield f"{where} runs on rank {', '.join(map(str, sorted(ranks)))} instead of one of {', '.join(hosts)}"
 
-    def _waits(self, lanes: Sequence[Sequence[TimedAction]], done: Mapping[Action, float]) -> Iterator[str]:
-        for rank, (lane, actions) in enumerate(zip(lanes, self.actions, strict=True)):
-            for action in actions[len(lane) : len(lane) + 1]:
+    def _waits(self, waiting: Sequence[Sequence[Action]], done: Container[Action]) -> Iterator[str]:
+        for rank, actions in enumerate(waiting):
+            for action in actions[-1:]:
                 missing = [str(before) for before in inputs(action, self.num_stages) if before not in done]
                 yield f"rank {rank} waits at {action} for {' and '.join(missing)}"
 

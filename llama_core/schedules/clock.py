@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from llama_core.schedules.actions import RELEASES, Kind, Schedule, TimedAction
+from llama_core.schedules.actions import Kind, Schedule, TimedAction
+from llama_core.schedules.walk import walk
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,8 @@ class Timeline:
         It holds a microbatch from its forward to its backward or, if the backward is split, to its weight gradient. One
         of several chunks of a full stage counts as that fraction of it, and so does half a microbatch.
         """
-        held = most = 0
-        for timed in self.lanes[rank]:
-            held += (timed.action.kind is Kind.FORWARD) - (timed.action.kind in RELEASES)
-            most = max(most, held)
-        return most / _actions_per_pass(self.schedule)
+        forwards = (turn for turn in walk(self.schedule, rank) if turn.action.kind is Kind.FORWARD)
+        return max(1 + sum(turn.held.microbatches) for turn in forwards) / _actions_per_pass(self.schedule)
 
 
 def simulate(

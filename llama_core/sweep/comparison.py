@@ -20,6 +20,7 @@ from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
 from llama_core.sweep.grid import Element, GridValue, SweepConfig
+from llama_core.sweep.naming import ElementNames, element_names
 
 How = Literal["measured", "predicted"]
 
@@ -66,15 +67,23 @@ class Comparison:
     sweep: SweepDirectory | None
     """The sweep that measured; None if every row is predicted."""
 
+    @property
+    def names(self) -> ElementNames:
+        """What people call the elements."""
+        return element_names(self.rows)
+
     def fastest_predicted(self) -> str:
         """Return which element is predicted to be the fastest, and how far ahead; empty without two such speeds."""
         rates = {row.name: row.tokens_per_second for row in self.rows if row.how == "predicted"}
         known = {name: rate for name, rate in rates.items() if rate is not None}
         if len(known) < 2:
             return ""
+        names = self.names
         first, second = sorted(known, key=lambda name: -known[name])[:2]
         ahead = known[first] / known[second] - 1
-        return f"{first}: {known[first]:,.0f} tokens/s predicted, {ahead:.1%} more than the next, {second}"
+        return (
+            f"{names[first]}: {known[first]:,.0f} tokens/s predicted, {ahead:.1%} more than the next ({names[second]})"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as a record."""
@@ -101,7 +110,7 @@ def compare(
     if len(rows) < len(elements):
         sweep = sweeps.prepare(config.without(rows), sweep_dir, resume=resume)
         try:
-            run_sweep(sweep, steps)
+            run_sweep(sweep, steps, keeps_skipped=True)
         except StoppedError:
             raise
         except (ConfigError, TrainingFailedError):
@@ -116,10 +125,11 @@ def predict(config: SweepConfig) -> Comparison:
     Raises:
         ConfigError: if no element has a valid plan, with the reason for each.
     """
-    rows = tuple(_predicted_anywhere(element, config.base) for element in config.elements())
-    if all(row.status == "impossible" for row in rows):
-        raise ConfigError(*(f"{row.name}: {row.reason}" for row in rows))
-    return Comparison(rows, None)
+    comparison = Comparison(tuple(_predicted_anywhere(element, config.base) for element in config.elements()), None)
+    if all(row.status == "impossible" for row in comparison.rows):
+        names = comparison.names
+        raise ConfigError(*(f"{names[row.name]}: {row.reason}" for row in comparison.rows))
+    return comparison
 
 
 def _predicted_anywhere(element: Element, base: RunConfig) -> ComparisonRow:

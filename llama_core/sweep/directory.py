@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
 from llama_core.sweep.grid import GridValue, SweepConfig
+from llama_core.sweep.naming import ElementNames, element_names
 from llama_core.sweep.objective import Objective
 
 
@@ -23,7 +25,7 @@ class SweepDirectory:
 
     @property
     def name(self) -> str:
-        """The sweep's name: that of its directory."""
+        """The name of its directory."""
         return self.path.name
 
     @property
@@ -79,11 +81,15 @@ class SweepRecord:
         """The configuration, validated."""
         return SweepConfig.from_mapping(self.config)
 
+    @cached_property
+    def names(self) -> ElementNames:
+        """What people call the elements."""
+        return element_names(self.elements)
+
     @property
     def objective(self) -> Objective:
         """What ranks the elements."""
-        objective: Objective = self.config.get("objective", "throughput")  # earlier versions had no other
-        return objective
+        return Objective.parse(self.config.get("objective", "throughput"))  # earlier versions had no other
 
     @property
     def runnable(self) -> tuple[ElementRecord, ...]:
@@ -112,7 +118,7 @@ def is_timed(run: RunDirectory) -> bool:
 
 def has_result(run: RunDirectory, objective: Objective) -> bool:
     """Return whether the run has been timed or trained to its end, as the objective needs."""
-    return is_timed(run) if objective == "throughput" else is_finished(run)
+    return is_timed(run) if objective.kind == "throughput" else is_finished(run)
 
 
 def unfinished(sweep: SweepDirectory) -> Iterator[RunDirectory]:

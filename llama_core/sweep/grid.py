@@ -6,24 +6,33 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from llama_core.config.files import read_mapping
 from llama_core.config.names import keys_meant
+from llama_core.config.overrides import Override, parsed_overrides
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.section import Section
 from llama_core.config.slurm import refuse_commands_of_others
+from llama_core.config.validation import message_of
 from llama_core.errors import ConfigError, Problem, ask_for, did_you_mean
 from llama_core.records.files import by_dotted_key
-from llama_core.sweep.objective import DONE, HELD_OUT, Objective, problems_of_loss, problems_of_throughput
+from llama_core.sweep.objective import (
+    HELD_OUT,
+    Objective,
+    problems_of_loss,
+    problems_of_part,
+    problems_of_throughput,
+)
 
-__all__ = ["DONE", "HELD_OUT", "Element", "GridValue", "Objective", "SweepConfig"]
+__all__ = ["HELD_OUT", "Element", "GridValue", "Objective", "SweepConfig"]
 
 LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
@@ -51,7 +60,15 @@ class Element:
         Raises:
             ConfigError: if its values contradict each other or ``base``.
         """
-        return base.with_overrides(*(f"{key}={json.dumps(value)}" for key, value in self.settings.items()))
+        return base.with_overrides(*(Override(key, value) for key, value in self.settings.items()))
+
+
+def _objective(text: str) -> str:
+    try:
+        Objective.parse(text)
+    except ValueError as error:
+        raise PydanticCustomError("objective", str(error)) from None
+    return text
 
 
 class SweepConfig(Section):
@@ -67,10 +84,11 @@ class SweepConfig(Section):
     """Combinations to leave out: each excludes every element that has all its values."""
     include: list[dict[str, GridValue]] = Field(default_factory=list)
     """Elements to add: values for keys of the grid, and the base's for the others. One given again runs again."""
-    objective: Objective = "throughput"
-    """What ranks the elements: throughput (of timed steps), or loss (each trains, and its held-out loss counts)."""
+    objective: Annotated[str, AfterValidator(_objective)] = "throughput"
+    """What ranks the elements: throughput (of timed steps), loss (each trains, and its held-out loss counts), or
+    eval_loss/NAME (the same, but the loss of this source or named part of the held-out documents)."""
     tokens: int | None = Field(None, ge=1)
-    """With objective=loss, tokens that each element trains on; default: the training.steps of each."""
+    """If a loss ranks the elements, tokens that each element trains on; default: the training.steps of each."""
 
     @field_validator("base", mode="before")
     @classmethod
@@ -95,12 +113,15 @@ class SweepConfig(Section):
 
     def _problems_of_objective(self) -> Iterator[Problem]:
         compared = self._compared()
-        if self.objective == "throughput":
+        ranking = self.ranking
+        if ranking.kind == "throughput":
             if self.tokens is not None:
-                yield Problem("tokens needs objective=loss: timed steps train nothing")
+                yield Problem("tokens needs objective=loss or another loss: timed steps train nothing")
             yield from problems_of_throughput(compared)
             return
         yield from problems_of_loss(compared, self.base)
+        if ranking.part:
+            yield from problems_of_part(ranking.part, self.base.data)
         lengths = [self.base.training.steps, *self.grid.get("training.steps", ())]
         has_steps = any(lengths)
         has_tokens = self.tokens is not None
@@ -108,6 +129,11 @@ class SweepConfig(Section):
             yield Problem(
                 "objective=loss needs the length of training: set either training.steps of the base, or tokens"
             )
+
+    @property
+    def ranking(self) -> Objective:
+        """What ranks the elements."""
+        return Objective.parse(self.objective)
 
     def _compared(self) -> list[str]:
         """Return the keys of the run configuration that have several values."""
@@ -128,7 +154,7 @@ class SweepConfig(Section):
         if self.tokens is None:
             return config
         steps = math.ceil(self.tokens / (config.batch_size * config.seq_len))
-        return config.with_overrides(f"training.steps={steps}")
+        return config.with_overrides(Override("training.steps", steps))
 
     def elements(self) -> list[Element]:
         """Return the combinations that are not excluded (the last key varies fastest), then the included elements."""
@@ -153,20 +179,20 @@ class SweepConfig(Section):
         return self.from_mapping(self.model_dump() | {"exclude": exclude, "include": include})
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Build a sweep from nested keys.
+    def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[Override | str] = ()) -> Self:
+        """Build a sweep from nested keys, then overrides of the base's.
 
         Raises:
             ConfigError: naming every problem found.
         """
         try:
-            return cls.model_validate(dict(mapping))
+            return cls.model_validate(_with_overrides(mapping, overrides))
         except ValidationError as error:
             raise ConfigError(*(problem for detail in error.errors() for problem in _describe(detail))) from None
 
     @classmethod
-    def load(cls, path: Path, **settings: object) -> Self:
-        """Read a YAML file, and replace some of its settings.
+    def load(cls, path: Path, overrides: Iterable[Override | str] = (), **settings: object) -> Self:
+        """Read a YAML file, override keys of the base, and replace some settings of the sweep itself.
 
         Raises:
             ConfigError: if the file cannot be read, is not a mapping, or does not describe a sweep.
@@ -175,12 +201,39 @@ class SweepConfig(Section):
         if mapping is None:
             raise ConfigError(f"sweep {str(path)!r} is not a mapping of keys to values")
         if isinstance(mapping.get("base"), str):
-            mapping["base"] = RunConfig.load(path.parent / mapping["base"])
+            mapping["base"] = RunConfig.load(path.parent / mapping["base"], overrides)
         else:
             refuse_commands_of_others(path, by_dotted_key(_dict(mapping.get("base"))))
         for element in (mapping.get("grid"), *_list(mapping.get("include"))):
             refuse_commands_of_others(path, _dict(element))
-        return cls.from_mapping(mapping | settings)
+        return cls.from_mapping(mapping | settings, overrides)
+
+
+def _with_overrides(mapping: Mapping[str, Any], overrides: Iterable[Override | str]) -> dict[str, Any]:
+    """Return the nested keys of a sweep with overrides of its base.
+
+    Raises:
+        ConfigError: if an override is malformed, or the grid would override it in turn.
+    """
+    parsed, problems = parsed_overrides(overrides)
+    grid = _dict(mapping.get("grid"))
+    problems += [
+        Problem(f"{override.key} is a key of the grid, which sets it in each element; change it there")
+        for override in parsed
+        if override.key in grid
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    base = mapping.get("base", {})
+    if not parsed:
+        return dict(mapping)
+    if isinstance(base, RunConfig):
+        base = base.with_overrides(*parsed)
+    elif isinstance(base, Mapping):  # not validated yet: it may only be valid with the overrides
+        base = deepcopy(dict(base))
+        for override in parsed:
+            override.apply(base)
+    return {**mapping, "base": base}
 
 
 def _dict(value: object) -> dict[str, Any]:
@@ -198,12 +251,12 @@ def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[Problem]
             yield Problem(f"grid: unknown key {key!r}{ask_for(keys_meant(key, known))}")
             continue
         for value in values:
-            yield from (Problem(f"grid.{key}: {complaint}") for complaint in _complaints(key, value))
+            yield from (Problem(f"grid.{key}: {complaint}") for complaint in complaints(key, value))
         times = Counter(map(_text, values))
         yield from (Problem(f"grid.{key}: {text} is given twice") for text in times if times[text] > 1)
 
 
-def _complaints(key: str, value: GridValue) -> Iterator[str]:
+def complaints(key: str, value: GridValue) -> Iterator[str]:
     """Yield what is wrong with a value by itself, whatever the other keys are, without naming its key."""
     section: Any = RunConfig
     *sections, field = key.split(".")
@@ -234,7 +287,7 @@ def _include_problems(
     for settings in include:
         for key, value in settings.items():
             if key in grid:
-                yield from (Problem(f"include: {key}: {complaint}") for complaint in _complaints(key, value))
+                yield from (Problem(f"include: {key}: {complaint}") for complaint in complaints(key, value))
             else:
                 yield Problem(
                     f"include: {key!r} is not a key of the grid; add it there with the value of the other elements"
@@ -251,8 +304,7 @@ def _describe(detail: ErrorDetails) -> Iterable[Problem]:
         return [Problem(f"unknown key {key!r}{did_you_mean(key, SweepConfig.model_fields)}")]
     if detail["type"] == "missing":
         return [Problem(f"{key} is missing")]
-    message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}"
-    return [Problem(f": {message}", key, repr(detail["input"]))]
+    return [Problem(f": {message_of(detail)}", key, repr(detail["input"]))]
 
 
 def _element_name(settings: Mapping[str, GridValue], time: int) -> str:

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from llama_core.chain import steps
@@ -118,10 +118,15 @@ def check_folder(folder: Path) -> None:
         EnvironmentMismatchError: if they cannot.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    try:
+        # permissions alone do not tell: file systems refuse even what root may do
+        with TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
         raise EnvironmentMismatchError(
-            f"benchmark.history={folder}: {existing} is not a folder that you may write to; choose another --history"
-        )
+            f"benchmark.history={folder}: {existing} is not a folder that you can write to ({error.strerror}); choose "
+            "another --history"
+        ) from None
 
 
 def result_of(run: RunDirectory, source: str, element: str = "") -> Result:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 from uuid import uuid4
@@ -17,6 +17,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
 from llama_core.sweep.history import Result, history_folder, read_history, result_of, write_part
+from llama_core.sweep.naming import ElementNames
 from llama_core.sweep.regression import FEWEST, WINDOW, alarms, expected, noise, p_value
 
 _SAYS_NOTHING = {"benchmark.history", "data.cache_dir", "tracking.run_name"}
@@ -86,7 +87,7 @@ class Change:
 
     def __str__(self) -> str:
         """Return the change on one line."""
-        where = f" ({', '.join(self.elements)})" if self.elements else ""
+        where = f" ({'; '.join(self.elements)})" if self.elements else ""
         return f"{self.key} {self.before} -> {self.now}{where}"
 
 
@@ -115,6 +116,12 @@ class Judgement:
             return read_typed(path, cls)
         return None
 
+    def renamed(self, names: ElementNames) -> "Judgement":
+        """Return it with the names of the elements that people read; a ``history.json`` has those of their folders."""
+        elements = [replace(one, element=names[one.element]) for one in self.elements]
+        changes = [replace(one, elements=tuple(names[name] for name in one.elements)) for one in self.changes]
+        return replace(self, elements=tuple(elements), changes=tuple(changes))
+
     def lines(self) -> Iterator[str]:
         """Yield the lines that the terminal shows."""
         for one in self.elements:
@@ -124,9 +131,9 @@ class Judgement:
             for note in one.notes:
                 yield f"{name}noisy: {note}"
         if same := self.of("same"):
-            yield f"as fast as before, within the noise: {', '.join(one.element or 'this run' for one in same)}"
+            yield f"as fast as before, within the noise: {'; '.join(one.element or 'this run' for one in same)}"
         if new := self.of("first"):
-            yield f"first on this kind of machine: {', '.join(one.element or 'this run' for one in new)}"
+            yield f"first on this kind of machine: {'; '.join(one.element or 'this run' for one in new)}"
         if self.changes:
             yield f"changed since {self.since}: {'; '.join(map(str, self.changes))}"
 
@@ -134,7 +141,8 @@ class Judgement:
 def remember_sweep(sweep: SweepDirectory) -> Judgement | None:
     """Keep the timed elements of a sweep in the history, and compare them with it; None if none was timed.
 
-    A sweep that is repeated or resumed replaces its own part.
+    A sweep that is repeated or resumed replaces its own part. The result has the names of the elements that people
+    read.
 
     Raises:
         RunDirectoryError: if the history cannot be written.
@@ -142,9 +150,22 @@ def remember_sweep(sweep: SweepDirectory) -> Judgement | None:
     record = read_record(sweep)
     runs = {element.name: sweep.run(element.name) for element in record.runnable}
     timed = [result_of(run, sweep.name, name) for name, run in runs.items() if is_timed(run)]
-    if record.objective != "throughput" or not timed:
+    if record.objective.kind != "throughput" or not timed:
         return None
-    return _remember(timed, history_folder(record.sweep_config.base, sweep.path), sweep.history)
+    folder = history_folder(record.sweep_config.base, sweep.path)
+    judgement = _remember(timed, folder, sweep.history).renamed(record.names)
+    _say(judgement)
+    return judgement
+
+
+def read_judgement(sweep: SweepDirectory) -> Judgement | None:
+    """Return how a sweep compares with earlier ones, with the names of the elements that people read; None if unknown.
+
+    Raises:
+        RunDirectoryError: if the directory holds no sweep.
+    """
+    judgement = Judgement.read(sweep.history)
+    return None if judgement is None else judgement.renamed(read_record(sweep).names)
 
 
 def remember_run(run: RunDirectory) -> Judgement:
@@ -153,7 +174,9 @@ def remember_run(run: RunDirectory) -> Judgement:
     Raises:
         RunDirectoryError: if the history cannot be written.
     """
-    return _remember([result_of(run, run.name)], history_folder(load_config(run), run.path), run.history)
+    judgement = _remember([result_of(run, run.name)], history_folder(load_config(run), run.path), run.history)
+    _say(judgement)
+    return judgement
 
 
 def _remember(results: Sequence[Result], folder: Path, record: Path) -> Judgement:
@@ -168,9 +191,12 @@ def _remember(results: Sequence[Result], folder: Path, record: Path) -> Judgemen
         raise RunDirectoryError(f"cannot keep the results in {folder}: {error}; choose another --history") from None
     write_json(record, judgement)
     say("history", f"{len(results)} result{'s' if len(results) > 1 else ''} in {folder / part}")
+    return judgement
+
+
+def _say(judgement: Judgement) -> None:
     for line in judgement.lines():
         say("history", line)
-    return judgement
 
 
 def judge(results: Sequence[Result], history: Iterable[Result], folder: str, part: str) -> Judgement:

@@ -1,14 +1,17 @@
 """What ranks the elements of a sweep, and which keys cannot change it; each key says so itself (``Key.changes``)."""
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
 from llama_core.config.run import RunConfig
 from llama_core.config.section import Changes
-from llama_core.errors import Problem
+from llama_core.config.settings import DataConfig
+from llama_core.errors import Problem, did_you_mean
+from llama_core.records.measurements import NAMED_LOSS
 
-Objective = Literal["throughput", "loss"]
-DONE: dict[Objective, str] = {"throughput": "timed", "loss": "trained"}
+Kind = Literal["throughput", "loss"]
+_DONE: dict[Kind, str] = {"throughput": "timed", "loss": "trained"}
 """What has been done to an element with a result."""
 
 _CHANGES: dict[str, Changes] = {known.name: known.key.changes for known in RunConfig.known_keys()}
@@ -16,6 +19,53 @@ UNTIMED = frozenset(name for name, changes in _CHANGES.items() if changes in {"l
 """Keys that do not change how long a step takes."""
 HELD_OUT = frozenset(name for name, changes in _CHANGES.items() if changes == "held-out")
 """Keys that change the tokens which the held-out loss is a mean over."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What ranks the elements of a sweep."""
+
+    kind: Kind
+    part: str = ""
+    """The name of the held-out tokens whose loss counts; empty for all of them."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the objective that a configuration spells ``throughput``, ``loss`` or ``eval_loss/NAME``.
+
+        Raises:
+            ValueError: if it is none of them.
+        """
+        if text == "throughput":
+            return cls("throughput")
+        if text == "loss":
+            return cls("loss")
+        if text.startswith(NAMED_LOSS) and text != NAMED_LOSS:
+            return cls("loss", text.removeprefix(NAMED_LOSS))
+        raise ValueError(f"choose one of throughput, loss, {NAMED_LOSS}NAME")
+
+    @property
+    def done(self) -> str:
+        """What has been done to an element with a result."""
+        return _DONE[self.kind]
+
+    @property
+    def loss(self) -> str:
+        """The loss in words, such as ``held-out loss of code``."""
+        return f"held-out loss of {self.part}" if self.part else "held-out loss"
+
+
+def problems_of_part(part: str, data: DataConfig) -> Iterator[Problem]:
+    """Yield a problem if no held-out tokens of the run have the name by whose loss a sweep is ranked."""
+    names = data.held_out_names
+    if names and part not in names:
+        known = ", ".join(f"{NAMED_LOSS}{name}" for name in names)
+        yield Problem(f"objective={NAMED_LOSS}{part}: choose one of {known}{did_you_mean(part, names)}")
+    elif not names:
+        yield Problem(
+            f"objective={NAMED_LOSS}{part}: the held-out documents have no names; give a mixture as data.sources, or "
+            "name them in data.validation"
+        )
 
 
 def problems_of_throughput(compared: Iterable[str]) -> Iterator[Problem]:

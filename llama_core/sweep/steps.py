@@ -32,7 +32,10 @@ from llama_core.launch.scheduler import SharedAnswers
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.job import Outcome, Part
+from llama_core.records.measurements import TrainingSummary
 from llama_core.records.owners import refuse_foreign, refuse_links
+from llama_core.redaction import shell_word
+from llama_core.sweep.best import best_lines
 from llama_core.sweep.directory import (
     ElementRecord,
     SweepDirectory,
@@ -42,10 +45,12 @@ from llama_core.sweep.directory import (
     unfinished,
     write_record,
 )
+from llama_core.sweep.divergence import divergence_of
 from llama_core.sweep.grid import Element, SweepConfig
 from llama_core.sweep.history import check_folder, history_folder
-from llama_core.sweep.lock import lock, unlock
-from llama_core.sweep.objective import DONE, Objective
+from llama_core.sweep.lock import discard_new, lock, unlock
+from llama_core.sweep.naming import ElementNames
+from llama_core.sweep.objective import Kind
 
 SWEEPS = Path("sweeps")
 
@@ -54,7 +59,7 @@ CANCEL_GRACE_SECONDS = 15.0
 LOOK_SECONDS = 1.0
 """Time between two checks of the jobs; Slurm itself is asked less often."""
 
-_PART: dict[Objective, Part] = {"throughput": "benchmark", "loss": "train"}
+_PART: dict[Kind, Part] = {"throughput": "benchmark", "loss": "train"}
 """The part of its work that the run of an element does."""
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
 _FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
@@ -84,6 +89,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
     try:
         _prepare(sweep, config)
     except BaseException:
+        discard_new(sweep)
         unlock(sweep)
         raise
     return sweep
@@ -140,13 +146,13 @@ def _new_directory(config: SweepConfig) -> SweepDirectory:
 def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfig) -> ElementRecord:
     run = sweep.run(element.name)
     record = ElementRecord(element.name, element.settings)
-    if has_result(run, config.objective):
+    if has_result(run, config.ranking):
         return record
     try:
         requested = config.config_of(element)
         if requested.launch.is_elastic:
             raise ConfigError("launch.min_nodes: elements are compared on the nodes that they ask for; leave it out")
-        if config.objective == "throughput":
+        if config.ranking.kind == "throughput":
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())
         steps.estimate(run)
@@ -157,7 +163,7 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
 
 def _refuse_empty(record: SweepRecord) -> None:
     if not record.runnable:
-        raise ConfigError(*(f"{element.name}: {element.skipped}" for element in record.elements))
+        raise ConfigError(*(f"{record.names[element.name]}: {element.skipped}" for element in record.elements))
 
 
 def validate(sweep: SweepDirectory) -> None:
@@ -167,7 +173,7 @@ def validate(sweep: SweepDirectory) -> None:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
     record = read_record(sweep)
-    trains = _PART[record.objective] == "train"
+    trains = _PART[record.objective.kind] == "train"
     if not trains:
         check_folder(history_folder(record.sweep_config.base, sweep.path))
     for runs in _groups(list(unfinished(sweep))):
@@ -181,6 +187,7 @@ def rehearse(sweep: SweepDirectory) -> None:
         ConfigError: if no element is left, with the reason for each.
     """
     record = read_record(sweep)
+    names = record.names
     for element in record.runnable:
         run = sweep.run(element.name)
         if run.dry_run.exists() or has_result(run, record.objective):
@@ -191,9 +198,9 @@ def rehearse(sweep: SweepDirectory) -> None:
             run.dry_run.unlink(missing_ok=True)  # a resumed sweep tries skipped elements again
             record = _with_skipped(record, element, str(error))
             write_record(sweep, record)
-            say("dry-run", f"{element.name}: skipped: {error}")
+            say("dry-run", f"{names[element.name]}: skipped: {error}")
         else:
-            say("dry-run", f"{element.name}: {rehearsed.summary() if rehearsed else steps.NOT_REHEARSED}")
+            say("dry-run", f"{names[element.name]}: {rehearsed.summary() if rehearsed else steps.NOT_REHEARSED}")
     _refuse_empty(record)
 
 
@@ -222,7 +229,7 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     at_work = {job.run.name for job in jobs}
     # attach has recorded the outcome of jobs that ended while nobody waited.
     waiting = [run for run in unfinished(sweep) if run.name not in at_work and not _is_here(run)]
-    part = _PART[read_record(sweep).objective]
+    part = _PART[read_record(sweep).objective.kind]
     for runs in _groups(waiting):
         with_configs = [(run, load_config(run)) for run in runs]
         num_ranks = load_plan(runs[0]).world_size
@@ -251,94 +258,79 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
         StoppedError: if the sweep was interrupted, or one of its jobs was cancelled.
     """
     try:
-        _wait(jobs)
+        _wait(jobs, read_record(sweep).names)
         _run_here(sweep)
     except KeyboardInterrupt:
         say("stopping", "every job of the sweep")
         cancel(sweep)
-        raise _stopped(sweep) from None
-    _check_ends(sweep)
+        _say_best(sweep)
+        raise stopped(sweep) from None
     _say_best(sweep)
+    _check_ends(sweep)
 
 
 def _run_here(sweep: SweepDirectory) -> None:
     """Run the local elements one after the other, with a progress bar for each that trains."""
-    objective = read_record(sweep).objective
+    record = read_record(sweep)
     here = [run for run in unfinished(sweep) if _is_here(run)]
     for number, run in enumerate(here, start=1):
-        job = steps.submit(run, only=_PART[objective])
+        job = steps.submit(run, only=_PART[record.objective.kind])
         if job is None:
             continue
-        say("element", f"{run.name}: {number} of {len(here)}")
+        name = record.names[run.name]
+        say("element", f"{name}: {number} of {len(here)}")
         with watch(run) as show:
             outcome = job.wait(show)
-        _say_end(run, outcome)
+        _say_end(name, run, outcome)
         if outcome.status == "cancelled":
             break
 
 
-def _wait(jobs: Sequence[JobHandle]) -> None:
+def _wait(jobs: Sequence[JobHandle], names: ElementNames) -> None:
     while jobs:
         alive = [job for job in jobs if job.is_running()]
         for job in jobs:
             if job not in alive:
-                _say_end(job.run, job.wait())
+                _say_end(names[job.run.name], job.run, job.wait())
         jobs = alive
         if jobs:
             time.sleep(LOOK_SECONDS)
 
 
-def _say_end(run: RunDirectory, outcome: Outcome) -> None:
+def _say_end(name: str, run: RunDirectory, outcome: Outcome) -> None:
     if outcome.status != "finished":
         result = f"{outcome.status}, {outcome.reason}"
     elif is_finished(run):
-        result = steps.training_summary(run).summary()
+        summary = steps.training_summary(run)
+        result = "; ".join(filter(None, (_diverged(run, summary), summary.summary())))
     else:
         result = steps.benchmark(run).summary()
-    say("element", f"{run.name}: {result}")
+    say("element", f"{name}: {result}")
+
+
+def _diverged(run: RunDirectory, summary: TrainingSummary) -> str:
+    how = divergence_of(run, summary)
+    return f"diverged, {how}" if how else ""
 
 
 def _check_ends(sweep: SweepDirectory) -> None:
     left = {run.name: read_outcome(run) for run in unfinished(sweep) if run.outcome.exists()}
     if any(outcome.status == "cancelled" for outcome in left.values()):
-        raise _stopped(sweep)
+        raise stopped(sweep)
     record = read_record(sweep)
     if len(left) == len(record.runnable):
-        ends = (f"{name}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
-        raise TrainingFailedError(f"no element could be {DONE[record.objective]}; {'; '.join(ends)}")
+        ends = (f"{record.names[name]}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
+        raise TrainingFailedError(f"no element could be {record.objective.done}; {'; '.join(ends)}")
 
 
 def _say_best(sweep: SweepDirectory) -> None:
-    record = read_record(sweep)
-    runs = [sweep.run(element.name) for element in record.runnable]
-    done = [run for run in runs if has_result(run, record.objective)]
-    if len(done) > 1:
-        best = _fastest(done) if record.objective == "throughput" else _lowest_loss(done)
-        say("best", f"{best}; {len(done)} elements {DONE[record.objective]}")
-
-
-def _fastest(runs: Sequence[RunDirectory]) -> str:
-    timed = {run.name: steps.benchmark(run) for run in runs}
-    first, second = sorted(timed, key=lambda name: -timed[name].tokens_per_second)[:2]
-    rate = timed[first].tokens_per_second
-    other = timed[second].tokens_per_second
-    noise = "" if timed[first].is_told_apart(timed[second]) else ", within the noise of their steps"
-    return f"{first}: {rate:,.0f} tokens/s, {rate / other - 1:.1%} more than the next, {second}{noise}"
-
-
-def _lowest_loss(runs: Sequence[RunDirectory]) -> str:
-    losses = {run.name: steps.training_summary(run).eval_loss for run in runs}
-    known = {name: loss for name, loss in losses.items() if loss is not None}
-    if len(known) < 2:
-        return "not known: fewer than two elements have a held-out loss"
-    first, second = sorted(known, key=lambda name: known[name])[:2]
-    ahead = known[second] - known[first]
-    return f"{first}: held-out loss {known[first]:.4f}, {ahead:.4f} below the next, {second}"
+    for word, text in best_lines(sweep):
+        say(word, text)
 
 
 def cancel(sweep: SweepDirectory) -> int:
     """Cancel every job of the sweep and return their number; elements keep their results and checkpoints."""
-    grace_seconds = CANCEL_GRACE_SECONDS if read_record(sweep).objective == "throughput" else None
+    grace_seconds = CANCEL_GRACE_SECONDS if read_record(sweep).objective.kind == "throughput" else None
     return len(cancel_all(attach(sweep), grace_seconds))
 
 
@@ -352,12 +344,16 @@ def records(sweep: SweepDirectory) -> dict[str, Any]:
     return {"sweep_dir": str(sweep.path), "elements": elements} | compared
 
 
-def _stopped(sweep: SweepDirectory) -> StoppedError:
+def stopped(sweep: SweepDirectory, again: str | None = None) -> StoppedError:
+    """Return the error for a stopped sweep, with the command that continues it; by default ``sweep --resume``."""
+    again = again or f"training-infra sweep --sweep-dir {shell_word(sweep.path)} --resume"
     record = read_record(sweep)
-    done = sum(has_result(sweep.run(element.name), record.objective) for element in record.runnable)
+    num_elements = len(record.runnable)
+    num_done = num_elements - len(list(unfinished(sweep)))
+    if num_done == num_elements:
+        return StoppedError(f"stopped after all {num_elements} elements were {record.objective.done}")
     return StoppedError(
-        f"stopped with {done} elements {DONE[record.objective]}; "
-        f"continue with: training-infra sweep --sweep-dir {sweep.path} --resume"
+        f"stopped with {num_done} of {num_elements} elements {record.objective.done}; continue with: {again}"
     )
 
 

@@ -6,7 +6,8 @@ A checkpoint is a directory ``step-00000100``. It holds the engines' files (in t
 which any number of ranks under any plan can read, or in DeepSpeed's), ``state.json`` (the trainer's counters), the
 ``config.yaml`` that it was trained with, and ``manifest.json`` (the size and checksum of every file). It is written as
 ``.step-00000100.writing`` and renamed when every byte is on disk; the ``latest`` file names the newest one and is
-replaced last. Killing the process at any moment therefore leaves the earlier checkpoints intact.
+replaced last. One that is no longer kept is renamed before its files are deleted. Killing the process at any moment
+therefore leaves the other checkpoints intact.
 
 Before a checkpoint is loaded, every byte of it is compared with the manifest. Each rank reads the files that the rank
 of its number has written, so together they read every file once; under the same plan these are the files that the rank
@@ -44,6 +45,7 @@ from llama_core.records.checkpoints import (
 from llama_core.records.checksums import FileSum, find_damage
 from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import atomic_write, is_disk_full, no_room, write_json
+from llama_core.records.retention import Retention
 from llama_core.training.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class Checkpointer:
 
     Args:
         run: the run.
-        keep: how many of the newest checkpoints stay on disk.
+        keep: which checkpoints stay on disk.
         num_bytes: the size of a checkpoint, for the error of a full disk.
         from_python: whether the run is continued from Python, for the error when no checkpoint can be read.
         settings: the text of the ``config.yaml`` in every checkpoint; by default, what the run's own holds now.
@@ -75,7 +77,7 @@ class Checkpointer:
         self,
         run: RunDirectory,
         *,
-        keep: int,
+        keep: Retention,
         num_bytes: int = 0,
         from_python: bool = False,
         settings: str | None = None,
@@ -155,9 +157,10 @@ class Checkpointer:
         # any later checkpoint was found damaged
         so_far = [path for path in list_checkpoints(self.run) if path.name <= final.name]
         good = [path for path in so_far if path.name not in self._damaged]
+        kept = self.keep.kept(good)
         for path in so_far:
-            if path not in good[-self.keep :]:
-                shutil.rmtree(path)
+            if path not in kept:
+                self._remove(path)
 
     def load(self, engine: Engine) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint and return the trainer's counters, or None if there is none.
@@ -210,6 +213,12 @@ class Checkpointer:
         if is_first_rank():
             for unfinished in self.run.checkpoints.glob(f".{PREFIX}*.writing"):
                 shutil.rmtree(unfinished)
+
+    def _remove(self, path: Path) -> None:
+        """Delete a checkpoint; a process killed meanwhile leaves a hidden rest, which the next one removes."""
+        hidden = path.with_name(f".{path.name}.deleted.writing")
+        path.replace(hidden)
+        shutil.rmtree(hidden)
 
     def _writing(self, step: int) -> Path:
         return self.run.checkpoints / f".{checkpoint_name(step)}.writing"

@@ -1,6 +1,6 @@
 """The training engine: a model and its optimizer behind one interface, parallelised by torch or by DeepSpeed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
+from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.models.objective import build_objective
 from llama_core.optimizers.traits import RATE
@@ -28,6 +30,7 @@ from llama_core.parallel.ranks import PATIENCE, first_complaint
 from llama_core.planning.plan import ParallelPlan, document_attention
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.checksums import FileSum
+from llama_core.records.held_out import HeldOutRows
 from llama_core.training.optimizer import build_optimizer
 from llama_core.training.reading import PlainPlanner, PlainReader
 from llama_core.training.saving import BackgroundSaver
@@ -52,6 +55,9 @@ class Engine(Protocol):
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
         """Call ``fill`` on the rank's model, or on one part of it after another, to set the parameters."""
 
+    def non_finite_weights(self) -> Iterator[str]:
+        """Yield the names of the weights of which this rank holds a NaN or infinity; reads all of its weights."""
+
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
         """Compute the gradients of one step, times ``loss_scale``, and return its mean loss over all ranks."""
 
@@ -69,8 +75,17 @@ class Engine(Protocol):
         The update is skipped if the loss or the norm is not finite on any rank.
         """
 
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[float, int]:
-        """Return the loss summed over all ranks, and how much counts in it, such as the number of targets."""
+    def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
+        """Return the loss of every row of all ranks, in turns: the first of each data-parallel rank, then the second.
+
+        Every rank has as many rows.
+        """
+
+    def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
+        """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
+
+        Every rank has as many rows, all of one length. Answer n of a row is in column n; column 0 is of no answer.
+        """
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
         """Start writing the current weights and optimizer states of all ranks to ``folder``.
@@ -146,11 +161,18 @@ class NativeEngine:
         self.initialize_weights = parallel.initialize_weights
         self.forward_backward = parallel.forward_backward
         self.evaluate = parallel.evaluate
+        self.log_probabilities_of_answers = parallel.log_probabilities_of_answers
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
         """Call ``fill`` on the rank's model to set its parameters."""
         fill(self.model)
         self.parallel.weights_changed()
+
+    def non_finite_weights(self) -> Iterator[str]:
+        """Yield the names of the weights of which this rank holds a NaN or infinity."""
+        for name, parameter in self.model.named_parameters():
+            if not local_part(parameter.detach()).isfinite().all():
+                yield name
 
     def update(
         self,
@@ -237,6 +259,41 @@ class NativeEngine:
         return {"model": weights, "optimizer": states}
 
 
+def build_model(
+    config: RunConfig,
+    plan: ParallelPlan,
+    device: torch.device,
+    *,
+    spec: ModelSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype = torch.float32,
+) -> ParallelModel:
+    """Return this rank's part of the model of ``config``, parallelised by torch; it has no memory yet.
+
+    Args:
+        config: the resolved configuration.
+        plan: how the model is divided.
+        device: where this rank computes.
+        spec: another architecture than that of ``config``.
+        compute_dtype: another dtype of activations and matrix products, also of those that the run computes in fp8.
+        weight_dtype: dtype of the parameters.
+
+    Raises:
+        PlanError: if the plan's number of ranks is not the number that was started.
+    """
+    precision = config.training.precision
+    return ParallelModel(
+        spec or config.spec,
+        plan,
+        device=device,
+        compute_dtype=compute_dtype or COMPUTE_DTYPES[precision],
+        weight_dtype=weight_dtype,
+        fp8=precision == "fp8" and compute_dtype is None,
+        documents=document_attention(config, plan),
+        objective=build_objective(config.training),
+    )
+
+
 def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) -> Engine:
     """Return this rank's engine: its part of the model of ``config``, with uninitialised weights, and the optimizer.
 
@@ -244,25 +301,15 @@ def build_engine(config: RunConfig, plan: ParallelPlan, device: torch.device) ->
         EnvironmentMismatchError: if the plan needs a package that is missing.
         PlanError: if the plan's number of ranks is not the number that was started.
     """
-    dtype = COMPUTE_DTYPES[config.training.precision]
     new_optimizer = partial(build_optimizer, training=config.training)
-    objective = build_objective(config.training)
     if plan.zero_backend == "deepspeed":
         return DeepSpeedModel(
             config.spec,
             plan,
             device=device,
-            compute_dtype=dtype,
+            compute_dtype=COMPUTE_DTYPES[config.training.precision],
             build_optimizer=new_optimizer,
-            objective=objective,
+            objective=build_objective(config.training),
         )
-    parallel = ParallelModel(
-        config.spec,
-        plan,
-        device=device,
-        compute_dtype=dtype,
-        fp8=config.training.precision == "fp8",
-        documents=document_attention(config, plan),
-        objective=objective,
-    ).materialize()
+    parallel = build_model(config, plan, device).materialize()
     return NativeEngine(parallel, new_optimizer(parallel.model))

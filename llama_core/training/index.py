@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from llama_core.errors import CheckpointError
+from llama_core.errors import CheckpointError, as_clause
 
 INDEX = "index.jsonl"
 
@@ -141,7 +141,7 @@ def _naming(path: Path) -> Iterator[None]:
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(map(str, detail["loc"]))
-        problem = f"{detail['msg'][0].lower()}{detail['msg'][1:]}"
+        problem = as_clause(detail["msg"])
         raise CheckpointError(f"{path} is no index of a checkpoint ({key}: {problem})") from None
 
 

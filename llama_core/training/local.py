@@ -1,12 +1,13 @@
 """Optimizers on this rank's part of each parameter: torch's own, and the base of others."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from llama_core.models.layers import local_part
 from llama_core.optimizers.traits import OptimizerType
@@ -39,6 +40,19 @@ def on_local_parts(kind: type[Kind], groups: list[dict[str, Any]]) -> type[Kind]
     if not any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
         return kind
     return cast("type[Kind]", type(f"Local{kind.__name__}", (OnLocalParts, kind), {}))
+
+
+class KeepsDtypes(Optimizer):
+    """An optimizer that loads states in the dtype that they have. torch's casts them to that of the weights."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        super().load_state_dict(state_dict | {"state": {}})
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                self.state[parameter] = dict(state_dict["state"][number])
 
 
 class LocalOptimizer(Optimizer):
@@ -89,12 +103,72 @@ class LocalOptimizer(Optimizer):
         for state in self.kind.states:
             if state.name not in kept:
                 kept[state.name] = torch.zeros_like(parameter)
-        gradient = local_part(cast("Tensor", parameter.grad))
-        happens = torch.ones((), dtype=gradient.dtype, device=gradient.device)
-        if self.grad_scale is not None:
-            gradient.div_(self.grad_scale)
-        if self.found_inf is not None:
-            gradient.masked_fill_(self.found_inf.bool(), 0)  # zero times what is not finite would not be zero
-            happens -= self.found_inf
+        gradient = prepared_gradient(parameter, self.grad_scale, self.found_inf)
+        happens = whether_it_happens(gradient, self.found_inf)
         states = [local_part(kept[state.name]) for state in self.kind.states]
         self.update(local_part(parameter), gradient, states, group, happens)
+
+
+def prepared_gradient(parameter: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    """Return this rank's part of a parameter's gradient, scaled in place, or set to 0 if it is not finite.
+
+    Args:
+        parameter: the parameter, with a gradient.
+        grad_scale: what the gradient is divided by; None for 1.
+        found_inf: 1 if the gradients are not finite, else 0; None if they are known to be.
+    """
+    gradient = local_part(cast("Tensor", parameter.grad))
+    if grad_scale is not None:
+        gradient.div_(grad_scale)
+    if found_inf is not None:
+        gradient.masked_fill_(found_inf.bool(), 0)  # zero times what is not finite would not be zero
+    return gradient
+
+
+def whether_it_happens(like: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Return 1, or 0 if the step is to change nothing, as a number of the dtype and on the device of ``like``."""
+    happens = torch.ones((), dtype=like.dtype, device=like.device)
+    return happens if found_inf is None else happens.sub_(found_inf)
+
+
+def adamw_kernel(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    moments: tuple[list[Tensor], list[Tensor]],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+    *,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Update weights, moments and counts of steps in place with torch's fused kernel of AdamW.
+
+    Args:
+        weights: this rank's parts of parameters, or pieces of them.
+        gradients: theirs.
+        moments: their first and second moments.
+        steps: how often each was updated.
+        group: the settings of their group.
+        grad_scale: what gradients are divided by; None for 1.
+        found_inf: 1 if nothing is to change, else 0; None if the gradients are known to be finite.
+    """
+    beta1, beta2 = group["betas"]
+    first, second = moments
+    adamw(
+        weights,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

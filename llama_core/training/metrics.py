@@ -2,19 +2,24 @@
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.machine.packages import how_to_install
+from llama_core.imports import how_to_install
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
-from llama_core.records.measurements import StepRecord
+from llama_core.records.measurements import NAMED_LOSS, StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
+from llama_core.training.events import EventFile
 from llama_core.units import format_bytes
+
+if TYPE_CHECKING:
+    import wandb
 
 logger = logging.getLogger(__name__)
 
@@ -74,45 +79,45 @@ class HeartbeatSink:
 
 
 class TensorBoardSink:
-    """Writes the scalars of every record as TensorBoard events, until one cannot be written.
+    """Writes the scalars of every record as one TensorBoard event, until one cannot be written.
 
     Then the run goes on without them, since its own metrics hold the same scalars.
     """
 
     def __init__(self, run: RunDirectory, resumed_at: int) -> None:
-        # torch wraps the tensorboard package's own writer. Events after the step that a resumed run starts from are
-        # purged, so that each step shows once.
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer: SummaryWriter | None = None
+        self._file: EventFile | None = None
+        # Whatever an earlier attempt recorded from this step on is hidden, so that each step shows once.
+        start = SessionLog(status=SessionLog.START)
         with self._until_it_fails():
-            self._writer = SummaryWriter(str(run.tensorboard), purge_step=resumed_at + 1)
+            self._file = EventFile(run.tensorboard)
+            self._file.write(Event(wall_time=time.time(), step=resumed_at + 1, session_log=start))
 
     def write(self, record: StepRecord) -> None:
-        """Add the record's scalars."""
+        """Add the record's scalars; a TensorBoard that is open shows them at once."""
         with self._until_it_fails():
-            for name, value in _scalars(record).items():
-                if self._writer is not None:
-                    self._writer.add_scalar(name, value, record.step, walltime=record.time)
+            if self._file is not None:
+                self._file.write_scalars(record.step, _scalars(record), record.time)
 
     def flush(self) -> None:
-        """Write buffered events."""
-        with self._until_it_fails():
-            if self._writer is not None:
-                self._writer.flush()
+        """Do nothing: every event is flushed as it is written."""
 
     def close(self) -> None:
         """Close the event file."""
         with self._until_it_fails():
-            if self._writer is not None:
-                self._writer.close()
+            if self._file is not None:
+                self._file.close()
 
     @contextmanager
     def _until_it_fails(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._writer = None
+            if self._file is not None:
+                with suppress(OSError):  # what the file still buffers does not fit either
+                    self._file.close()
+            self._file = None
             logger.warning("TensorBoard gets no more events: %s; the run goes on, and its own metrics are whole", error)
 
 
@@ -120,23 +125,7 @@ class WandbSink:
     """Logs to Weights & Biases; a resumed run continues under the same id."""
 
     def __init__(self, run: RunDirectory, config: RunConfig) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise EnvironmentMismatchError(
-                f"tracking.wandb={config.tracking.wandb} needs the wandb package; {how_to_install('wandb')}, "
-                "or set tracking.wandb=off"
-            ) from None
-        self._run = wandb.init(
-            project=config.tracking.wandb_project,
-            name=run.name,
-            id=re.sub(r"[/\\#?%:]", "-", f"{run.name}-{config.fingerprint()}"),  # W&B refuses these characters
-            resume="allow",
-            mode="online" if config.tracking.wandb == "online" else "offline",
-            dir=run.logs,
-            config=config.model_dump(),
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        self._run = open_wandb(run, config)
 
     def write(self, record: StepRecord) -> None:
         """Log the record's scalars."""
@@ -148,6 +137,38 @@ class WandbSink:
     def close(self) -> None:
         """End the W&B run."""
         self._run.finish()
+
+
+def open_wandb(run: RunDirectory, config: RunConfig, part: str = "") -> "wandb.Run":
+    """Return the run of Weights & Biases in which the metrics of a run are, or a part that other processes log.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        part: the name of the part, which is a run of its own there, in one group with the other; empty for the steps.
+
+    Raises:
+        EnvironmentMismatchError: if the package is missing.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise EnvironmentMismatchError(
+            f"tracking.wandb={config.tracking.wandb} needs the wandb package; {how_to_install('wandb')}, "
+            "or set tracking.wandb=off"
+        ) from None
+    name = f"{run.name}-{part}" if part else run.name
+    return wandb.init(
+        project=config.tracking.wandb_project,
+        name=name,
+        group=run.name,
+        id=re.sub(r"[/\\#?%:]", "-", f"{name}-{config.fingerprint()}"),  # W&B refuses these characters
+        resume="allow",
+        mode="online" if config.tracking.wandb == "online" else "offline",
+        dir=run.logs,
+        config=config.model_dump(),
+        settings=wandb.Settings(console="off", silent=True),
+    )
 
 
 class MetricsSinks:
@@ -203,10 +224,13 @@ def format_record(record: StepRecord) -> str:
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"memory {format_bytes(record.memory_allocated_bytes)} (peak {format_bytes(record.memory_peak_bytes)})",
     ]
+    if record.reward_margin is not None:
+        parts.insert(2, f"margin {record.reward_margin:.4f} (accuracy {record.reward_accuracy:.1%})")
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
     if record.eval_loss is not None:
-        parts.append(f"held-out loss {record.eval_loss:.4f}")
+        named = ", ".join(f"{name} {loss:.4f}" for name, loss in record.eval_losses.items())
+        parts.append(f"held-out loss {record.eval_loss:.4f}{f' ({named})' if named else ''}")
     if record.skipped:
         parts.append("SKIPPED: not finite")
     if record.spike:
@@ -214,6 +238,8 @@ def format_record(record: StepRecord) -> str:
     return "  ".join(parts)
 
 
-def _scalars(record: StepRecord) -> dict[str, Any]:
-    ignored = {"step", "total_steps", "time"}
-    return {name: float(value) for name, value in asdict(record).items() if name not in ignored and value is not None}
+def _scalars(record: StepRecord) -> dict[str, float]:
+    ignored = {"step", "total_steps", "time", "eval_losses"}
+    values = {name: value for name, value in asdict(record).items() if name not in ignored and value is not None}
+    named = {f"{NAMED_LOSS}{name}": loss for name, loss in record.eval_losses.items()}
+    return {name: float(value) for name, value in (values | named).items()}

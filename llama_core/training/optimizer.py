@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llama_core.config.models import is_decayed
+from llama_core.config.parametrization import Factors, factors_of
 from llama_core.config.settings import TrainingConfig
+from llama_core.models.llama import Llama
 from llama_core.optimizers.registry import optimizer_type
-from llama_core.optimizers.traits import RATE
+from llama_core.optimizers.traits import NAMES, RATE, UPDATED_BY
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
@@ -31,17 +33,27 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """Return ``model``'s trainable parameters in torch's groups, by weight decay and learning rate."""
+    """Return ``model``'s trainable parameters in torch's groups, by what updates them and with which settings."""
     kind = optimizer_type(training.optimizer)
+    is_narrow = kind.with_moments(training.moments) is kind.narrow
     decay = training.weight_decay if "weight_decay" in kind.keys else 0.0
-    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+    scaled = model.spec if isinstance(model, Llama) and model.spec.base else None
+    groups: dict[tuple[float, float, float, str], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[decay if is_decayed(name) else 0.0, kind.rate(name)].append(parameter)
+            factors = factors_of(name, scaled) if scaled else Factors()
+            own_decay = factors.decay * decay if is_decayed(name) else 0.0
+            own_rate = factors.rate * kind.rate(name)
+            updated_by = kind.updates(name, parameter.ndim).name
+            groups[own_decay, own_rate, factors.epsilon, updated_by][name] = parameter
     return [
-        # checkpoints hold all values of a group: without rates of its own, an optimizer's have none
-        {"params": parameters, "weight_decay": own_decay} | ({RATE: rate} if kind.rates else {})
-        for (own_decay, rate), parameters in groups.items()
+        # checkpoints hold all values of a group: an optimizer without rates of its own, or without others, has none
+        {"params": list(parameters.values()), "weight_decay": own_decay}
+        | ({RATE: rate} if kind.rates or scaled else {})
+        | ({"eps": epsilon * training.epsilon} if scaled else {})
+        | ({UPDATED_BY: updated_by} if kind.others else {})
+        | ({NAMES: list(parameters)} if is_narrow else {})
+        for (own_decay, rate, epsilon, updated_by), parameters in groups.items()
     ]
 
 

@@ -1,16 +1,16 @@
 """Tells a bad step from a good one: a loss or gradient that is not finite, or far above those of the steps before."""
 
 import math
-import shlex
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from llama_core.config.settings import DATALOADER, OnBadStep, TrainingConfig
+from llama_core.config.settings import DATALOADER, DataSource, OnBadStep, TrainingConfig
 from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError
 from llama_core.records.directory import RunDirectory
+from llama_core.redaction import shell_word
 
 LEAST_DEVIATION = 0.01
 """Least median absolute deviation, as a fraction of the median, so that a loss that hardly varies has no spikes."""
@@ -28,7 +28,7 @@ class BadStep:
     data: Mapping[str, Any]
     """The position in the data after this step's."""
 
-    def ends(self, run: RunDirectory, source: str | None, why: str, *remedies: OnBadStep) -> BadStepError:
+    def ends(self, run: RunDirectory, source: DataSource | None, why: str, *remedies: OnBadStep) -> BadStepError:
         """Return the error that ends the run at this step.
 
         Args:
@@ -37,7 +37,7 @@ class BadStep:
             why: the setting or fact that makes it end.
             remedies: policies that the run can go on with.
         """
-        command = f"training-infra train --run-dir {shlex.quote(str(run.path))} --resume --set training."
+        command = f"training-infra train --run-dir {shell_word(run.path)} --resume --set training."
         if source == DATALOADER:
             command = "launch_training(..., resume=True) after configure with "
         effects = {"rollback": "leaves out the data up to this step", "skip": "trains on with them"}

@@ -8,26 +8,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llama_core.config.hardware import recognise_gpu
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import DATALOADER
+from llama_core.config.settings import DATALOADER, UNNAMED
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
-from llama_core.errors import DataError, NonFiniteError, StoppedError
+from llama_core.errors import DataError, NonFiniteError, StoppedError, TrainingInfraError
 from llama_core.machine.detect import software_versions
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
-from llama_core.models.pretrained import checkpoints_behind
+from llama_core.models.pretrained import checkpoints_behind, where_stored
 from llama_core.parallel.expert import routing_statistics, routing_totals
+from llama_core.parallel.measured import measured_fields, measured_totals
 from llama_core.parallel.ranks import (
+    first_complaint,
     from_first_rank,
     has_lost_the_others,
     is_first_rank,
@@ -43,8 +48,10 @@ from llama_core.planning.memory.profile import Phase
 from llama_core.planning.plan import AXES, ParallelPlan, document_attention
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.activity import TimePart, record_activity
+from llama_core.records.checkpoints import checkpoint_name
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import write_json
+from llama_core.records.files import read_typed, write_json
+from llama_core.records.held_out import HeldOutRows
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
@@ -53,11 +60,14 @@ from llama_core.training.checkpoint import Checkpointer, refuse_damaged_together
 from llama_core.training.checkpoint_interval import CheckpointInterval
 from llama_core.training.engine import COMPUTE_DTYPES, NativeEngine, StepResult, build_engine, train_step
 from llama_core.training.flash import activate_flash_attention
+from llama_core.training.length import ChosenLength, StepTimer
 from llama_core.training.measure import ActionClock, MemoryMeter, StepClock, product_rate, time_steps
 from llama_core.training.metrics import MetricsSinks, print_record
 from llama_core.training.optimizer import LossScale
+from llama_core.training.patience import Patience
 from llama_core.training.profile import profiled
 from llama_core.training.rates import learning_rate
+from llama_core.training.reference import References
 from llama_core.training.spikes import BadStep, Spikes
 from llama_core.training.weights import Pretrained
 
@@ -78,12 +88,16 @@ class Trainer:
         run: the run directory that metrics and checkpoints go to.
         config: the resolved configuration (no ``auto`` left).
         plan: how the work is divided. With more than one rank, the default process group must exist.
-        batches: this rank's share of global batches of ``config.batch_size`` sequences.
-        validation: returns this rank's share of the held-out batches for one evaluation, in the same order every time
-            and the same number on every rank; None to skip evaluation.
-        total_steps: optimizer steps of the whole run.
+        batches: this rank's share of global batches, of ``config.batch_size`` sequences of ``config.seq_len`` tokens,
+            or of as many tokens in sequences of another stage.
+        timed_batches: those of timed steps, if they are not to be the ones after the last step.
+        validation: functions by name, or as ``UNNAMED``, that return this rank's share of held-out batches for one
+            evaluation, in the same order every time and the same number on every rank; empty to skip evaluation.
+        total_steps: optimizer steps of the whole run; None to choose them by ``training.minutes``.
         entropies: entropies of the corpus's tokens, for the summary; None if unknown.
         share_of_whole_rows: the share of the rows that are a single document.
+        references: the rows whose log-probabilities the objective compares with those under a reference; None if it
+            reads none, or the batches bring them.
         should_stop: called after every step, also a timed one; once it returns True on any rank, the run stops, after
             it has saved a checkpoint of a trained step.
         on_step: called with the record of every step on rank 0, in addition to the metrics sinks.
@@ -96,10 +110,12 @@ class Trainer:
         plan: ParallelPlan,
         *,
         batches: BatchSource,
-        validation: Callable[[], Iterable[Batch]] | None,
-        total_steps: int,
+        timed_batches: BatchSource | None = None,
+        validation: Mapping[str, Callable[[], Iterable[Batch]]],
+        total_steps: int | None,
         entropies: Entropies | None = None,
         share_of_whole_rows: float = 0.0,
+        references: References | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[StepRecord], None] = print_record,
     ) -> None:
@@ -107,19 +123,29 @@ class Trainer:
         self.config = config
         self.plan = plan
         self.validation = validation
+        self._timer: StepTimer | None = None
+        """Chooses the number of steps; None if it is known."""
+        if total_steps is None:
+            total_steps = self._chosen_before()
         self.total_steps = total_steps
         self.entropies = entropies
+        self.references = references
         self.should_stop = should_stop
         self.on_step = on_step
         self.device = this_device(config.launch.device)
         self._drops_out = config.spec.lora is not None and config.spec.lora.lora_dropout > 0
+        self._has_window = config.spec.sliding_window > 0
         self._takes_documents = document_attention(config, plan) == "varlen"
         # context-parallel ranks would have to send the keys around a ring instead
         has_causal_kernel = plan.cp == 1 and not mixes_up_random_state(plan)
         occurs = share_of_whole_rows**plan.rows_per_forward > SELDOM
-        self._whole_rows_apart = self._takes_documents and has_causal_kernel and occurs
+        self._whole_rows_apart = self._takes_documents and has_causal_kernel and occurs and not self._has_window
         self._has_compiled = False
-        self.batches = Supply(batches, self._microbatches, self.device, reads_ahead=bool(config.data.num_workers))
+        supply = partial(
+            Supply, split=self._microbatches, device=self.device, reads_ahead=bool(config.data.num_workers)
+        )
+        self.batches = supply(batches)
+        self._timed_batches = supply(timed_batches) if timed_batches else self.batches
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes, self.memory_process_bytes = self.meter.allocated(), self.meter.resident()
         self._tell("building the model")
@@ -128,7 +154,7 @@ class Trainer:
         self.loss_scale = LossScale.for_dtype(COMPUTE_DTYPES[config.training.precision])
         self.checkpointer = Checkpointer(
             run,
-            keep=config.training.keep_checkpoints,
+            keep=config.retention,
             num_bytes=config.checkpoint_bytes,
             from_python=config.data.source == DATALOADER,
             settings=config.to_yaml(),
@@ -140,12 +166,44 @@ class Trainer:
         self._steps_ahead = 0
         self._step_seconds = 0.0
         self._skipped_in_a_row = 0
+        self._num_sound_steps = 0
+        """Steps so far, of this process and those before, whose loss and gradient were finite."""
         self._last_loss = math.nan
-        self._last_eval: tuple[float, int] | None = None
+        self._last_eval = _Evaluation()
+        self._patience = Patience(config.training)
         self._spikes = Spikes(config.training)
         self._interval = CheckpointInterval(config, plan.world_size)
         self._rollbacks = from_first_rank(read_rollbacks(run) if is_first_rank() else [])
         self._resume()
+        self._resumed_at = self.step
+
+    def _chosen_before(self) -> int:
+        """Return the number of steps that an earlier attempt has chosen, or those of the warm-up until this one has."""
+        chosen = None
+        if is_first_rank() and self.run.length.exists():
+            chosen = read_typed(self.run.length, ChosenLength)
+        chosen = from_first_rank(chosen)
+        if chosen is not None:
+            return chosen.num_steps
+        training = self.config.training
+        assert training.minutes is not None
+        assert training.warmup_steps is not None
+        self._timer = StepTimer(training.minutes, training.warmup_steps)
+        return training.warmup_steps + 1  # one more, so that no step counts as the last before the number is chosen
+
+    def _choose_length(self) -> None:
+        """Choose the number of steps, once the warm-up is over."""
+        if self._timer is None:
+            return
+        chosen = from_first_rank(self._timer.choose(self.step))
+        if chosen is None:
+            self.total_steps = max(self.total_steps, self.step + 2)
+            return
+        self._timer = None
+        self.total_steps = chosen.num_steps
+        if is_first_rank():
+            write_json(self.run.length, chosen)
+            logger.info("%s", chosen.reason)
 
     def _tell(self, doing: str, part: TimePart = "startup") -> None:
         """Record what this rank does from now on."""
@@ -174,11 +232,20 @@ class Trainer:
         """Go back to the counters of a checkpoint."""
         self.step = state["step"]
         self.tokens = state["tokens"]
+        self._num_sound_steps = state.get("sound_steps", self.step)
         self._last_loss = state["loss"]
+        self._last_eval = _Evaluation()  # it may be of a step that is taken again, on other data
         self.batches.load_state_dict(state["data"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self._spikes.load_state_dict(state.get("spikes", {}))
+        self._patience.load_state_dict(state.get("patience", {}))
+        self._end_early_if_due()
         self._interval.restore(self.step, state.get("checkpoint_every"))
+
+    def _end_early_if_due(self) -> None:
+        """End the run before its last step if patience has run out, on all ranks if on the first."""
+        is_early = self.config.training.patience > 0 and self.step < self.total_steps
+        self._patience.verdict = from_first_rank(self._patience.judge()) if is_early else ""
 
     def _set_initial_weights(self) -> None:
         training = self.config.training
@@ -194,11 +261,12 @@ class Trainer:
         wait_for_all()  # a training collective would time out while a rank with a slow disk still reads
 
     def fit(self) -> TrainingSummary:
-        """Train until ``total_steps``, with a checkpoint at the end.
+        """Train until ``total_steps``, or until patience has run out, with a checkpoint at the end.
 
         Raises:
             NonFiniteError: after more than ``max_skipped_steps`` steps in a row without a finite loss and gradient,
-                or after one, if ``on_bad_step`` stops the run or the rollbacks are used up.
+                or after one, if ``on_bad_step`` stops the run or the rollbacks are used up, or if the weights that it
+                began with are not finite; at the end, if no step had a finite loss and gradient.
             LossSpikeError: likewise, after a spike.
             StoppedError: when ``should_stop`` returned True; a checkpoint of the last step has been saved.
             CheckpointError: if a checkpoint cannot be written.
@@ -210,10 +278,12 @@ class Trainer:
         patience_s = None
         try:
             self._compile_blocks()
+            self._refer()
             first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
             self._tell(first, "steps")
-            while self.step < self.total_steps:
+            while not self.is_over:
                 under_way.append(self._begin_step())
+                self._choose_length()
                 stop, bad = self._finish_steps(under_way, sinks)
                 if bad is not None:
                     under_way.clear()  # drop the steps after it; the device does them before it loads anything
@@ -233,17 +303,17 @@ class Trainer:
                 self.engine.end_saving()
                 if sinks is not None:
                     sinks.close()
-        if self._last_eval is None and self.validation is not None:  # resumed after the last step
-            self._last_eval = self._evaluate()
-        eval_loss, eval_tokens = self._last_eval or (None, 0)
+        if not self._last_eval.rows and self.validation:  # resumed after the last step
+            self._last_eval = _Evaluation(self.step, self._evaluate())
+        held_out = self._last_eval.joined
         own_peak = self.meter.peak()
         peak, reserved = most_over_ranks(own_peak, self.meter.reserved())
         return TrainingSummary(
             steps=self.step,
             tokens=self.tokens,
             train_loss=self._last_loss,
-            eval_loss=eval_loss,
-            eval_tokens=eval_tokens,
+            eval_loss=held_out.mean if held_out else None,
+            eval_tokens=held_out.count if held_out else 0,
             unigram_entropy=self.entropies.unigram if self.entropies else None,
             bigram_entropy=self.entropies.bigram if self.entropies else None,
             memory_baseline_bytes=self.memory_baseline_bytes,
@@ -253,7 +323,32 @@ class Trainer:
             memory_process_bytes=self.memory_process_bytes,
             memory_by_rank_bytes=of_every_rank(max(0, own_peak - self.memory_baseline_bytes)),
             loss_unit=self.config.objective.unit,
+            eval_rows=held_out,
+            named_eval_rows=self._last_eval.named,
+            ended_early=self.ended_early,
         )
+
+    def _refer(self) -> None:
+        """Get the log-probabilities under the reference: of the weights that the run begins with.
+
+        Raises:
+            DataError: if a run that goes on has them no longer.
+            StoppedError: when ``should_stop`` returned True.
+        """
+        if self.references is None:
+            return
+        if self.step > 0:
+            self.references.read()
+            return
+        self._tell("computing the log-probabilities under the reference")
+        with self._evaluating():
+            self.references.compute(self.plan, self._log_probabilities)
+
+    def _log_probabilities(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Return those of all answers in the rows of all ranks, in turns."""
+        self._stop_if_asked("the reference was computed")
+        pieces = [piece.to(self.device) for piece in self._microbatches(batch)]
+        return self.engine.log_probabilities_of_answers(pieces).float().cpu().numpy()
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
         """Time whole steps from the current state, after warm-up; no metrics or checkpoints are written.
@@ -271,14 +366,14 @@ class Trainer:
                 watched=profiled(self.run, self.plan, own_rank(), self.device) if timing.profile else nullcontext(),
                 warmup_steps=timing.warmup_steps,
                 num_steps=timing.steps,
-                tokens_per_step=self.config.batch_size * self.config.seq_len,
+                tokens_per_step=self._timed_rows * self.config.seq_len,
                 device=self.device,
                 device_label=device_label,
-                mfu=self._mfu,
+                mfu=partial(self._mfu, seq_len=self.config.seq_len),
             )
             self._record_timeline()
         finally:
-            self.batches.stop()
+            self._timed_batches.stop()
         peak, reserved = most_over_ranks(record.memory_peak_bytes, record.memory_reserved_bytes)
         (waiting,) = most_over_ranks(-1 if record.waiting_threads is None else round(1e6 * record.waiting_threads))
         return replace(
@@ -291,6 +386,12 @@ class Trainer:
             versions=software_versions() if is_first_rank() else {},
         )
 
+    @property
+    def _timed_rows(self) -> int:
+        """The sequences of a timed step, over all ranks."""
+        stage = self.config.timed_stage
+        return self.config.first_batch_size if stage is None else stage.batch_size
+
     def _compile_blocks(self) -> None:
         """Compile the blocks for everything that training will give them, on all ranks at once.
 
@@ -301,23 +402,22 @@ class Trainer:
             return
         self._tell("compiling the blocks")
         parallel = self.engine.parallel
-        for example in self._examples():
+        for example in chain.from_iterable(map(self._examples, self.config.seq_lens)):
             microbatch = example.to(self.device)
             parallel.compile_blocks(microbatch)
-            if self.validation is not None:
+            if self.validation:
                 with self._evaluating(), torch.no_grad():
                     parallel.compile_blocks(microbatch)
         self._has_compiled = True
 
-    def _examples(self) -> Iterator[Batch]:
-        """Yield a microbatch for each kind of attention that the steps need, in host memory."""
+    def _examples(self, seq_len: int) -> Iterator[Batch]:
+        """Yield a microbatch for each kind of attention that steps of a length need, in host memory."""
         config = self.config
-        tokens_BS = torch.zeros((self.plan.rows_per_forward, config.seq_len), dtype=torch.int64)
+        tokens_BS = torch.zeros((self._rows_per_forward(seq_len), seq_len), dtype=torch.int64)
         targets_BS = torch.full_like(tokens_BS, IGNORE_INDEX)
-        positions_BS = torch.arange(config.seq_len).expand_as(tokens_BS) if config.data.document_mask else None
-        rows = Batch(
-            tokens_BS, targets_BS, positions_BS, per_token=ones_per_token(tokens_BS, config.objective.per_token)
-        )
+        rows = Batch(tokens_BS, targets_BS, None, per_token=ones_per_token(tokens_BS, config.objective.per_token))
+        if config.data.document_mask or self._has_window:
+            rows = rows.with_positions()
         yield rows.with_documents() if self._takes_documents else rows
         if self._whole_rows_apart:
             yield rows.with_documents(whole_rows_apart=True)
@@ -329,7 +429,7 @@ class Trainer:
         if plan.pp == 1 or not isinstance(self.engine, NativeEngine):
             return
         pipeline = self.engine.parallel.pipeline
-        microbatches = self.batches.next_step()
+        microbatches = self._timed_batches.next_step()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         (stop,) = most_over_ranks(int(self.should_stop()))  # the ranks leave this together
@@ -342,13 +442,13 @@ class Trainer:
         if not any(plan.coordinate(rank, axis) for axis in AXES if axis != "pp"):
             write_lane(self.run, plan.coordinate(rank, "pp"), clock.lane())
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_asked(self, before: str = "the timed steps were done") -> None:
         (stop,) = most_over_ranks(int(self.should_stop()))
         if stop:
-            raise StoppedError(f"stopped after step {self.step}, before the timed steps were done")
+            raise StoppedError(f"stopped after step {self.step}, before {before}")
 
     def _time_step(self) -> None:
-        self._optimize(self.batches.next_step(), on_phase=lambda phase: None)
+        self._optimize(self._timed_batches.next_step(), on_phase=lambda phase: None)
         if is_first_rank() and self.run.heartbeat.exists():
             self.run.heartbeat.touch()  # no step is recorded, but the run is alive
 
@@ -362,6 +462,7 @@ class Trainer:
         result = self._optimize(microbatches, on_phase=clock.enter)
         self.step += 1
         num_tokens = sum(microbatch.tokens_BS.numel() for microbatch in microbatches) * self.plan.dp
+        seq_len = microbatches[0].tokens_BS.shape[1]
         self.tokens += num_tokens
         meter = self.meter
         own = (meter.allocated(), meter.peak(), meter.reserved(), self.should_stop(), self._step_seconds)
@@ -370,9 +471,13 @@ class Trainer:
         routing = routing_totals(self.engine.model, self.plan)
         values = torch.cat((values, most)).to("cpu", non_blocking=True)
         routing = None if routing is None else routing.to("cpu", non_blocking=True)
+        measured = measured_totals(self.engine.model, self.plan)
+        measured = None if measured is None else measured.to("cpu", non_blocking=True)
         clock.stop()
         position = self.batches.state_dict()
-        return _StepUnderWay(self.step, self.tokens, num_tokens, scale, clock, values, routing, position)
+        return _StepUnderWay(
+            self.step, self.tokens, num_tokens, seq_len, scale, clock, values, routing, measured, position
+        )
 
     def _finish_steps(
         self, under_way: "deque[_StepUnderWay]", sinks: MetricsSinks | None
@@ -384,10 +489,13 @@ class Trainer:
         """
         training = self.config.training
         stop = False
-        evaluates = self.validation is not None and (
-            self._is_last or (training.eval_every > 0 and self.step % training.eval_every == 0)
+        saves = self.is_over or self._interval.is_due(self.step)
+        evaluates = bool(self.validation) and (
+            self.is_over
+            or (training.eval_every > 0 and self.step % training.eval_every == 0)
+            or (training.keep_best > 0 and saves)
         )
-        needs_all = evaluates or self._is_last or self._interval.is_due(self.step)
+        needs_all = evaluates or saves
         while len(under_way) > (0 if needs_all or stop else self._steps_ahead):
             step = under_way.popleft()
             record, asked_to_stop, bad = self._finish_step(step, evaluates=evaluates and not under_way)
@@ -395,9 +503,38 @@ class Trainer:
             if sinks is not None:
                 sinks.write(record)
                 self.on_step(record)
+            if self._skipped_in_a_row and step.step == self._resumed_at + 1:
+                self._refuse_non_finite_weights(record)
             if bad is not None:
                 return stop, bad
         return stop, None
+
+    def _refuse_non_finite_weights(self, first: StepRecord) -> None:
+        """Check the weights that this process began with, since its first step had no finite loss and gradient.
+
+        Raises:
+            NonFiniteError: if one of them is NaN or infinite, with where it comes from.
+        """
+        name = next(self.engine.non_finite_weights(), "")
+        if place := first_complaint(name and self._where_read(name)):
+            raise NonFiniteError(
+                f"loss {first.loss:.4g} and gradient norm {first.grad_norm:.4g} before any update, because the weights "
+                f"are not finite: {place}",
+                "start from other weights; if these were copied or downloaded, do it again",
+            )
+
+    def _where_read(self, name: str) -> str:
+        """Return where this process has read a weight from, or its name if it was drawn."""
+        is_trained = self.engine.model.get_parameter(name).requires_grad
+        if self._resumed_at and is_trained:
+            return f"{name} of {self.run.checkpoints / checkpoint_name(self._resumed_at)}"
+        source = self.config.training.init_from
+        if source is None:
+            return name
+        try:
+            return where_stored(name, self.config.spec, Path(source))
+        except TrainingInfraError:  # the files have changed meanwhile, and the other ranks wait for an answer
+            return f"{name} of {source}"
 
     def _finish_step(self, begun: "_StepUnderWay", *, evaluates: bool) -> tuple[StepRecord, bool, BadStep | None]:
         """Wait for a step; return its record, whether any rank was asked to stop when it began, and its problem.
@@ -408,19 +545,25 @@ class Trainer:
         self._last_loss, grad_norm, was_updated, allocated, peak, reserved, stop, slowest = begun.values.tolist()
         updated = bool(was_updated)
         overflowed = not updated and math.isfinite(self._last_loss) and begun.loss_scale > 1.0
-        self._skipped_in_a_row = 0 if updated or overflowed else self._skipped_in_a_row + 1
+        is_sound = updated or overflowed
+        if is_sound:
+            self._num_sound_steps += 1
+            self._skipped_in_a_row = 0
+        else:
+            self._skipped_in_a_row += 1
         self.loss_scale.update(finite=updated)
         self._step_seconds = total = sum(seconds.values())
         self._steps_ahead = int(self.runs_ahead and slowest < RUN_AHEAD_SECONDS)
-        flaw = "" if updated or overflowed else f"loss {self._last_loss:.4g} and gradient norm {grad_norm:.4g}"
+        flaw = "" if is_sound else f"loss {self._last_loss:.4g} and gradient norm {grad_norm:.4g}"
         spike = "" if overflowed else self._spikes.find(self._last_loss, grad_norm)
         bad = None
         if (flaw or spike) and self.config.training.on_bad_step != "skip":
             bad = BadStep(begun.step, flaw or spike, is_finite=not flaw, data=begun.position)
-        eval_loss = None
+        evaluation = _Evaluation()
         if evaluates and bad is None:
-            self._last_eval = self._evaluate()
-            eval_loss = self._last_eval[0]
+            evaluation = self._last_eval = _Evaluation(begun.step, self._evaluate())
+            self._patience.add(begun.step, evaluation.loss, evaluation.named_losses)
+            self._end_early_if_due()
             self._tell_step()
         record = StepRecord(
             step=begun.step,
@@ -435,16 +578,18 @@ class Trainer:
             forward_backward_seconds=seconds["forward"] + seconds["backward"],
             optimizer_seconds=seconds["optimizer"],
             backward_seconds=seconds["backward"],
-            mfu=self._mfu(begun.num_tokens / total),
+            mfu=self._mfu(begun.num_tokens / total, begun.seq_len),
             memory_allocated_bytes=int(allocated),
             memory_peak_bytes=int(peak),
             memory_reserved_bytes=int(reserved),
             loss_scale=begun.loss_scale,
             skipped=not updated,
-            eval_loss=eval_loss,
+            eval_loss=evaluation.loss,
             time=time.time(),
             spike=bool(spike),
+            eval_losses=evaluation.named_losses,
             **routing_statistics(begun.routing, self.config.spec),
+            **measured_fields(self.engine.model, begun.measured),
         )
         return record, bool(stop), bad
 
@@ -516,20 +661,27 @@ class Trainer:
                 f"training.objective={objective.name} reads {', '.join(missing)} of every token, which the batches do "
                 "not have; give batches with them in per_token, from your own dataloader"
             )
-        pieces = batch.split(self.plan.rows_per_forward)
+        if self._has_window:
+            batch = batch.with_positions()
+        pieces = batch.split(self._rows_per_forward(batch.tokens_BS.shape[1]))
         if not self._takes_documents:
             return pieces
         return [piece.with_documents(whole_rows_apart=self._whole_rows_apart) for piece in pieces]
 
-    def _evaluate(self) -> tuple[float, int]:
-        """Return the mean loss over what counts in the held-out batches, and how much that is."""
-        if self.validation is None:
-            raise ValueError("there is nothing to evaluate on")
+    def _rows_per_forward(self, seq_len: int) -> int:
+        """Return how many rows of a length a forward has: as many tokens as those of the longest stage."""
+        rows = self.plan.rows_per_forward
+        return rows * self.config.seq_len // seq_len if seq_len in self.config.seq_lens else rows
+
+    def _evaluate(self) -> dict[str, HeldOutRows]:
+        """Return the loss of the rows of the held-out batches, by name or as ``UNNAMED``."""
         self._tell("evaluating", "evaluation")
-        microbatches = [micro.to(self.device) for batch in self.validation() for micro in self._microbatches(batch)]
         with self._evaluating():
-            total, count = self.engine.evaluate(microbatches) if microbatches else (0.0, 0)
-        return total / count if count else math.nan, count
+            return {name: self._evaluate_on(batches()) for name, batches in self.validation.items()}
+
+    def _evaluate_on(self, batches: Iterable[Batch]) -> HeldOutRows:
+        microbatches = [micro.to(self.device) for batch in batches for micro in self._microbatches(batch)]
+        return self.engine.evaluate(microbatches) if microbatches else HeldOutRows((), ())
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -547,19 +699,28 @@ class Trainer:
                 f"the loss or gradient was not finite for {self._skipped_in_a_row} steps in a row, "
                 f"up to step {self.step}; training.max_skipped_steps={limit}"
             )
-        stop = stop and self.step < self.total_steps
-        if stop or self._is_last or self._interval.is_due(self.step):
+        if self.is_over and not self._num_sound_steps:
+            raise NonFiniteError(
+                f"the loss or gradient was not finite in any of the {self.step} steps, so nothing was trained"
+            )
+        stop = stop and not self.is_over
+        if stop or self.is_over or self._interval.is_due(self.step):
             self._tell("saving a checkpoint", "checkpoints")
             step_seconds = self._interval.seconds_per_step(self.step)
             began = time.perf_counter()
             if sinks is not None:
                 sinks.flush()  # a resumed run does not repeat this step, so its record must not be lost
+            evaluation = self._last_eval if self._last_eval.step == self.step else _Evaluation()
             state = {
                 "tokens": self.tokens,
+                "eval_loss": evaluation.loss,
+                "eval_losses": evaluation.named_losses,
+                "sound_steps": self._num_sound_steps,
                 "loss": self._last_loss,
                 "data": self.batches.state_dict(),
                 "loss_scale": self.loss_scale.state_dict(),
                 "spikes": self._spikes.state_dict(),
+                "patience": self._patience.state_dict(),
                 "checkpoint_every": self._interval.num_steps,
             }
             self.checkpointer.save(self.step, self.engine, state)
@@ -581,13 +742,18 @@ class Trainer:
                 logger.info("%s", chosen.reason)
 
     @property
-    def _is_last(self) -> bool:
-        return self.step == self.total_steps
+    def ended_early(self) -> str:
+        """Why the run ends before ``total_steps``, as a clause; empty if it does not."""
+        return self._patience.verdict
 
-    def _mfu(self, tokens_per_second: float) -> float | None:
-        config = self.config
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left to take."""
+        return self.step >= self.total_steps or self.ended_early != ""
+
+    def _mfu(self, tokens_per_second: float, seq_len: int) -> float | None:
         return model_flops_utilisation(
-            tokens_per_second, config.spec, config.seq_len, self.plan.world_size, self._peak_flops
+            tokens_per_second, self.config.spec, seq_len, self.plan.world_size, self._peak_flops
         )
 
     @cached_property
@@ -599,6 +765,36 @@ class Trainer:
         return gpu.bf16_flops if gpu else None
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    """The held-out rows of an evaluation; without any before the first one."""
+
+    step: int = 0
+    """The step that it came after."""
+    rows: Mapping[str, HeldOutRows] = field(default_factory=dict)
+    """By name, or as ``UNNAMED``."""
+
+    @cached_property
+    def joined(self) -> HeldOutRows | None:
+        """All rows."""
+        return HeldOutRows.joined(self.rows.values()) if self.rows else None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over all rows."""
+        return None if self.joined is None else self.joined.mean
+
+    @property
+    def named(self) -> dict[str, HeldOutRows]:
+        """The rows that have a name."""
+        return {name: rows for name, rows in self.rows.items() if name != UNNAMED}
+
+    @property
+    def named_losses(self) -> dict[str, float]:
+        """The mean of each name."""
+        return {name: rows.mean for name, rows in self.named.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class _StepUnderWay:
     """A step that the device has been given and whose results have not been read yet."""
@@ -608,6 +804,8 @@ class _StepUnderWay:
     """Tokens trained on with this step."""
     num_tokens: int
     """Tokens of this step."""
+    seq_len: int
+    """Tokens of each of its sequences."""
     loss_scale: float
     clock: StepClock
     values: Tensor
@@ -615,5 +813,7 @@ class _StepUnderWay:
     stop, and the seconds of the step read last. In host memory, once the device has done the step."""
     routing: Tensor | None
     """The result of ``routing_totals``, likewise."""
+    measured: Tensor | None
+    """The result of ``measured_totals``, likewise."""
     position: Mapping[str, Any]
     """The position in the data after this step's."""

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,14 +22,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llama_core.config.models import ModelSpec, weight_of
-from llama_core.config.strategy import LoRA
+from llama_core.config.models import ModelSpec, adapter_weight, matrix_name, weight_of
+from llama_core.config.strategy import EMBEDDING, LoRA
 from llama_core.errors import CheckpointError, WeightsError
+from llama_core.models import pissa
+from llama_core.models.adapters import method_of
 from llama_core.models.hf import dense_name, hugging_face_names, hugging_face_shapes
 from llama_core.models.layers import local_part
-from llama_core.models.llama import Llama, initialize_parameter
-from llama_core.models.lora import with_adapters
-from llama_core.models.peft import ADAPTERS, adapter_shapes, adapter_weights, peft_name
+from llama_core.models.llama import (
+    Llama,
+    begin_with_principal_parts,
+    initialize_parameter,
+    takes_principal_part,
+    with_adapters,
+)
+from llama_core.models.peft import ADAPTERS, adapter_weights, peft_name
 from llama_core.models.pretrained import (
     Origin,
     check_pretrained,
@@ -100,18 +108,31 @@ class Pretrained:
     def fill(self, model: Llama) -> None:
         """Read every parameter of ``model``, or this rank's part of it, converted to the parameter's dtype."""
         for name, parameter in model.named_parameters():
-            if name in self._sources:
+            takes_part = takes_principal_part(name, self._spec)
+            if name in self._sources and not (takes_part and name in self._spec.adapted):
                 self._sources[name].read(name, parameter.detach())
+            elif not takes_part:
+                initialize_parameter(name, parameter, self._spec, self._seed, read=self._read)
+            if name in self._sources:
                 self._progress.add(name, parameter)
-            else:
-                initialize_parameter(name, parameter, self._spec, self._seed)
+        begin_with_principal_parts(model, self._read, keep=self._sources)
+
+    def _read(self, name: str, into: Tensor) -> None:
+        self._sources[name].read(name, into)
 
     def done(self) -> None:
         """Log the bytes read and the time taken."""
         self._progress.end()
 
 
-def whole_model(spec: ModelSpec, source: Path | None = None, *, device: str = "cpu", dtype: str = "fp32") -> Llama:
+def whole_model(
+    spec: ModelSpec,
+    source: Path | None = None,
+    *,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    divide: Callable[[Llama], None] = lambda model: None,
+) -> Llama:
     """Return a whole model on the meta device or, given a source, with its weights.
 
     Args:
@@ -119,6 +140,7 @@ def whole_model(spec: ModelSpec, source: Path | None = None, *, device: str = "c
         source: a Hugging Face or PEFT folder, a run's directory (its newest intact weights), or one of its checkpoints.
         device: where the weights go.
         dtype: dtype of the weights and of the arithmetic: bf16, fp16 or fp32.
+        divide: divides the model over ranks before its weights are read, so that each holds only its part.
 
     Raises:
         WeightsError: if there are no weights, or those of another model.
@@ -127,6 +149,7 @@ def whole_model(spec: ModelSpec, source: Path | None = None, *, device: str = "c
     compute_dtype = _DTYPES[_FORMAT_NAMES[dtype]]
     with torch.device("meta"):
         model = with_adapters(Llama(spec, compute_dtype=compute_dtype).to(compute_dtype))
+    divide(model)
     if source is not None:
         found = Path(resolve_intact(str(source), partial(logger.warning, "%s")))
         Pretrained(spec, found).fill(model.to_empty(device=device))
@@ -160,11 +183,39 @@ def _saved(checkpoint: Path) -> _Source:
     return _DeepSpeedCheckpoint(checkpoint) if (checkpoint / LAYOUT).exists() else _Checkpoint(checkpoint)
 
 
+def _mean(checkpoints: Sequence[Path]) -> _Source:
+    """Return the source of the mean weights of one or several checkpoints of a run."""
+    return _Mean(checkpoints) if len(checkpoints) > 1 else _saved(checkpoints[0])
+
+
+class _Mean:
+    """Averages whole weights in fp32, one at a time, so that two copies of one are in memory beside the result.
+
+    Of adapters it averages each factor, not the products that are added to matrices.
+
+    Raises:
+        WeightsError: in ``read``, if a value is not finite.
+    """
+
+    def __init__(self, checkpoints: Sequence[Path]) -> None:
+        self._sources = {checkpoint: _saved(checkpoint) for checkpoint in checkpoints}
+
+    def read(self, name: str, into: Tensor) -> None:
+        total = torch.zeros(into.shape)
+        one = torch.empty(into.shape)
+        for checkpoint, source in self._sources.items():
+            source.read(name, one)
+            if not all(math.isfinite(extreme) for extreme in torch.aminmax(one)):
+                raise WeightsError(f"{name} of {checkpoint} is not finite; average other checkpoints")
+            total += one
+        into.copy_(total.div_(len(self._sources)))
+
+
 class _Drawn:
     """Draws again the weights that a run on the CPU drew from its seed."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._spec = spec
+        self._spec = replace(spec, lora=None)
         self._seed = seed
 
     def read(self, name: str, into: Tensor) -> None:
@@ -200,31 +251,51 @@ class _PerExpert:
 
 
 class _Merged:
-    """Adds each adapter to its matrix: W + scale * B A, in fp32. What was trained in full comes from beside them."""
+    """Merges each matrix with its adapter, in fp32. What was trained in full comes from beside the adapters."""
 
-    def __init__(self, spec: ModelSpec, lora: LoRA, origin: Origin, adapters: Path) -> None:
-        self._base = _base(spec, origin)
-        self._adapters = _adapters(spec, adapters)
-        self._shapes = adapter_shapes(spec)
-        self._scale = lora.scale
-        self._trained = spec.trained_in_full
+    def __init__(self, spec: ModelSpec, lora: LoRA, base: _Source, adapters: _Source) -> None:
+        self._base = base
+        self._adapters = adapters
+        self._spec = spec
+        self._lora = lora
 
     def read(self, name: str, into: Tensor) -> None:
-        path = name.removesuffix(".weight")
-        if f"{path}.lora_A.weight" not in self._shapes:
-            (self._adapters if name in self._trained else self._base).read(name, into)
+        if name not in self._spec.adapted:
+            (self._adapters if name in self._spec.trained_in_full else self._base).read(name, into)
             return
         whole = torch.empty(into.shape)
         self._base.read(name, whole)
-        a, b = (self._adapter(f"{path}.{part}.weight") for part in ("lora_A", "lora_B"))
-        if name == "tok_embeddings.weight":  # its rows correspond to the columns of a matrix
-            a, b = b.t(), a.t()
-        into.copy_(whole.addmm_(b, a, alpha=self._scale))
+        path = name.removesuffix("weight")
+        matrix = matrix_name(path.removesuffix("."))
+        adapter = {weight.name: self._adapter(f"{path}{weight.name}") for weight in self._lora.weights(matrix)}
+        matrix_OI = whole.t() if matrix == EMBEDDING else whole
+        method_of(self._lora.kind).merge(matrix_OI, adapter, self._lora)
+        into.copy_(whole)
 
     def _adapter(self, name: str) -> Tensor:
-        matrix = torch.empty(self._shapes[name])
-        self._adapters.read(name, matrix)
-        return matrix
+        weight = torch.empty(self._spec.adapter_shapes[name])
+        self._adapters.read(name, weight)
+        return weight
+
+
+class _OverWhole:
+    """Makes PiSSA's adapters, which belong to the rest of a matrix, ones of twice the rank over the whole matrix."""
+
+    def __init__(self, spec: ModelSpec, lora: LoRA, base: _Source, adapters: _Source) -> None:
+        self._base = base
+        self._adapters = adapters
+        self._spec = spec
+        self._lora = lora
+
+    def read(self, name: str, into: Tensor) -> None:
+        of_adapter = adapter_weight(name)
+        assert of_adapter is not None
+        matrix, weight = of_adapter
+        matrix_OI = torch.empty(self._spec.parameter_shapes[matrix])
+        self._base.read(matrix, matrix_OI)
+        trained = torch.empty(self._spec.adapter_shapes[name])
+        self._adapters.read(name, trained)
+        into.copy_(pissa.over_whole(weight.name, trained, matrix_OI, self._lora))
 
 
 class _Copied:
@@ -355,6 +426,7 @@ def write_hugging_face(
     folder: Path,
     *,
     dtype: str,
+    others: Sequence[Path] = (),
     shard_bytes: int = SHARD_BYTES,
     on_file: Callable[[str], None] = lambda name: None,
 ) -> None:
@@ -369,17 +441,19 @@ def write_hugging_face(
         spec: the model; with adapters if the checkpoint holds those.
         folder: where the files go.
         dtype: dtype of the files: bf16, fp16 or fp32.
+        others: checkpoints of the same run to average it with.
         shard_bytes: largest size of a file, unless a single tensor is larger.
         on_file: called with the name of each completed file.
 
     Raises:
         CheckpointError: if a weight cannot be read.
-        WeightsError: if a weight is too large for fp16, or the adapters' base model is missing.
+        WeightsError: if a weight is too large for fp16, one to average is not finite, or the adapters' base model is
+            missing.
         OSError: if the disk is full.
     """
-    source: _Source = _saved(checkpoint)
+    source = _mean([checkpoint, *others])
     if spec.lora is not None:
-        source = _Merged(spec, spec.lora, origin_of(checkpoint), checkpoint)
+        source = _Merged(spec, spec.lora, _base(spec, origin_of(checkpoint)), source)
     source = _PerExpert(source, spec)
     shapes = hugging_face_shapes(spec)
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
@@ -397,7 +471,7 @@ def write_hugging_face(
 
 
 @torch.no_grad()
-def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: str) -> None:
+def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: str, others: Sequence[Path] = ()) -> None:
     """Write the adapters of a checkpoint as PEFT's safetensors file.
 
     Args:
@@ -405,15 +479,21 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
         spec: the model, with its adapters.
         folder: where the file goes.
         dtype: dtype of the file: bf16, fp16 or fp32.
+        others: checkpoints of the same run to average it with.
 
     Raises:
         CheckpointError: if an adapter cannot be read.
-        WeightsError: if a value is too large for fp16.
+        WeightsError: if a value is too large for fp16, or one to average is not finite.
         OSError: if the disk is full.
     """
-    names = {peft_name(name): name for name in adapter_shapes(spec)}
-    shapes = {peft_name(name): shape for name, shape in adapter_shapes(spec).items()}
-    _write_file(folder / ADAPTERS, _saved(checkpoint), shapes, dtype, names)
+    source = _mean([checkpoint, *others])
+    assert spec.lora is not None
+    if spec.lora.take_principal_part:
+        source = _OverWhole(spec, spec.lora, _base(spec, origin_of(checkpoint)), source)
+    names = {peft_name(name): name for name in spec.adapter_shapes}
+    written = replace(spec, lora=spec.lora.in_folder).adapter_shapes
+    shapes = {peft_name(name): shape for name, shape in written.items()}
+    _write_file(folder / ADAPTERS, source, shapes, dtype, names)
 
 
 def _write_file(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import plotly.graph_objects as go
 
 from llama_core.records.profiles import ProfileRecord
+from llama_core.units import TFLOP
 from training_reports.by_step import PART_COLORS, measured_parts
 from training_reports.contents import RunContents
 from training_reports.figures import add_bar, stack_bars, styled_figure
@@ -53,6 +54,8 @@ def step_parts(rows: Mapping[str, Mapping[str, float]]) -> go.Figure:
 
 def predicted(contents: RunContents) -> dict[str, float]:
     """Return the planner's parts of a step in seconds; empty without a prediction."""
+    if contents.expected is not None:
+        return {"computing": contents.expected.seconds}
     step = (contents.choice or {}).get("step") or {}
     if "compute_seconds" not in step:
         return {}
@@ -111,11 +114,17 @@ def _notes(contents: RunContents) -> Iterator[str]:
         counted = f"mean of {num_steps - 1} steps, without the first" if num_steps > 1 else "the only step"
         waits = "; forward and backward include communication and waits for other ranks" if several else ""
         yield f"Measured on rank 0: {counted}{waits}."
-    if predicted(contents):
+    if contents.expected is not None:
+        expected = contents.expected
+        yield (
+            f"Predicted before the run, roughly: {expected.flops / TFLOP:.3g} TFLOP at half of this machine's rate in "
+            f"large matrix products, {expected.flops_per_second / TFLOP:.2f} TFLOP/s."
+        )
+    elif predicted(contents):
         yield "Predicted by the planner, before the run: computing is forward and backward."
         yield from planned_communication(contents)
     elif contents.setting("launch", "device") == "cpu":
-        yield "No prediction: the planner has no time model of a CPU."
+        yield contents.missing.get("expected", "No prediction.")
     else:
         yield contents.missing.get("choice", "No prediction: the search for a plan recorded no times.")
     if contents.profiles and contents.benchmark:

@@ -12,11 +12,12 @@ import plotly.graph_objects as go
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import format_bytes
-from training_reports.contents import RunContents
+from training_reports.contents import RunContents, losses_by_name
 from training_reports.downsampling import MOST_POINTS, kept
 from training_reports.figures import (
     BLUE,
     GREY,
+    LEGEND_LINE_PX,
     OLIVE,
     ORANGE,
     PINK,
@@ -27,6 +28,7 @@ from training_reports.figures import (
     TEAL,
     add_level,
     add_line,
+    add_place,
     memory_unit,
     styled_figure,
 )
@@ -50,6 +52,10 @@ PART_COLORS = {
 """Colour of each part of a step's time, in stacking order."""
 
 
+_NAMED_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK, STEEL, TAUPE)
+_DASHES = ("solid", "dash", "dot")
+
+
 def panels_by_step(contents: RunContents) -> list[Panel]:
     """Return the panels of the run's steps, that of the loss first; a single one without a figure if it has no step."""
     if contents.steps.empty:
@@ -64,11 +70,13 @@ def _loss_panel(contents: RunContents) -> Panel:
     bigram = contents.training.bigram_entropy if contents.training else None
     first = steps["loss"].iloc[0]
     last = steps["loss"].iloc[-1]
+    figure = loss(steps, unigram, bigram, unit=contents.loss_unit)
+    _mark_data(figure, contents)
     return Panel(
         "Loss",
-        loss(steps, unigram, bigram, unit=contents.loss_unit),
+        figure,
         f"{_range(steps)}: training loss from {first:.4f} to {last:.4f} {contents.loss_unit}.",
-        [*_loss_notes(steps, unigram, bigram), *_left_out(steps)],
+        [*_loss_notes(steps, unigram, bigram), *_data_notes(contents), *_left_out(steps)],
         wide=True,
     )
 
@@ -122,6 +130,24 @@ def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None
         yield f"Updates skipped because the loss or the gradient was not finite: {skipped}."
 
 
+def _mark_data(figure: go.Figure, contents: RunContents) -> None:
+    """Draw a line where each stage begins, and where the run went on with other data."""
+    last = contents.steps["step"].iloc[-1]
+    for stage in contents.stages:
+        if stage.num_steps < last:
+            add_place(figure, stage.num_steps, f"stage {stage.number}")
+    for change in contents.data_changes:
+        if change.step < last:
+            add_place(figure, change.step, "other data")
+
+
+def _data_notes(contents: RunContents) -> Iterator[str]:
+    for stage in contents.stages:
+        yield f"Stage {stage.number} begins {stage}."
+    for change in contents.data_changes:
+        yield f"{str(change)[0].upper()}{str(change)[1:]}."
+
+
 def _left_out(steps: pd.DataFrame) -> Iterator[str]:
     """Yield a sentence on the steps that the figures leave out, if they do."""
     if len(steps) > MOST_POINTS:
@@ -129,6 +155,51 @@ def _left_out(steps: pd.DataFrame) -> Iterator[str]:
             f"The figures by step draw at most {MOST_POINTS} of {len(steps):,} steps: the lowest and the highest of "
             "every few, so that no spike is lost."
         )
+
+
+def _named_loss_panel(contents: RunContents) -> Panel | None:
+    """Return a panel if the held-out tokens have names."""
+    losses = _by_name(contents.steps)
+    if losses.empty:
+        return None
+    last = losses.iloc[-1]
+    values = ", ".join(f"{name} {value:.4f}" for name, value in last.dropna().items())
+    figure = named_losses(contents.steps, unit=contents.loss_unit)
+    _mark_data(figure, contents)
+    return Panel(
+        "Held-out loss by name",
+        figure,
+        f"At step {last.name}: {values} {contents.loss_unit}.",
+        ["The held-out loss above is the mean over the tokens of all of these."],
+        wide=True,
+        height_px=300 + LEGEND_LINE_PX * len(last),  # on a narrow page, each name has a line of the legend
+    )
+
+
+def named_losses(steps: pd.DataFrame, *, unit: str = NEXT_TOKEN.unit_in_words) -> go.Figure:
+    """Return the held-out loss by step, a line for each name."""
+    figure = styled_figure(f"held-out loss ({unit})")
+    losses = _by_name(steps)
+    for number, name in enumerate(losses.columns):
+        losses_of_one = losses[name].dropna()
+        add_line(
+            figure,
+            losses_of_one.index.to_series(),
+            losses_of_one,
+            name,
+            color=_NAMED_COLORS[number % len(_NAMED_COLORS)],
+            hover="%{y:.4f}",
+            marked=True,
+            dash=_DASHES[number // len(_NAMED_COLORS) % len(_DASHES)],
+        )
+    _label_steps(figure, steps)
+    return figure
+
+
+def _by_name(steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the named held-out losses, a row for each evaluated step, by its number, and a column for each name."""
+    losses = losses_by_name(steps)
+    return losses.set_index(steps["step"][losses.index])
 
 
 def _throughput_panel(contents: RunContents) -> Panel:
@@ -284,13 +355,53 @@ def routing(steps: pd.DataFrame) -> go.Figure:
     )
 
 
+def _rewards_panel(contents: RunContents) -> Panel | None:
+    """Return a panel if the run trains on pairs of answers."""
+    steps = contents.steps
+    if steps["reward_margin"].isna().all():
+        return None
+    last = steps.iloc[-1]
+    return Panel(
+        "Rewards of the answers",
+        rewards(steps),
+        "At the last step the chosen answers' reward exceeded that of the rejected ones by "
+        f"{last['reward_margin']:.3g}, and it was higher in {last['reward_accuracy']:.1%} of the pairs.",
+        [
+            "A reward is what the objective makes of an answer's log-probability: with a reference, beta times the "
+            "gain over it, so that both begin at 0.",
+            "Both may fall: only the margin between them is trained for.",
+        ],
+        wide=True,
+    )
+
+
+def rewards(steps: pd.DataFrame) -> go.Figure:
+    """Return three rows by step: rewards of chosen and rejected answers, their margin, and how often it is right."""
+    figure = styled_figure("", rows=3)
+    lines = (
+        ("reward_chosen", "chosen", BLUE, "%{y:.3g}", 1),
+        ("reward_rejected", "rejected", ORANGE, "%{y:.3g}", 1),
+        ("reward_margin", "margin", TEAL, "%{y:.3g}", 2),
+        ("reward_accuracy", "accuracy", BLUE, "%{y:.1%}", 3),
+    )
+    for column, name, color, hover, row in lines:
+        add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
+    for row, title in enumerate(("reward", "margin", "accuracy"), start=1):
+        figure.update_yaxes(title_text=title, row=row)
+    figure.update_yaxes(range=[0, 1.05], tickformat=".0%", row=3)
+    _label_steps(figure, steps, lowest_row=3)
+    return figure
+
+
 PANELS: tuple[Callable[[RunContents], Panel | None], ...] = (
     _loss_panel,
+    _named_loss_panel,
     _throughput_panel,
     _step_time_panel,
     _learning_rate_panel,
     _memory_panel,
     _routing_panel,
+    _rewards_panel,
 )
 """The panels in their order on the page; a panel that cannot apply to the run is None."""
 

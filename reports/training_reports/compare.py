@@ -1,16 +1,18 @@
 """The page that compares runs: settings that differ, losses by tokens and by time, speed, memory and cost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
+from llama_core.sweep.divergence import divergence
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.compared_run import ComparedRun
+from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Card, Panel, write_page
-from training_reports.measures import Measure
+from training_reports.measures import Measure, held_out_names
 from training_reports.run_comparison import RunComparison
 from training_reports.sweep_loss import SMOOTHED_POINTS
 
@@ -84,7 +86,8 @@ def _loss_panels(runs: Sequence[ComparedRun]) -> Iterator[Panel]:
     if not trained:
         yield Panel("Loss", None, "", ["No run has taken a training step: they only timed steps."], wide=True)
         return
-    curves = partial(_curves, loss_unit=_loss_unit(trained))
+    diverged = [run.name for run in trained if divergence(run.contents.steps["loss"].tolist())]
+    curves = partial(_curves, loss_unit=_loss_unit(trained), diverged=diverged)
     longest = max(run.seconds.iloc[-1] for run in trained)
     unit = next(unit for unit, seconds in _UNITS.items() if longest >= 2 * seconds or unit == "seconds")
     window = max(1, max(len(run.contents.steps) for run in trained) // SMOOTHED_POINTS)
@@ -94,13 +97,17 @@ def _loss_panels(runs: Sequence[ComparedRun]) -> Iterator[Panel]:
     yield curves("Training loss by tokens", by_tokens, "tokens", "~s", notes)
     idle = "Time in steps, without checkpoints, evaluations and restarts."
     yield curves("Training loss by time", by_time, unit, "~r", [*notes, idle])
-    held_out = {}
-    for run in trained:
-        losses = run.contents.steps["eval_loss"].dropna()
-        if not losses.empty:
-            held_out[run.name] = pd.Series(losses.to_numpy(), index=run.tokens[losses.index])
-    if any(len(losses) > 1 for losses in held_out.values()):
-        yield curves("Held-out loss by tokens", held_out, "tokens", "~s", [], marked=True)
+    for part in ("", *held_out_names(trained)):
+        held_out = {run.name: losses for run in trained if not (losses := _held_out(run, part)).empty}
+        if any(len(losses) > 1 for losses in held_out.values()):
+            title = f"Held-out loss of {part} by tokens" if part else "Held-out loss by tokens"
+            yield curves(title, held_out, "tokens", "~s", [], marked=True)
+
+
+def _held_out(run: ComparedRun, part: str) -> "pd.Series[float]":
+    """Return the held-out loss by tokens: of a named part, or of all if it is empty."""
+    losses = run.contents.steps_of_part(part)["eval_loss"].astype(float).dropna()
+    return pd.Series(losses.to_numpy(), index=run.tokens[losses.index])
 
 
 def _smoothed(run: ComparedRun, along: "pd.Series[float]", window: int) -> "pd.Series[float]":
@@ -116,18 +123,19 @@ def _curves(
     notes: Sequence[str],
     *,
     loss_unit: str,
+    diverged: Collection[str],
     marked: bool = False,
 ) -> Panel:
-    figure = sweep_figures.loss_curves(losses, x_title=x_title, unit=loss_unit, marked=marked)
+    figure = sweep_figures.loss_curves(losses, x_title=x_title, unit=loss_unit, marked=marked, unsound=diverged)
     figure.update_xaxes(tickformat=tick_format)
-    ends = ", ".join(f"{name} {loss.iloc[-1]:.4f} {loss_unit}" for name, loss in losses.items())
+    ends = "; ".join(f"{name}: {loss.iloc[-1]:.4f} {loss_unit}" for name, loss in losses.items())
     return Panel(
         title,
         figure,
         f"At the end: {ends}.",
-        notes,
+        [*notes, *sweep_figures.cut_off(losses, diverged)],
         wide=True,
-        height_px=300 + sweep_figures.LEGEND_LINE_PX * len(losses),
+        height_px=300 + LEGEND_LINE_PX * len(losses),
     )
 
 
@@ -138,7 +146,7 @@ def _bars(comparison: RunComparison) -> Iterator[Panel]:
         yield Panel(
             "Throughput",
             sweep_figures.throughput_bars(rates),
-            ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items()),
+            "; ".join(f"{name}: {rate:,.0f} tokens/s" for name, rate in rates.items()),
             ["All devices together."],
             height_px=sweep_figures.height_px(rates),
         )
@@ -148,7 +156,7 @@ def _bars(comparison: RunComparison) -> Iterator[Panel]:
         yield Panel(
             "Peak memory",
             sweep_figures.memory_by_element(peaks),
-            ", ".join(f"{name} {format_bytes(peak)}" for name, peak in measured.items()),
+            "; ".join(f"{name}: {format_bytes(peak)}" for name, peak in measured.items()),
             ["Peak of the fullest rank. Measurements include the memory held before the model was built."],
             height_px=sweep_figures.height_px(peaks, extra_lines=2),
         )

@@ -1,13 +1,16 @@
 """A run as it is compared with others: its settings, and each result as a number."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from llama_core.records.evaluations import Score
 from llama_core.records.files import by_dotted_key
-from training_reports.contents import RunContents
+from training_reports.contents import RunContents, losses_by_name
+from training_reports.evaluations import score_name
 
 AVERAGED = 0.05
 """A loss at a number of tokens, or after a time, is the mean over this last share of them."""
@@ -20,7 +23,7 @@ class ComparedRun:
     """One run, with its records. A result is None if the run has not recorded it."""
 
     name: str
-    """Its directory's name, or the path if two runs share the name."""
+    """Its name as an element of a sweep, or its directory's; the path if two runs share the name."""
     path: Path
     contents: RunContents
 
@@ -85,6 +88,19 @@ class ComparedRun:
         if self.contents.training is not None:
             return self.contents.training.eval_loss
         return _last(self.contents.steps["eval_loss"].dropna())
+
+    @property
+    def named_losses(self) -> Mapping[str, float]:
+        """``held_out_loss`` of each named part of the held-out tokens; empty if they have no names."""
+        if self.contents.training is not None:
+            return {name: rows.mean for name, rows in self.contents.training.named_eval_rows.items()}
+        losses = losses_by_name(self.contents.steps)
+        return {} if losses.empty else {str(name): float(loss) for name, loss in losses.iloc[-1].dropna().items()}
+
+    @property
+    def scores(self) -> Mapping[str, Score]:
+        """The newest score of each task and metric, by ``score_name``."""
+        return {score_name(score): score for score in self.contents.scores}  # in the order of their steps
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -1,7 +1,6 @@
 """The records of a run directory for a report, and a sentence for each record that is missing."""
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -11,20 +10,25 @@ from typing import Any, Self, TypeVar
 import pandas as pd
 import pyarrow as pa
 
+from llama_core.config.run import RunConfig
 from llama_core.config.section import LARGEST
+from llama_core.config.stages import Stage
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError, TrainingInfraError
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.planning.memory.host import FREED, HostMemory
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.data_changes import DataChange, read_data_changes
 from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluations import Score, read_scores
 from llama_core.records.files import DAMAGE, checked_record, read_file, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome
-from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.records.measurements import BenchmarkRecord, ExpectedStep, Samples, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
 from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.records.timelines import LaneRecord, read_lanes
+from llama_core.redaction import shell_word
 
 MEASURES = {
     "cpu": "the memory in use, as the C library counts it",
@@ -34,6 +38,13 @@ MEASURES = {
 
 Record = dict[str, Any]
 T = TypeVar("T")
+
+
+def losses_by_name(steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the named held-out losses: a row for each evaluated step, with its index, and a column for each name."""
+    losses = steps["eval_losses"]
+    evaluated = losses[losses.map(bool).astype(bool)]
+    return pd.DataFrame(list(map(dict, evaluated)), index=evaluated.index)
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class RunContents:
     training: TrainingSummary | None
     benchmark: BenchmarkRecord | None
     outcome: Outcome | None
+    expected: ExpectedStep | None
+    samples: Samples | None
     missing: Mapping[str, str]
     """A sentence for each field above that has no record, by field name."""
     path: Path
@@ -61,6 +74,10 @@ class RunContents:
     """One for each profiled rank; empty if there are none, or one is damaged."""
     lanes: Sequence[LaneRecord]
     """One for each rank of the pipeline; empty if there is no pipeline, or one is missing or damaged."""
+    data_changes: Sequence[DataChange]
+    """One for each time that the run went on with other data; empty if there are none, or their record is damaged."""
+    scores: Sequence[Score]
+    """What its checkpoints have scored; empty if none was evaluated, or a file is damaged."""
 
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
@@ -105,22 +122,34 @@ class RunContents:
             training=load("training", "training summary", run.training, lambda path: read_typed(path, TrainingSummary)),
             benchmark=benchmark,
             outcome=load("outcome", "outcome", run.outcome, lambda path: read_typed(path, Outcome)),
+            expected=load("expected", "expected time", run.expected, lambda path: read_typed(path, ExpectedStep)),
+            samples=load("samples", "sample", run.samples, lambda path: read_typed(path, Samples)),
             missing=missing,
             path=run.path,
             profiles=_readable(lambda: read_profiles(run)),
             lanes=_readable(lambda: read_lanes(run, int((plan or {}).get("pp", 1)))),
+            data_changes=_readable(lambda: read_data_changes(run).changes),
+            scores=_readable(lambda: read_scores(run)),
         )
 
     @property
     def profile_command(self) -> str:
         """The command that profiles some steps of a new run with the same configuration."""
-        return f"training-infra profile {shlex.quote(str(self.path))}"
+        return f"training-infra profile {shell_word(self.path)}"
 
     @property
     def loss_unit(self) -> str:
         """The unit of the loss in words; empty for an objective that another version knew."""
         name = str(self.setting("training", "objective") or DEFAULT_OBJECTIVE)
         return OBJECTIVES[name].unit_in_words if name in OBJECTIVES else ""
+
+    def steps_of_part(self, part: str) -> pd.DataFrame:
+        """Return ``steps`` with the held-out loss of a named part in place of that of all; of all if it is empty."""
+        if not part:
+            return self.steps
+        losses = losses_by_name(self.steps)
+        of_part = losses[part] if part in losses else pd.Series(dtype=float)
+        return self.steps.assign(eval_loss=of_part.reindex(self.steps.index))
 
     @cached_property
     def parallel_plan(self) -> ParallelPlan | None:
@@ -129,6 +158,14 @@ class RunContents:
             return None if self.plan is None else ParallelPlan.from_dict(self.plan)
         except (TrainingInfraError, LookupError, TypeError, ValueError):  # the plan of another version
             return None
+
+    @cached_property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of the data after the first; empty if there are none, or the configuration is not valid."""
+        try:
+            return RunConfig.from_mapping(self.config or {}).stages
+        except ConfigError:  # the configuration of another version
+            return ()
 
     def stage_peaks(self, field: str) -> list[int]:
         """Return the predicted peak of a rank of each pipeline stage, as ``predictions_alive``; empty if unknown.
@@ -240,6 +277,13 @@ class _Choice:
 
 
 @dataclass
+class _DataSource:
+    name: str
+    share: float
+    num_tokens: int
+
+
+@dataclass
 class _Data:
     summary: str
     notes: tuple[str, ...]
@@ -249,6 +293,7 @@ class _Data:
     num_validation_tokens: int = 0
     bad_lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
     bad_line_examples: tuple[str, ...] = ()
+    sources: tuple[_DataSource, ...] = ()
 
 
 @dataclass

@@ -4,6 +4,7 @@ Series colours have a contrast of at least 3:1 on white and on near-black; the p
 Each figure is in the file of its panel: ``by_step.py``, ``peak_memory.py``, ``breakdown.py``.
 """
 
+import html
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ BROWN = "#a0705a"
 GREY = "#7c8591"
 STEEL = "#5f86a3"
 TAUPE = "#8f7d6b"
+
+LEGEND_LINE_PX = 18
+"""Height of a name in the legend of a narrow page."""
 
 MAX_MARKED_STEPS = 60
 """Most steps for which each step gets a dot; more dots would hide the line."""
@@ -100,6 +104,16 @@ def add_line(
 def add_level(figure: go.Figure, y: float, name: str, color: str, dash: str) -> None:
     """Add a level line over the whole width."""
     figure.add_hline(y, name=name, showlegend=True, line={"color": color, "width": 1.8, "dash": dash})
+
+
+def add_place(figure: go.Figure, x: float, name: str) -> None:
+    """Add a vertical line over the whole height, with its name along it: lines may be close to each other."""
+    figure.add_vline(
+        x,
+        line={"color": GREY, "width": 1.2, "dash": "dot"},
+        annotation={"text": html.escape(name), "textangle": -90, "font": {"size": 12}},
+        annotation_position="top left",
+    )
 
 
 def add_bar(

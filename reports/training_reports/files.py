@@ -12,6 +12,7 @@ from llama_core.records.checkpoints import checkpoint_step, is_complete, list_ch
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed
 from llama_core.records.job import JobRecord, Outcome
+from llama_core.records.retention import by_held_out_loss
 from llama_core.redaction import redacted
 
 LOG_LINES = 20
@@ -31,12 +32,17 @@ class Link:
     """Its address, relative to the run directory, where the page is."""
 
 
-def run_files(run: RunDirectory) -> dict[str, list[Link]]:
-    """Return the links to the run's files, by kind; a kind without a file is missing."""
+def run_files(run: RunDirectory, best_by: str = "") -> dict[str, list[Link]]:
+    """Return the links to the run's files, by kind; a kind without a file is missing.
+
+    Args:
+        run: the run.
+        best_by: the name of the held-out loss whose lowest value marks the best checkpoint.
+    """
     logs = sorted(run.logs.glob("rank-*.log"))
     kinds = {
         "Logs": [_link(run, path) for path in logs[:MOST_LOGS]] + [_link(run, run.logs)],
-        "Checkpoints": list(_checkpoints(run)),
+        "Checkpoints": list(_checkpoints(run, best_by)),
         "Records": [_link(run, path) for path in sorted(run.path.glob("*.*")) if path.suffix in {".json", ".yaml"}],
         "Metrics": [_link(run, run.metrics), _link(run, run.tensorboard)],
         "Profiles": [_link(run, path) for path in sorted(run.trace.glob("*.*")) if path.suffix != ".json"],
@@ -65,10 +71,15 @@ def end_of_culprits_log(run: RunDirectory, outcome: Outcome | None) -> tuple[Lin
     return (link, redacted("\n".join(log.splitlines()[-LOG_LINES:]))) if log else None
 
 
-def _checkpoints(run: RunDirectory) -> Iterator[Link | None]:
-    for path in list_checkpoints(run):
-        step = f"step {checkpoint_step(path)}"
-        yield _link(run, path, step if is_complete(path) else f"{step} (incomplete)")
+def _checkpoints(run: RunDirectory, best_by: str) -> Iterator[Link | None]:
+    found = list_checkpoints(run)
+    complete = [path for path in found if is_complete(path)]
+    best = by_held_out_loss(complete, best_by)[:1]
+    for path in found:
+        note = "" if path in complete else " (incomplete)"
+        if path in best:
+            note = " (best)"
+        yield _link(run, path, f"step {checkpoint_step(path)}{note}")
 
 
 def _link(run: RunDirectory, path: Path, text: str | None = None) -> Link | None:

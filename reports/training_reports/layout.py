@@ -62,12 +62,13 @@ def write_page(path: Path, template: str, **values: object) -> Path:
         RunDirectoryError: if the file cannot be written.
     """
     page = TEMPLATES.get_template(template).render(values, written=now(), plotly=packed_plotly())
+    content = page.encode(errors="backslashreplace")  # a path may hold bytes that are not text
     try:
         with atomic_write(path) as temporary:
-            temporary.write_text(page, encoding="utf-8")
+            temporary.write_bytes(content)
     except OSError as error:
         if is_disk_full(error):
-            cause = no_room(path.parent, len(page.encode()))
+            cause = no_room(path.parent, len(content))
             remedy = "free some space there"
         else:
             cause = error.strerror or str(error)

@@ -1,9 +1,11 @@
 """The results by which runs are compared, each with the value of every run."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from llama_core.records.evaluations import Score
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports.compared_run import ComparedRun
 from training_reports.layout import NOTHING
@@ -24,8 +26,8 @@ class Measure:
     """Which value is better; empty if neither is."""
     by_difference: bool = False
     """Whether a run is compared with the first by difference, not by ratio."""
-    ranges: tuple[tuple[float, float] | None, ...] = ()
-    """The middle half of the samples of each value, if there are any."""
+    is_told_apart: Callable[[int, int], bool] = lambda one, other: True
+    """Whether the values of two runs, given by their places, differ by more than their spread."""
 
     @property
     def is_known(self) -> bool:
@@ -34,24 +36,15 @@ class Measure:
 
     @property
     def winner(self) -> int | None:
-        """The place of the best run; None if it equals the next, or their ranges overlap."""
+        """The place of the best run; None if it equals the next, or differs from it by no more than their spread."""
         known = {place: value for place, value in enumerate(self.values) if value is not None}
         if not self.best or len(known) < 2:
             return None
         best_first = sorted(known, key=lambda place: known[place], reverse=self.best == "high")
         best, second = best_first[:2]
-        if known[best] == known[second] or self._overlap(best, second):
+        if known[best] == known[second] or not self.is_told_apart(best, second):
             return None
         return best
-
-    def _overlap(self, one: int, other: int) -> bool:
-        if not self.ranges:
-            return False
-        first = self.ranges[one]
-        second = self.ranges[other]
-        if first is None or second is None:
-            return False
-        return first[0] <= second[1] and second[0] <= first[1]
 
     def cells(self) -> list[str]:
         """Return the values as text; those after the first with their change against it."""
@@ -87,12 +80,13 @@ def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
     yield measure("tokens", lambda run: run.num_tokens, format_count)
     yield measure("time in steps", lambda run: run.num_seconds, format_duration)
     yield from _losses(runs)
+    yield from _scores(runs)
     yield Measure(
         "tokens/s",
         tuple(run.tokens_per_second for run in runs),
         "{:,.0f}".format,
         "high",
-        ranges=tuple(run.throughput_quartiles for run in runs),
+        is_told_apart=lambda one, other: not _overlap(runs[one].throughput_quartiles, runs[other].throughput_quartiles),
     )
     yield measure("MFU", lambda run: run.mfu, "{:.1%}".format, "high")
     yield measure("peak memory", lambda run: run.memory_peak_bytes, format_bytes, "low")
@@ -107,6 +101,20 @@ def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
     def loss(name: str, value: Callable[[ComparedRun], float | None]) -> Measure:
         return Measure(name, tuple(map(value, runs)), "{:.4f}".format, "low", by_difference=True)
 
+    def held_out(part: str = "") -> Measure:
+        def differ(one: int, other: int) -> bool:
+            first = runs[one].contents.training
+            second = runs[other].contents.training
+            if first is None or second is None:
+                return True
+            return first.of_part(part).eval_above(second.of_part(part)).is_told_apart is not False
+
+        if part:
+            measured = loss(f"held-out loss of {part}", lambda run: run.named_losses.get(part))
+        else:
+            measured = loss("held-out loss", lambda run: run.held_out_loss)
+        return replace(measured, is_told_apart=differ)
+
     trained = [run for run in runs if run.is_trained]
     if trained:
         tokens = min(run.tokens.iloc[-1] for run in trained)
@@ -115,4 +123,36 @@ def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
         yield loss(f"loss at {format_count(half)} tokens", lambda run: run.loss_at(half, run.tokens))
         yield loss(f"loss at {format_count(tokens)} tokens", lambda run: run.loss_at(tokens, run.tokens))
         yield loss(f"loss after {format_duration(seconds)}", lambda run: run.loss_at(seconds, run.seconds))
-    yield loss("held-out loss", lambda run: run.held_out_loss)
+    yield held_out()
+    for part in held_out_names(runs):
+        yield held_out(part)
+
+
+def _scores(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
+    """Yield the newest score of each task and metric."""
+    for name in dict.fromkeys(name for run in runs for name in run.scores):
+        scores = [run.scores.get(name) for run in runs]
+
+        def differ(one: int, other: int, scores: Sequence[Score | None] = scores) -> bool:
+            first, second = scores[one], scores[other]
+            if first is None or second is None or first.spread is None or second.spread is None:
+                return True
+            return abs(first.value - second.value) > math.hypot(first.spread, second.spread)
+
+        yield Measure(
+            f"evaluated: {name}",
+            tuple(None if score is None else score.value for score in scores),
+            "{:.4f}".format,
+            "high" if next(filter(None, scores)).higher_is_better else "low",
+            by_difference=True,
+            is_told_apart=differ,
+        )
+
+
+def held_out_names(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the names of the held-out losses of any run, each once."""
+    return list(dict.fromkeys(name for run in runs for name in run.named_losses))
+
+
+def _overlap(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
+    return one is not None and other is not None and one[0] <= other[1] and other[0] <= one[1]

@@ -18,6 +18,7 @@ from training_reports.breakdown import step_breakdown
 from training_reports.by_rank import memory_by_rank
 from training_reports.by_step import panels_by_step
 from training_reports.contents import RunContents
+from training_reports.evaluations import evaluation_panels
 from training_reports.files import end_of_culprits_log, run_files
 from training_reports.goodput import goodput_table
 from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, write_page
@@ -50,7 +51,7 @@ def write_report(run: RunDirectory) -> Path:
         facts=_facts(contents),
         contents=contents,
         data=_data(contents),
-        files=run_files(run),
+        files=run_files(run, contents.setting("training", "keep_best_by") or ""),
         log_end=end_of_culprits_log(run, outcome),
         last_signs=_last_signs(contents),
         resume_command=resume_command(run, contents.setting("data", "source")),
@@ -110,15 +111,17 @@ def _status(contents: RunContents) -> str:
 def _source(contents: RunContents) -> str | None:
     """Return the name of the data and their size."""
     source = contents.setting("data", "source")
+    mixture = contents.setting("data", "sources")
     data = contents.data or {}
-    if source is None:
+    if source is None and not mixture:
         return None
     sizes = [
         f"{format_count(data[key])} {what}"
         for key, what in (("num_documents", "documents"), ("num_tokens", "tokens"))
         if key in data
     ]
-    return ", ".join([Path(str(source)).name, *sizes])
+    name = f"mixture of {', '.join(sorted(mixture))}" if mixture else Path(str(source)).name
+    return ", ".join([name, *sizes])
 
 
 def _data(contents: RunContents) -> list[tuple[str, object]]:
@@ -130,7 +133,18 @@ def _data(contents: RunContents) -> list[tuple[str, object]]:
         "Documents": ("num_documents", "num_validation_documents"),
         "Tokens": ("num_tokens", "num_validation_tokens"),
     }
-    rows: list[tuple[str, object]] = [("Source", contents.setting("data", "source"))]
+    mixture = data.get("sources", ())
+    when = " at first" if contents.stages else ""
+    rows: list[tuple[str, object]] = [
+        (
+            f"Source {source['name']}",
+            f"{100 * source['share']:.3g} % of the sequences{when}, {source['num_tokens']:,} tokens",
+        )
+        for source in mixture
+    ]
+    rows += [(f"Stage {stage.number}", str(stage)) for stage in contents.stages]
+    if not mixture:
+        rows.append(("Source", contents.setting("data", "source")))
     for what, (trained, held_out) in counts.items():
         if {trained, held_out} <= data.keys():
             rows.append((what, f"{data[trained]:,} to train on, {data[held_out]:,} held out"))
@@ -155,6 +169,11 @@ def _last_signs(contents: RunContents) -> Iterator[str]:
         yield f"Last sign of life: step {latest.step} with a loss of {latest.loss:.4f}, {seen}."
 
 
+def _no_entropies(contents: RunContents) -> str:
+    why = "these are a mixture" if contents.setting("data", "sources") else "the tokenizer is not the byte-level one"
+    return f"No byte entropies to compare with: {why}."
+
+
 def _held_out_loss(contents: RunContents) -> Card:
     training = contents.training
     steps = contents.steps
@@ -173,8 +192,10 @@ def _held_out_loss(contents: RunContents) -> Card:
             f"{_against(loss, entropy)} the byte-{name} entropy of {entropy:.3f}."
             for name, entropy in entropies
             if entropy is not None
-        ] or ["No byte entropies to compare with: the tokenizer is not the byte-level one."]
+        ] or [_no_entropies(contents)]
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
+    if training is not None and training.ended_early:
+        lines.append(f"Ended early: {training.ended_early}.")
     return Card("Held-out loss", None if loss is None else f"{loss:.4f}", contents.loss_unit, lines)
 
 
@@ -242,7 +263,8 @@ def _peak_memory(contents: RunContents) -> Card:
 def _panels(contents: RunContents) -> list[Panel]:
     first, *others = panels_by_step(contents)
     of_a_step = [*memory_by_rank(contents), *step_breakdown(contents), *pipeline_timelines(contents)]
-    return [first, memory_comparison_panel(contents), *of_a_step, *others]
+    evaluated = evaluation_panels(contents.scores)
+    return [first, *evaluated, memory_comparison_panel(contents), *of_a_step, *others]
 
 
 def _last(rows: pd.DataFrame, column: str) -> Any:

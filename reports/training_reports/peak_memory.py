@@ -28,6 +28,9 @@ from training_reports.figures import (
 )
 from training_reports.layout import Panel
 
+HEIGHT_PX = 420
+"""Room for three bars with labels of three lines below a legend of a narrow page."""
+
 CATEGORY_COLORS = {
     "weights": BLUE,
     "gradients": ORANGE,
@@ -76,7 +79,8 @@ def memory_comparison_panel(contents: RunContents) -> Panel:
         (_, _, estimated), (_, _, rehearsed) = predictions
         figure = memory_comparison(estimated, rehearsed, measured, beside)
         notes.insert(0, f"Peaks: {summary}.")
-    return Panel("Peak memory: estimated, rehearsed, measured", figure, summary, notes + _fit(contents), wide=True)
+    title = "Peak memory: estimated, rehearsed, measured"
+    return Panel(title, figure, summary, notes + _fit(contents), wide=True, height_px=HEIGHT_PX)
 
 
 def _fit(contents: RunContents) -> list[str]:

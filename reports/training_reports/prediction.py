@@ -9,8 +9,8 @@ from llama_core.sweep.grid import SweepConfig
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel
-from training_reports.sweep_page import ElementsPage, Problems, memory_panel, write_elements
-from training_reports.sweep_rows import Ranking, Row, short_names
+from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
+from training_reports.sweep_rows import Ranking, Row
 from training_reports.sweep_table import Cell, bytes_cell, number
 
 FITS = "fits"
@@ -23,7 +23,8 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
     Raises:
         RunDirectoryError: if the page cannot be written.
     """
-    elements, shared = _named(comparison)
+    names = comparison.names
+    elements = _named(comparison)
     fitting = [one for one in elements if one.status == "finished"]
     others = [one for one in elements if one.status != "finished"]
     ranking = _rank(fitting)
@@ -34,9 +35,9 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
         status=f"{len(fitting)} of {len(elements)} fit",
         style="good" if fitting else "bad",
         facts={
-            "Model": config.base.model,
+            "Model": models(config, [one.settings for one in elements]),
             **ranking.facts,
-            **({"In all elements": ", ".join(shared)} if shared else {}),
+            **({"In all elements": ", ".join(names.shared)} if names.shared else {}),
             "Price": f"${config.base.launch.dollars_per_gpu_hour:,.2f} per GPU hour",
         },
         ranking=ranking,
@@ -47,12 +48,7 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
             "no valid plan": [one.name for one in others if one.status == "impossible"],
             "no predicted time": [row.name for row in ranking.unranked],
         },
-        memory=memory_panel(
-            [*ranking.rows, *skipped],
-            ["Peak of the fullest rank."],
-            nothing="No element has been estimated.",
-            lines_per_element=1,
-        ),
+        memory=list(memory_panel([*ranking.rows, *skipped], ["Peak of the fullest rank."], lines_per_element=1)),
         problems=[
             Problems(
                 "Does not fit, or has no valid plan",
@@ -65,14 +61,11 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
     return write_elements(path, page, config, name=config.name, source=path.parent)
 
 
-def _named(comparison: Comparison) -> tuple[list[ComparisonRow], list[str]]:
-    """Return the elements with short names, the fastest first, and the settings that all share."""
-    names, shared = short_names(
-        [one.name for one in comparison.rows if one.status == "finished"],
-        [one.name for one in comparison.rows if one.status != "finished"],
-    )
+def _named(comparison: Comparison) -> list[ComparisonRow]:
+    """Return the elements with the names that people read, the fastest first."""
+    names = comparison.names
     elements = [replace(one, name=names[one.name]) for one in comparison.rows]
-    return sorted(elements, key=lambda one: -(one.tokens_per_second or 0.0)), shared
+    return sorted(elements, key=lambda one: -(one.tokens_per_second or 0.0))
 
 
 def _row(one: ComparisonRow) -> Row:
@@ -139,7 +132,7 @@ def _throughput(rates: Mapping[str, float]) -> Panel:
     return Panel(
         title,
         sweep_figures.throughput_bars(drawn),
-        ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in drawn.items()),
+        "; ".join(f"{name}: {rate:,.0f} tokens/s" for name, rate in drawn.items()),
         notes,
         wide=True,
         height_px=sweep_figures.height_px(drawn),

@@ -1,6 +1,7 @@
 """Runs side by side: where their settings differ, their results, and what cannot be compared."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.sweep.directory import SweepDirectory
+from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import HELD_OUT
 from training_reports.compared_run import SOFTWARE, ComparedRun
 from training_reports.contents import RunContents
@@ -52,7 +53,7 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
         RunDirectoryError: if a directory holds no run, or its run has neither metrics nor timed steps.
     """
     _refuse_repeats(paths)
-    names = [path.resolve().name for path in paths]
+    names = [_name(path.resolve()) for path in paths]
     runs = tuple(
         ComparedRun(name if names.count(name) == 1 else str(path), path, _contents(path))
         for name, path in zip(names, paths, strict=True)
@@ -64,6 +65,15 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
         measures=tuple(measures(runs)),
         notes=(*_notes_on_settings(settings), *_notes_on_runs(runs)),
     )
+
+
+def _name(path: Path) -> str:
+    """Return what people call a run: an element as in the report of its sweep, any other run by its directory."""
+    sweep = SweepDirectory(path.parent.parent)
+    if sweep.run(path.name).path == path and sweep.record.exists():
+        with suppress(RunDirectoryError):
+            return read_record(sweep).names[path.name]
+    return path.name
 
 
 def _refuse_repeats(paths: Sequence[Path]) -> None:
@@ -118,9 +128,17 @@ def _text(value: object) -> str:
     return str(value)
 
 
+def _chooses_tokens(key: str) -> bool:
+    """Return whether a key, or the mapping that it is in, changes the tokens that are held out."""
+    if key.startswith("data.sources."):
+        return key.endswith(".path")
+    return not {key, key.rpartition(".")[0]}.isdisjoint(HELD_OUT | {"data.source"})
+
+
 def _notes_on_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each kind of result that the settings make incomparable."""
-    other_tokens = [key for key in sorted(HELD_OUT | {"data.source"}) if _differ(settings, key)]
+    keys = sorted({key for own in settings for key in own if _chooses_tokens(key)})
+    other_tokens = [key for key in keys if _differ(settings, key)]
     if _differ(settings, "training.objective"):
         yield "The objectives differ: losses cannot be compared."
     elif _differ(settings, "data.tokenizer"):

@@ -1,24 +1,18 @@
 """The report of a sweep: a single HTML file that compares its elements, made from the sweep's directory alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
-from llama_core.sweep.grid import DONE, Objective
+from llama_core.sweep.grid import Objective
+from llama_core.sweep.judgement import read_judgement
 from training_reports import sweep_loss, sweep_throughput
 from training_reports.contents import MEASURES, RunContents
 from training_reports.layout import Card
-from training_reports.sweep_history import read_judgement
-from training_reports.sweep_page import ElementsPage, Problems, memory_panel, write_elements
-from training_reports.sweep_rows import Ranking, Row, measured_row, short_names
-from training_reports.sweep_summary import summarise
+from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
+from training_reports.sweep_rows import Ranking, Row, measured_row
+from training_reports.sweep_summary import next_commands, summarise
 from training_reports.sweep_table import PEAKS, PREDICTED, Cell, bytes_cell, number, predicted_cell
-
-RANKINGS: dict[Objective, Callable[[Sequence[Row]], Ranking]] = {
-    "throughput": sweep_throughput.rank,
-    "loss": sweep_loss.rank,
-}
-"""How the elements are ranked and compared, by the sweep's objective."""
 
 
 def write_report(sweep: SweepDirectory) -> Path:
@@ -28,55 +22,67 @@ def write_report(sweep: SweepDirectory) -> Path:
         RunDirectoryError: if the directory holds no sweep, or the page cannot be written.
     """
     record = read_record(sweep)
-    names, shared = short_names(
-        [element.name for element in record.runnable], [element.name for element in record.elements if element.skipped]
-    )
+    names = record.names
+    objective = record.objective
     rows = [
-        measured_row(names[element.name], element, RunContents.read(sweep.run(element.name)))
+        measured_row(names[element.name], element, RunContents.read(sweep.run(element.name)), part=objective.part)
         for element in record.elements
     ]
     skipped = [row for row in rows if row.skipped]
-    ranking = RANKINGS[record.objective]([row for row in rows if not row.skipped])
-    judgement = read_judgement(sweep.history, names)
+    ranking = _ranking(objective, [row for row in rows if not row.skipped])
+    judgement = read_judgement(sweep)
     config = record.sweep_config
-    done = DONE[record.objective]
+    done = objective.done
     page = ElementsPage(
         kind="sweep",
         how="measured",
-        status=f"{len(ranking.ranked)} of {len(ranking.rows)} {done}",
+        status=_status(ranking, done),
         style=_style(ranking.unranked),
         facts={
-            "Model": config.base.model,
+            "Model": models(config, [element.settings for element in record.elements]),
             "Launcher": config.base.launch.launcher,
             **ranking.facts,
-            **({"In all elements": ", ".join(shared)} if shared else {}),
+            **({"In all elements": ", ".join(names.shared)} if names.shared else {}),
         },
         ranking=ranking,
         skipped=skipped,
         details=_details([*ranking.rows, *skipped]),
         left_out=_left_out(ranking, skipped),
-        memory=memory_panel(
-            ranking.rows,
-            list(_memory_notes(ranking.rows)),
-            nothing="No element has been estimated yet.",
-            lines_per_element=2,
-        ),
+        memory=list(memory_panel(ranking.rows, list(_memory_notes(ranking.rows)), lines_per_element=2)),
         problems=[
+            Problems(
+                "Diverged",
+                ("Element", "What happened"),
+                [(row.name, row.diverged) for row in ranking.rows if row.diverged],
+            ),
             Problems(
                 f"Ended without being {done}", ("Element", "What happened", "Next"), list(_ended(ranking.unranked))
             ),
             Problems("Skipped: cannot run", ("Element", "Reason"), [(row.name, row.skipped) for row in skipped]),
         ],
         cards=[_counts(record, ranking)],
-        summary=summarise(sweep, record.objective, ranking, skipped, judgement),
+        summary=summarise(record, ranking, skipped, judgement),
+        commands=list(next_commands(sweep, objective, ranking)),
         judgement=judgement,
     )
-    return write_elements(sweep.report, page, config, name=sweep.name, source=sweep.path)
+    return write_elements(sweep.report, page, config, name=config.name, source=sweep.path)
+
+
+def _ranking(objective: Objective, rows: Sequence[Row]) -> Ranking:
+    if objective.kind == "throughput":
+        return sweep_throughput.rank(rows)
+    return sweep_loss.rank(rows, objective.loss)
+
+
+def _status(ranking: Ranking, done: str) -> str:
+    num_diverged = sum(bool(row.diverged) for row in ranking.rows)
+    ranked = f"{len(ranking.ranked) + num_diverged} of {len(ranking.rows)} {done}"
+    return f"{ranked}, {num_diverged} diverged" if num_diverged else ranked
 
 
 def _style(unfinished: Sequence[Row]) -> str:
-    """Return the CSS class of the sweep: that of its worst element, but ``warn`` for what is only interrupted."""
-    styles = {row.style for row in unfinished}
+    """Return the CSS class of the sweep: that of its worst element, but ``warn`` for one interrupted or diverged."""
+    styles = {"warn" if row.diverged else row.style for row in unfinished}
     if not styles:
         return "good"
     if "bad" in styles:
@@ -116,15 +122,17 @@ def _ended(unranked: Sequence[Row]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the name of each element whose job has ended without a result, how it ended, and what to do."""
     for row in unranked:
         outcome = row.outcome
-        if outcome is not None:
+        if outcome is not None and not row.diverged:
             yield row.name, f"{outcome.status}: {outcome.reason}", outcome.next_action or None
 
 
 def _counts(record: SweepRecord, ranking: Ranking) -> Card:
-    done = DONE[record.objective]
-    num_missing = len(ranking.unranked)
+    done = record.objective.done
+    num_missing = sum(not row.diverged for row in ranking.unranked)
     num_skipped = len(record.elements) - len(ranking.rows)
     lines = [f"{num_missing} of them not {done} (yet)." if num_missing else f"All of them {done}."]
+    if num_diverged := sum(bool(row.diverged) for row in ranking.rows):
+        lines.append(f"{num_diverged} of them diverged.")
     if num_skipped:
         lines.append(f"{num_skipped} more {'was' if num_skipped == 1 else 'were'} skipped.")
     return Card("Elements", str(len(ranking.rows)), "can run", lines)

@@ -1,14 +1,22 @@
-"""Figures of a sweep: a bar, a point or a line for each element, labelled with its settings."""
+"""Figures of a sweep: a bar, a point or a line for each element, labelled with its name.
 
+A name may hold any text, and Plotly renders HTML, so names are escaped here.
+"""
+
+import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from textwrap import wrap
 from typing import Any, TypeVar
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from llama_core.records.measurements import BenchmarkRecord
+from llama_core.sweep.naming import value_in_words
 from training_reports.figures import (
     BLUE,
     GREY,
@@ -31,12 +39,17 @@ CURVE_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK)
 MOST_DRAWN = 12
 """Most elements with a bar or a line of their own in one figure."""
 
+MOST_STEP_TICKS = 12
+"""Most steps that each get a tick."""
 LINE_PX = 17
 GAP_PX = 12
 AXES_PX = 90
 """Height of a label's line, of the gap between two elements, and of axis and legend."""
-LEGEND_LINE_PX = 18
-"""Height of a name in the legend of a narrow page."""
+
+LABEL_LETTERS = 24
+"""Most letters of a line of a label beside a bar."""
+MOST_LISTED = 3
+"""Most elements that a note names."""
 
 LETTER_PX = 6.2
 LABEL_PX = 15
@@ -81,7 +94,12 @@ def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
 
 
 def loss_curves(
-    losses: "Mapping[str, pd.Series[float]]", *, x_title: str, unit: str, marked: bool = False
+    losses: "Mapping[str, pd.Series[float]]",
+    *,
+    x_title: str,
+    unit: str,
+    marked: bool = False,
+    unsound: Collection[str] = (),
 ) -> go.Figure:
     """Return a line for each element.
 
@@ -90,40 +108,136 @@ def loss_curves(
         x_title: what they are by.
         unit: of the losses.
         marked: whether every point gets a dot.
+        unsound: the elements that diverged or failed, which the y axis need not show.
     """
     figure = styled_figure(f"loss ({unit})")
     for number, (name, loss) in enumerate(losses.items()):
         figure.add_scatter(
             x=loss.index.to_series(),
             y=loss,
-            name=name,
+            name=html.escape(name),
             mode="lines+markers" if marked else "lines",
             line={"color": CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY, "width": 1.8},
             marker={"size": 6},
             showlegend=True,
             hovertemplate="%{y:.4f}",
         )
-    highest = highest_shown(losses.values())
-    if highest is not None:
-        lowest = min(loss.min() for loss in losses.values())
+    if shown := losses_shown(losses, unsound):
+        lowest, highest = shown
         margin = 0.06 * (highest - lowest) or 0.5
         figure.update_yaxes(range=[lowest - margin, highest + margin])
-    figure.update_xaxes(title_text=x_title, tickformat="~s" if x_title == "tokens" else "d")
+    if x_title == "tokens":
+        figure.update_xaxes(title_text=x_title, tickformat="~s")
+    else:
+        last_step = max((loss.index.max() for loss in losses.values()), default=0)
+        few = last_step <= MOST_STEP_TICKS  # then Plotly would set ticks at half steps
+        figure.update_xaxes(title_text=x_title, tickformat="d", dtick=1 if few else None)
     return figure
 
 
-def highest_shown(losses: "Iterable[pd.Series[float]]") -> float | None:
-    """Return the highest loss in a figure of curves, so that one that diverges does not flatten the others.
+def losses_shown(losses: "Mapping[str, pd.Series[float]]", unsound: Collection[str] = ()) -> tuple[float, float] | None:
+    """Return the lowest and the highest loss in a figure of curves, so that what diverges does not flatten the others.
 
-    It is at most as far above the median of the first losses as the lowest loss is below it. None without a finite
-    loss.
+    Unsound elements do not count, unless all are. The highest loss is at most as far above the median of the first
+    losses as the lowest is below it, which leaves out spikes and bad starts. None without a finite loss.
     """
-    finite = [loss for loss in (loss[loss.abs() < float("inf")] for loss in losses) if not loss.empty]
-    if not finite:
+    finite = {name: loss[loss.abs() < float("inf")] for name, loss in losses.items()}
+    finite = {name: loss for name, loss in finite.items() if not loss.empty}
+    sound = [loss for name, loss in finite.items() if name not in unsound] or list(finite.values())
+    if not sound:
         return None
-    every = pd.concat(finite)
-    most = 2 * pd.Series([loss.iloc[0] for loss in finite]).median() - every.min()
-    return float(every[every <= most].max())
+    every = pd.concat(sound)
+    lowest = every.min()
+    most = 2 * statistics.median(loss.iloc[0] for loss in sound) - lowest
+    return float(lowest), float(every[every <= most].max())
+
+
+def cut_off(losses: "Mapping[str, pd.Series[float]]", unsound: Collection[str] = ()) -> Iterator[str]:
+    """Yield a sentence if the axis of a figure of curves leaves out some losses."""
+    shown = losses_shown(losses, unsound)
+    if shown is None:
+        return
+    above = [name for name, loss in losses.items() if (loss > shown[1]).any()]
+    if above:
+        yield f"Losses above {shown[1]:.3g} are cut off: those of {_listed(above)}."
+
+
+@dataclass(frozen=True)
+class Point:
+    """An element in the figure of the objective against a swept value."""
+
+    name: str
+    x: int | float | str
+    loss: float
+    spread: float | None
+    """How far chance moves its distance to the best element; None for the best itself, or if it is unknown."""
+
+
+def loss_by_value(
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    values: Sequence[int | float | str],
+    x_title: str,
+    unit: str,
+    is_log: bool,
+    diverged: Sequence[tuple[str, int | float | str]] = (),
+) -> go.Figure:
+    """Return the held-out loss of the elements by one of their settings.
+
+    Args:
+        lines: the elements of each line in the order of their values, by their other settings; the best line first.
+        values: all values of the setting, in order.
+        x_title: the setting.
+        unit: of the losses.
+        is_log: whether the x axis is logarithmic.
+        diverged: name and value of the elements that diverged: crosses at the top.
+    """
+    figure = styled_figure(f"held-out loss ({unit})")
+    for number, (name, points) in enumerate(lines.items()):
+        color = CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY
+        figure.add_scatter(
+            x=[point.x for point in points],
+            y=[point.loss for point in points],
+            error_y={"type": "data", "array": [point.spread or 0.0 for point in points], "thickness": 1.5, "width": 4},
+            name=html.escape(name),
+            mode="lines+markers",
+            line={"color": color, "width": 1.8},
+            marker={"size": 8},
+            showlegend=len(lines) > 1,
+            hovertext=[html.escape(point.name) for point in points],
+            hovertemplate="<b>%{hovertext}</b><br>%{y:.4f}<extra></extra>",
+        )
+    drawn = [point for points in lines.values() for point in points]
+    lowest = min(point.loss for point in drawn)
+    highest = max(point.loss + (point.spread or 0.0) for point in drawn)
+    margin = 0.12 * (highest - lowest) or 0.5
+    if diverged:
+        figure.add_scatter(
+            x=[value for _, value in diverged],
+            y=[highest + margin] * len(diverged),
+            name="diverged",
+            mode="markers",
+            marker={"color": RED, "symbol": "x", "size": 10},
+            showlegend=True,
+            hovertext=[html.escape(name) for name, _ in diverged],
+            hovertemplate="<b>%{hovertext}</b><br>diverged<extra></extra>",
+        )
+        highest += margin
+    figure.add_hline(lowest, line={"color": GREY, "width": 1, "dash": "dot"})
+    figure.update_layout(hovermode="closest")
+    figure.update_yaxes(range=[lowest - margin, highest + margin])
+    _set_values(figure, values, x_title, is_log=is_log)
+    return figure
+
+
+def _set_values(figure: go.Figure, values: Sequence[int | float | str], x_title: str, *, is_log: bool) -> None:
+    """Give the x axis a tick at each value, if there is room on a narrow page."""
+    figure.update_xaxes(title_text=html.escape(x_title), type="log" if is_log else None)
+    numbers = [value for value in values if not isinstance(value, str)]
+    if len(numbers) < len(values):
+        figure.update_xaxes(type="category", categoryorder="array", categoryarray=list(values))
+    elif sum(len(value_in_words(value)) + 2 for value in numbers) * LETTER_PX < NARROW_PX:
+        figure.update_xaxes(tickvals=numbers, ticktext=[value_in_words(value) for value in numbers])
 
 
 def throughput_bars(rates: Mapping[str, float]) -> go.Figure:
@@ -187,7 +301,7 @@ def throughput_against_memory(
             text=[labels[name] if name in positions else "" for name in names],
             textposition=[positions.get(name, "top left") for name in names],
             textfont={"size": 11},
-            hovertext=list(names),
+            hovertext=[html.escape(name) for name in names],
             line={"color": color, "width": 1.8, "shape": "hv"},
             marker={"size": 9 if kind == "front" else 7, "color": color},
             showlegend=True,
@@ -279,7 +393,7 @@ def throughput_by_ranks(lines: Mapping[str, Sequence[tuple[int, float, float, st
             marker={"size": 8},
             showlegend=True,
             hovertext=[
-                f"<b>{element}</b><br>{rate:,.0f} tokens/s on {size} ranks<br>{rate / ideal:.1%} of the ideal"
+                f"<b>{html.escape(element)}</b><br>{rate:,.0f} tokens/s on {size} ranks<br>{rate / ideal:.1%} of ideal"
                 for size, rate, ideal, element in points
             ],
             hovertemplate="%{hovertext}<extra></extra>",
@@ -302,13 +416,19 @@ def height_px(names: Mapping[str, Any], extra_lines: int = 1) -> int:
         names: the names of its elements.
         extra_lines: height of each element beyond its name, in lines.
     """
-    lines = max((name.count(",") + 1 for name in names), default=1) + extra_lines
+    lines = max((_label(name).count("<br>") + 1 for name in names), default=1) + extra_lines
     return AXES_PX + len(names) * (lines * LINE_PX + GAP_PX)
 
 
 def _label(name: str, value: str = "") -> str:
     """Return an element's name with one setting per line, to keep labels narrow."""
-    return name.replace(",", "<br>") + (f"<br><b>{value}</b>" if value else "")
+    lines = [line for setting in name.split(", ") for line in wrap(setting, LABEL_LETTERS)]
+    return "<br>".join(map(html.escape, lines)) + (f"<br><b>{value}</b>" if value else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MOST_LISTED} more"] if len(names) > MOST_LISTED else []
+    return "; ".join([*names[:MOST_LISTED], *more])
 
 
 def _add_bars(

@@ -1,33 +1,20 @@
 """A sweep beside the earlier ones of the same elements on the same kind of machine."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import html
+from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 
 import plotly.graph_objects as go
 
 from llama_core.sweep.judgement import ComparedElement, Judgement
 from llama_core.units import format_bytes
-from training_reports.figures import GREY, styled_figure
+from training_reports.figures import GREY, LEGEND_LINE_PX, styled_figure
 from training_reports.layout import NOTHING, Panel
-from training_reports.sweep_figures import CURVE_COLORS, LEGEND_LINE_PX, first_drawn, not_drawn
+from training_reports.sweep_figures import CURVE_COLORS, first_drawn, not_drawn
 
 COLUMNS = ("Element", "Verdict", "Tokens/s", "Expected", "Change", "Noise between results", "Peak memory", "Remarks")
 VERDICT_STYLE = {"slower": "bad", "faster": "good", "disturbed": "warn"}
 """CSS class of a verdict; that of all others is ``idle``."""
-
-
-def read_judgement(path: Path, names: Mapping[str, str]) -> Judgement | None:
-    """Return the judgement in a ``history.json`` with these names of the elements; None if there is none to show."""
-    judgement = Judgement.read(path)
-    if judgement is None:
-        return None
-    elements = [replace(one, element=names.get(one.element, one.element)) for one in judgement.elements]
-    changes = [
-        replace(one, elements=tuple(names.get(name, name) for name in one.elements)) for one in judgement.changes
-    ]
-    return replace(judgement, elements=tuple(elements), changes=tuple(changes))
 
 
 def history_rows(judgement: Judgement) -> Iterator[tuple[str, str, str, list[str | None]]]:
@@ -71,7 +58,7 @@ def history_panel(judgement: Judgement) -> Iterator[Panel]:
         _add_line(figure, one.element, times, rates, CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY)
     figure.update_yaxes(rangemode="tozero", tickformat="~s")
     figure.update_xaxes(title_text="earlier results, and this one", dtick=1)
-    told = ", ".join(f"{one.element} {one.sentence()}" for one in lines)
+    told = "; ".join(f"{one.element}: {one.sentence()}" for one in lines)
     height = 280 + LEGEND_LINE_PX * len(lines)
     notes = [*not_drawn(by_name), f"Medians of the timed steps. The results are in {judgement.folder}."]
     yield Panel("Throughput since the first result", figure, told, notes, wide=True, height_px=height)
@@ -82,7 +69,7 @@ def _add_line(figure: go.Figure, name: str, times: list[str], rates: list[float]
     figure.add_scatter(
         x=places,
         y=rates,
-        name=name,
+        name=html.escape(name),
         text=[shown_time(time) for time in times],
         mode="lines+markers",
         line={"color": color, "width": 1.8},

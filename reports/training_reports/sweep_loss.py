@@ -1,17 +1,20 @@
 """The elements of a sweep ranked by their held-out loss."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pandas as pd
 
+from llama_core.records.held_out import TOLD_APART
 from llama_core.records.measurements import TrainingSummary
+from llama_core.sweep.best import CHANCE, by_held_out_loss
 from llama_core.units import format_count
 from training_reports import sweep_figures
+from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Card, Panel
 from training_reports.sweep_rows import Ranking, Row, ordered
-from training_reports.sweep_table import Cell, number
+from training_reports.sweep_settings import settings_panels
+from training_reports.sweep_table import UNKNOWN, Cell, number
 
-HELD_OUT = "Held-out loss"
 X_TITLES = {"step": "optimizer step", "tokens": "tokens"}
 """The title of an x axis, by the column that curves are drawn by."""
 SMOOTHED_POINTS = 50
@@ -20,35 +23,48 @@ MOST_POINTS = 500
 """Most points of a line."""
 
 
-def rank(rows: Sequence[Row]) -> Ranking:
-    """Return the elements by the held-out loss after their last step, the lowest first."""
-    losses = {
-        row.name: (summary.eval_loss, summary)
+def rank(rows: Sequence[Row], loss: str) -> Ranking:
+    """Return the elements by a held-out loss after their last step, the lowest first, and those that diverged.
+
+    Args:
+        rows: all elements that can run.
+        loss: the name of the loss.
+    """
+    trained = {
+        row.name: row.training
         for row in rows
-        if row.status == "finished" and (summary := row.training) and summary.eval_loss is not None
+        if row.status in {"finished", "diverged"} and row.training and row.training.eval_loss is not None
     }
-    order = sorted(losses, key=lambda name: losses[name][0])
-    ranked = ordered(rows, order)
+    unsound = {row.name for row in rows if row.style == "bad"}
+    order = by_held_out_loss(trained)
+    sound = [name for name in order if name not in unsound]
+    diverged = [name for name in order if name in unsound]
+    ranked = ordered(rows, [*sound, *diverged])
     steps = {row.name: row.steps for row in ranked if not row.steps.empty}
-    lowest = losses[order[0]][0] if order else 0.0
+    best = trained[sound[0]] if sound else None
     by = _x_axis(steps)
     unit = " or ".join(dict.fromkeys(row.loss_unit for row in rows))
     return Ranking(
-        title="Every element, lowest held-out loss first",
+        title=f"Every element, lowest {loss} first",
         order="ascending",
-        columns=("Held-out loss", "Above the best", "Training loss", "Steps", "Tokens", "Tokens/s"),
+        columns=(_title(loss), "Above the best", "Training loss", "Steps", "Tokens", "Tokens/s"),
         rows=ranked,
-        results={name: _cells(*losses[name], lowest, steps.get(name)) for name in order},
-        cards=_best({name: losses[name] for name in order}, unit),
-        panels=[_training(steps, by, unit), *_held_out(steps, by, unit)],
+        results={name: _cells(trained[name], best, steps.get(name)) for name in sound},
+        diverged={name: _cells(trained[name], None, steps.get(name)) for name in diverged},
+        cards=_best({name: trained[name] for name in sound}, loss, unit),
+        panels=[
+            *settings_panels(rows, sound, _title(loss), unit),
+            *_held_out(steps, by, _title(loss), unit, unsound),
+            _training(steps, by, unit, unsound),
+        ],
     )
 
 
-def _cells(loss: float, summary: TrainingSummary, lowest: float, steps: pd.DataFrame | None) -> list[Cell]:
+def _cells(summary: TrainingSummary, best: TrainingSummary | None, steps: pd.DataFrame | None) -> list[Cell]:
     rate = None if steps is None else float(steps["tokens_per_second"].median())
     return [
-        number(loss, "{:.4f}"),
-        number(loss - lowest, "{:.4f}"),
+        number(summary.eval_loss, "{:.4f}"),
+        _above(summary, best),
         number(summary.train_loss, "{:.4f}"),
         number(summary.steps, "{:,}"),
         Cell(format_count(summary.tokens), summary.tokens),
@@ -56,36 +72,61 @@ def _cells(loss: float, summary: TrainingSummary, lowest: float, steps: pd.DataF
     ]
 
 
-def _best(losses: Mapping[str, tuple[float, TrainingSummary]], unit: str) -> list[Card]:
-    title = "Lowest held-out loss"
-    if not losses:
+def _above(summary: TrainingSummary, best: TrainingSummary | None) -> Cell:
+    if best is None:
+        return UNKNOWN
+    if summary is best:
+        return number(0.0, "{:.4f}")
+    above = summary.eval_above(best)
+    return Cell(str(above), above.amount)
+
+
+def _title(loss: str) -> str:
+    return f"{loss[0].upper()}{loss[1:]}"
+
+
+def _best(trained: Mapping[str, TrainingSummary], loss: str, unit: str) -> list[Card]:
+    title = f"Lowest {loss}"
+    if not trained:
         return [Card(title, None, "", ["No element has been trained yet."])]
-    (best, (lowest, _)), *others = losses.items()
-    num_tokens = sorted({summary.eval_tokens for _, summary in losses.values()})
-    lines = [
-        best,
-        *(f"{loss - lowest:.4f} below the next, {name}." for name, (loss, _) in others[:1]),
-        f"Mean over {' or '.join(map(format_count, num_tokens))} held-out tokens after the last step.",
-    ]
-    return [Card(title, f"{lowest:.4f}", unit, lines)]
+    best, *others = trained
+    summary = trained[best]
+    lines = [best]
+    if others:
+        ahead = trained[others[0]].eval_above(summary)
+        lines.append(f"{ahead} below the next{CHANCE[ahead.is_told_apart]}.")
+    lines.append(_sampled(summary))
+    return [Card(title, f"{summary.eval_loss:.4f}", unit, lines)]
+
+
+def _sampled(summary: TrainingSummary) -> str:
+    tokens = f"{format_count(summary.eval_tokens)} held-out tokens"
+    rows = summary.eval_rows
+    if rows is None or rows.spread is None:
+        return f"Mean over {tokens} after the last step."
+    return f"± {rows.spread:.4f}: {TOLD_APART:.0f} standard errors over {len(rows.counts)} rows, {tokens}."
 
 
 def _curves(
-    title: str, losses: "Mapping[str, pd.Series[float]]", x_title: str, unit: str, notes: Sequence[str]
+    title: str,
+    losses: "Mapping[str, pd.Series[float]]",
+    notes: Sequence[str],
+    *,
+    x_title: str,
+    unit: str,
+    unsound: Collection[str],
+    marked: bool = False,
 ) -> Panel:
-    ends = ", ".join(f"{name} {loss.iloc[-1]:.4f}" for name, loss in losses.items())
-    highest = sweep_figures.highest_shown(losses.values())
-    said = list(notes)
-    if highest is not None and any((loss > highest).any() for loss in losses.values()):
-        said.append(f"Losses above {highest:.3g} are cut off.")
+    ends = "; ".join(f"{name}: {loss.iloc[-1]:.4f}" for name, loss in losses.items())
+    said = [*notes, *sweep_figures.cut_off(losses, unsound)]
     if len(losses) > len(sweep_figures.CURVE_COLORS):
         said.append(f"All but the {len(sweep_figures.CURVE_COLORS)} best are grey.")
-    figure = sweep_figures.loss_curves(losses, x_title=x_title, unit=unit, marked=title == HELD_OUT)
+    figure = sweep_figures.loss_curves(losses, x_title=x_title, unit=unit, marked=marked, unsound=unsound)
     summary = f"At the end: {ends} {unit}."
-    return Panel(title, figure, summary, said, wide=True, height_px=300 + sweep_figures.LEGEND_LINE_PX * len(losses))
+    return Panel(title, figure, summary, said, wide=True, height_px=300 + LEGEND_LINE_PX * len(losses))
 
 
-def _training(steps: Mapping[str, pd.DataFrame], by: str, unit: str) -> Panel:
+def _training(steps: Mapping[str, pd.DataFrame], by: str, unit: str, unsound: Collection[str]) -> Panel:
     title = "Training loss"
     if not steps:
         return Panel(title, None, "", ["No element has taken a step yet."], wide=True)
@@ -101,17 +142,19 @@ def _training(steps: Mapping[str, pd.DataFrame], by: str, unit: str) -> Panel:
     notes += ["The best element comes first. A click on a name hides its line; a double click hides all others."]
     if span > 1:
         notes.append(f"Each point is the mean of the last {span} steps.")
-    return _curves(title, losses, X_TITLES[by], unit, notes)
+    return _curves(title, losses, notes, x_title=X_TITLES[by], unit=unit, unsound=unsound)
 
 
-def _held_out(steps: Mapping[str, pd.DataFrame], by: str, unit: str) -> Iterator[Panel]:
+def _held_out(
+    steps: Mapping[str, pd.DataFrame], by: str, title: str, unit: str, unsound: Collection[str]
+) -> Iterator[Panel]:
     """Yield a panel if an element was evaluated more than once."""
     evaluated = {name: _by(table[table["eval_loss"].notna()], "eval_loss", by) for name, table in steps.items()}
     evaluated = {name: losses for name, losses in evaluated.items() if not losses.empty}
     if max(map(len, evaluated.values()), default=0) > 1:
         drawn = sweep_figures.first_drawn(evaluated)
         notes = list(sweep_figures.not_drawn(evaluated))
-        yield _curves(HELD_OUT, drawn, X_TITLES[by], unit, notes)
+        yield _curves(title, drawn, notes, x_title=X_TITLES[by], unit=unit, unsound=unsound, marked=True)
 
 
 def _by(table: pd.DataFrame, column: str, by: str) -> "pd.Series[float]":

@@ -4,18 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_core.sweep.grid import SweepConfig
+from llama_core.sweep.grid import GridValue, SweepConfig
 from llama_core.sweep.judgement import Judgement
+from llama_core.sweep.naming import values_in_words
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel, write_page
 from training_reports.sweep_history import COLUMNS as HISTORY_COLUMNS
 from training_reports.sweep_history import history_panel, history_rows, shown_time
-from training_reports.sweep_pareto import pareto_panel
+from training_reports.sweep_pareto import are_alike, pareto_panel
 from training_reports.sweep_rows import Ranking, Row
 from training_reports.sweep_scaling import COLUMN as SCALING
 from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
-from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow
+from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow, same_in_all
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,15 @@ class ElementsPage:
     """The last columns of the table: the cells of elements by name, by the title of the column."""
     left_out: Mapping[str, Sequence[str]]
     """The elements that have no point in the figure of throughput against memory, by the reason."""
-    memory: Panel
-    """The peak memory of the elements."""
+    memory: Sequence[Panel]
+    """The peak memory of the elements, if it differs."""
     problems: Sequence[Problems]
     cards: Sequence[Card] = ()
     """More cards than those of the ranking."""
     summary: Sequence[tuple[str, str]] = ()
     """Paragraphs, each with its heading."""
+    commands: Sequence[tuple[str, str]] = ()
+    """What to do next, each with its command."""
     judgement: Judgement | None = None
     """How the elements compare with earlier sweeps of them."""
 
@@ -84,12 +87,13 @@ def write_elements(path: Path, page: ElementsPage, config: SweepConfig, *, name:
         style=page.style,
         facts=page.facts,
         summary=page.summary,
+        commands=page.commands,
         cards=[*ranking.cards, *page.cards],
         panels=[
             *ranking.panels,
             *_pareto(page),
             *scaling_panel(lines, page.how),
-            page.memory,
+            *page.memory,
             *(history_panel(judgement) if judgement else ()),
         ],
         table=_table(page, lines),
@@ -119,10 +123,19 @@ def _table(page: ElementsPage, lines: Sequence[Line]) -> Table:
     ranking = page.ranking
     columns: dict[str, Mapping[str, Cell]] = {}
     for place, title in enumerate(ranking.columns):
-        columns[title] = {name: cells[place] for name, cells in ranking.results.items()}
+        columns[title] = {name: cells[place] for name, cells in (*ranking.results.items(), *ranking.diverged.items())}
     if lines:
         columns[SCALING] = scaling_cells(lines)
     columns |= page.details
+    ranks = ranking.columns[0]
+    same = {
+        title: text for title, cells in columns.items() if title != ranks and (text := same_in_all(cells)) is not None
+    }
+    columns = {
+        title: cells
+        for title, cells in columns.items()
+        if title == ranks or (title not in same and any(cell.text is not None for cell in cells.values()))
+    }
     best = ranking.ranked[0].name if ranking.results else None
     rows = [
         TableRow(
@@ -135,7 +148,7 @@ def _table(page: ElementsPage, lines: Sequence[Line]) -> Table:
         )
         for row in (*ranking.rows, *page.skipped)
     ]
-    return Table(ranking.title, list(columns), ranking.order, rows)
+    return Table(ranking.title, list(columns), ranking.order, rows, same)
 
 
 def _pareto(page: ElementsPage) -> Iterator[Panel]:
@@ -148,22 +161,21 @@ def _pareto(page: ElementsPage) -> Iterator[Panel]:
     return pareto_panel(points, settings, page.left_out, page.how)
 
 
-def memory_panel(rows: Sequence[Row], notes: Sequence[str], *, nothing: str, lines_per_element: int) -> Panel:
-    """Return the peak memory of the elements of which one is known.
+def memory_panel(rows: Sequence[Row], notes: Sequence[str], *, lines_per_element: int) -> Iterator[Panel]:
+    """Yield a panel with the peak memory of the elements, if it differs between them.
 
     Args:
         rows: the elements.
         notes: sentences below the figure.
-        nothing: what to say if no peak is known.
         lines_per_element: height of each element beyond its name, in lines.
     """
     title = "Peak memory by element"
     peaks = {row.name: row.peaks for row in rows if any(row.peaks.values())}
-    if not peaks:
-        return Panel(title, None, "", [nothing], wide=True)
+    if not _differ(list(peaks.values())):
+        return
     drawn = sweep_figures.first_drawn(peaks)
-    summary = ", ".join(f"{name} {format_bytes(max(filter(None, by.values())))}" for name, by in drawn.items())
-    return Panel(
+    summary = "; ".join(f"{name}: {format_bytes(max(filter(None, by.values())))}" for name, by in drawn.items())
+    yield Panel(
         title,
         sweep_figures.memory_by_element(drawn),
         summary,
@@ -171,3 +183,19 @@ def memory_panel(rows: Sequence[Row], notes: Sequence[str], *, nothing: str, lin
         wide=True,
         height_px=sweep_figures.height_px(drawn, extra_lines=lines_per_element),
     )
+
+
+def _differ(peaks: Sequence[Mapping[str, int | None]]) -> bool:
+    """Return whether one kind of peak is not alike in all elements."""
+    by_kind: dict[str, list[int]] = {}
+    for own in peaks:
+        for kind, num_bytes in own.items():
+            if num_bytes:
+                by_kind.setdefault(kind, []).append(num_bytes)
+    return not all(map(are_alike, by_kind.values()))
+
+
+def models(config: SweepConfig, settings: Sequence[Mapping[str, GridValue]]) -> str:
+    """Return the models of the elements, for the page's header."""
+    used = dict.fromkeys(own.get("model", config.base.model) for own in settings)
+    return ", ".join(values_in_words(used))

@@ -6,11 +6,14 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.sweep.directory import ElementRecord
+from llama_core.sweep.divergence import divergence
 from llama_core.sweep.grid import GridValue
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
@@ -22,17 +25,22 @@ class Row:
     """One element of a sweep, measured or predicted."""
 
     name: str
-    """Its settings without those that all elements share."""
+    """What people call it: the settings in which elements differ."""
     settings: Mapping[str, GridValue]
     """Its value for each key of the grid."""
     status: str
-    """How its job ended, or its state so far; of a prediction, whether it fits."""
+    """How its job ended, ``diverged`` if its loss ended far above the start, or its state so far; of a prediction,
+    whether it fits."""
     style: str
     """The CSS class of the status."""
     skipped: str = ""
     """Why it cannot run; empty if it can."""
-    href: str | None = None
-    """The address of its run directory, relative to the page."""
+    diverged: str = ""
+    """How its training diverged, in words; empty if it did not."""
+    folder: str = ""
+    """The name of its run directory."""
+    num_parameters: int | None = None
+    """Parameters of its model, if it is known and elements may differ in it."""
     plan: ParallelPlan | None = None
     """Its plan, if it is known."""
     tokens_per_second: float | None = None
@@ -56,37 +64,46 @@ class Row:
     """The unit of its loss."""
 
     @property
+    def href(self) -> str | None:
+        """The address of its run directory, relative to the page; None without one."""
+        return f"runs/{quote(self.folder, safe='=,+')}/" if self.folder and not self.skipped else None
+
+    @property
     def measured_seconds(self) -> float | None:
         """The median time of a timed step, or else of a training step, if it finished."""
-        if self.status != "finished":
+        if self.status not in {"finished", "diverged"}:
             return None
         if self.benchmark is not None:
             return self.benchmark.median_seconds
         return None if self.steps.empty else float(self.steps["step_seconds"].median())
 
 
-def measured_row(name: str, element: ElementRecord, contents: RunContents) -> Row:
+def measured_row(name: str, element: ElementRecord, contents: RunContents, *, part: str = "") -> Row:
     """Return the row of an element that runs, or is skipped because it cannot.
 
     Args:
         name: its name on the page.
         element: what the sweep recorded of it.
         contents: what its run has recorded so far.
+        part: the name of the held-out tokens whose loss is that of the row; empty for all of them.
     """
-    status = _status(element, contents)
+    diverged = _divergence(contents)
+    status = "diverged" if diverged else _status(element, contents)
     benchmark = contents.benchmark
     peaks: dict[str, int | None] = {
         how: profile["peak_bytes"] if profile else None for how, _, profile in contents.predictions
     }
     measured = benchmark or contents.training
-    peaks["measured"] = measured.memory_added_bytes if measured and status == "finished" else None
+    peaks["measured"] = measured.memory_added_bytes if measured and status in {"finished", "diverged"} else None
     return Row(
         name,
         element.settings,
         status,
         "idle" if element.skipped or contents.outcome is None else STATUS_STYLE.get(status, "bad"),
         skipped=element.skipped,
-        href=None if element.skipped else f"runs/{quote(contents.path.name, safe='=,+')}/",
+        diverged=diverged,
+        folder=element.name,
+        num_parameters=_num_parameters(contents) if any(map(_is_of_model, element.settings)) else None,
         plan=contents.parallel_plan,
         tokens_per_second=benchmark.tokens_per_second if benchmark else None,
         memory_bytes=benchmark.memory_added_bytes if benchmark else None,
@@ -96,8 +113,8 @@ def measured_row(name: str, element: ElementRecord, contents: RunContents) -> Ro
         usable_bytes=(contents.estimate or {}).get("usable_bytes"),
         outcome=contents.outcome,
         benchmark=benchmark,
-        training=contents.training,
-        steps=contents.steps,
+        training=contents.training and contents.training.of_part(part),
+        steps=contents.steps_of_part(part),
         loss_unit=contents.loss_unit,
     )
 
@@ -108,6 +125,23 @@ def _status(element: ElementRecord, contents: RunContents) -> str:
     if contents.outcome is not None:
         return contents.outcome.status
     return "waiting" if contents.job is None else "submitted"
+
+
+def _divergence(contents: RunContents) -> str:
+    if contents.training is None or contents.outcome is None or contents.outcome.status != "finished":
+        return ""
+    return divergence(contents.steps["loss"].tolist(), contents.training.eval_loss)
+
+
+def _is_of_model(key: str) -> bool:
+    return key == "model" or key.startswith("architecture.")
+
+
+def _num_parameters(contents: RunContents) -> int | None:
+    try:
+        return RunConfig.from_mapping(contents.config or {}).spec.num_parameters
+    except ConfigError:  # the configuration of another version
+        return None
 
 
 def _predicted_seconds(contents: RunContents) -> float | None:
@@ -133,6 +167,8 @@ class Ranking:
     cards: Sequence[Card]
     panels: Sequence[Panel]
     facts: Mapping[str, object] = field(default_factory=dict)
+    diverged: Mapping[str, Sequence[Cell]] = field(default_factory=dict)
+    """The same cells for each element that diverged: its result is not ranked."""
 
     @property
     def ranked(self) -> list[Row]:
@@ -143,23 +179,6 @@ class Ranking:
     def unranked(self) -> list[Row]:
         """The elements without a result, of those that can run."""
         return [row for row in self.rows if row.name not in self.results]
-
-
-def short_names(names: Sequence[str], left_out: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
-    """Return a name for each element without the settings that all share, by its whole name, and those settings.
-
-    Args:
-        names: the whole names of the elements that are compared.
-        left_out: the whole names of the others. They keep a shared setting if they have another value for it.
-    """
-    settings = {name: name.split(",") for name in (*names, *left_out)}
-    shared: list[str] = []
-    if len(names) > 1:  # a single element would lose its whole name
-        shared = [one for one in settings[names[0]] if all(one in settings[name] for name in names)]
-    shown = {name: ",".join(one for one in own if one not in shared) for name, own in settings.items()}
-    if len(set(shown.values())) < len(shown) or "" in shown.values():
-        return {name: name for name in shown}, []
-    return shown, shared
 
 
 def ordered(rows: Iterable[Row], best_first: Iterable[str]) -> list[Row]:

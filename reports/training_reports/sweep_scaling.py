@@ -8,9 +8,10 @@ from textwrap import wrap
 
 from llama_core.planning.plan import ParallelPlan
 from llama_core.sweep.grid import GridValue
+from llama_core.sweep.naming import SettingWords, differing_keys
 from training_reports import sweep_figures
+from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Panel
-from training_reports.sweep_pareto import compared_keys, value_text
 from training_reports.sweep_table import Cell
 
 COLUMN = "Scaling"
@@ -67,9 +68,9 @@ def scaling_lines(elements: Sequence[Sized]) -> list[Line]:
     for kind in (None, *AXES):
         for element in elements:
             groups.setdefault(json.dumps([kind, _common(element, kind)], sort_keys=True), []).append(element)
-    compared = [
-        key for key in compared_keys({one.name: one.settings for one in elements}) if key not in SIZES | DEGREES
-    ]
+    settings = [one.settings for one in elements]
+    compared = [key for key in differing_keys(settings) if key not in SIZES | DEGREES]
+    words = SettingWords(settings)
     lines: list[Line] = []
     for group in groups.values():
         fastest: dict[int, Sized] = {}
@@ -77,7 +78,7 @@ def scaling_lines(elements: Sequence[Sized]) -> list[Line]:
             fastest[element.plan.world_size] = element
         names = {one.name for one in fastest.values()}
         if len(fastest) > 1 and not any(names <= {one.name for one in line.elements} for line in lines):
-            lines.append(_line(tuple(fastest[size] for size in sorted(fastest)), compared))
+            lines.append(_line(tuple(fastest[size] for size in sorted(fastest)), compared, words))
     return sorted(lines, key=lambda line: -max(one.tokens_per_second for one in line.elements))
 
 
@@ -89,12 +90,12 @@ def _common(element: Sized, kind: str | None) -> Mapping[str, object]:
     return others | {key: value for key, value in element.settings.items() if key not in SIZES | DEGREES}
 
 
-def _line(elements: tuple[Sized, ...], compared: Sequence[str]) -> Line:
+def _line(elements: tuple[Sized, ...], compared: Sequence[str], words: SettingWords) -> Line:
     """Return a line with its name; ``compared`` are the keys in which elements differ, degrees and sizes left out."""
     degrees = {axis: [getattr(one.plan, axis) for one in elements] for axis in AXES}
     axes = " and ".join(AXES[axis] for axis, sizes in degrees.items() if len(set(sizes)) > 1)
-    common = [f"{axis}={sizes[0]}" for axis, sizes in degrees.items() if len(set(sizes)) == 1 and sizes[0] > 1]
-    common += [f"{key.rpartition('.')[2]}={value_text(elements[0].settings.get(key))}" for key in compared]
+    common = [f"{axis} {sizes[0]}" for axis, sizes in degrees.items() if len(set(sizes)) == 1 and sizes[0] > 1]
+    common += [words.settings(elements[0].settings, [key]) for key in compared]
     return Line(axes, ", ".join([f"{axes} parallel", *common]), elements)
 
 
@@ -139,7 +140,7 @@ def scaling_panel(lines: Sequence[Line], how: str) -> Iterator[Panel]:
         for line in drawn
     }
     figure = sweep_figures.throughput_by_ranks(points, how)
-    height = 320 + sweep_figures.LEGEND_LINE_PX * sum(name.count("<br>") + 1 for name in points)
+    height = 320 + LEGEND_LINE_PX * sum(name.count("<br>") + 1 for name in points)
     yield Panel("Scaling", figure, f"Share of the ideal: {'; '.join(told)}.", notes, wide=True, height_px=height)
 
 

@@ -1,79 +1,172 @@
-"""A sweep in plain words: what was best, what did not run, what has changed since last time, and what to try next."""
+"""A sweep in plain words: what was compared, what won and by how much, what did not run, and what to do next."""
 
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from llama_core.records.measurements import BenchmarkRecord
-from llama_core.sweep.directory import SweepDirectory
-from llama_core.sweep.grid import DONE, Objective
+from llama_core.records.directory import command_to_resume
+from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.redaction import shell_word
+from llama_core.sweep.best import CHANCE
+from llama_core.sweep.directory import SweepDirectory, SweepRecord
+from llama_core.sweep.edges import edges
+from llama_core.sweep.grid import Objective
 from llama_core.sweep.judgement import ComparedElement, Judgement
+from llama_core.sweep.naming import SettingWords, differing_keys
+from llama_core.units import format_count
 from training_reports.sweep_history import shown_time
 from training_reports.sweep_rows import Ranking, Row
 from training_reports.sweep_throughput import MOST_NAMED, not_told_apart
 
+MOST_VALUES = 6
+"""Most values of a key that a sentence names."""
+LESS = 0.95
+"""Share of parameters, or of tokens, below which another element counts as smaller, or as trained for less."""
 PLENTY = 0.5
 """Share of a GPU's memory below which a larger microbatch is worth a try."""
 
 
 def summarise(
-    sweep: SweepDirectory,
-    objective: Objective,
-    ranking: Ranking,
-    skipped: Sequence[Row],
-    judgement: Judgement | None,
+    record: SweepRecord, ranking: Ranking, skipped: Sequence[Row], judgement: Judgement | None
 ) -> list[tuple[str, str]]:
     """Return the paragraphs of the summary: a heading and some sentences each."""
+    objective = record.objective
     ranked = ranking.ranked
-    others = ranking.unranked
     paragraphs = {
-        "Best": _best(objective, ranked),
-        "Did not run": _left_out(ranking, skipped, others),
+        "Compared": _compared(record),
+        "Best": _best(objective, ranking),
+        "Diverged": _diverged(ranking),
+        "Did not run": _left_out(ranking, skipped),
         "Since last time": _since(judgement) if judgement else (),
-        "Try next": [
-            *_next(sweep, objective, ranked, others, judgement),
+        "Next": [
             *_edges(ranked, [*ranking.rows, *skipped]),
+            *_next(objective, ranked, judgement),
         ],
     }
     texts = {name: " ".join(sentences) for name, sentences in paragraphs.items()}
     return [(name, text) for name, text in texts.items() if text]
 
 
-def _best(objective: Objective, ranked: Sequence[Row]) -> Iterator[str]:
+def next_commands(sweep: SweepDirectory, objective: Objective, ranking: Ranking) -> Iterator[tuple[str, str]]:
+    """Yield what to do next, each with the command that does it."""
+    if any(row.style == "idle" or row.status in {"cancelled", "preempted", "timeout"} for row in ranking.unranked):
+        yield "Finish the sweep", f"training-infra sweep --sweep-dir {shell_word(sweep.path)} --resume"
+    if not ranking.ranked:
+        return
+    best = ranking.ranked[0]
+    run = sweep.run(best.folder)
+    if objective.kind == "throughput":
+        yield "Train with the fastest settings", f"training-infra train --config {shell_word(run.config)}"
+    elif best.training is not None:
+        twice = 2 * best.training.steps
+        yield f"Train the best one on, to step {twice:,}", f"{command_to_resume(run)} --steps {twice}"
+        out = shell_word(f"{sweep.name}-best")
+        yield "Export the best one", f"training-infra export-hf {shell_word(run.path)} --out {out}"
+
+
+def _compared(record: SweepRecord) -> Iterator[str]:
+    words = SettingWords([element.settings for element in record.elements])
+    keys = differing_keys([element.settings for element in record.elements])
+    values = [f"{words.keys[key]} ({_values(list(words.values[key].values()))})" for key in keys]
+    num_elements = len(record.elements)
+    if values:
+        yield f"{num_elements} elements: {' x '.join(values)}."
+
+
+def _values(texts: Sequence[str]) -> str:
+    if len(texts) <= MOST_VALUES:
+        return ", ".join(texts)
+    return f"{len(texts)} values, {texts[0]} to {texts[-1]}"
+
+
+def _best(objective: Objective, ranking: Ranking) -> Iterator[str]:
+    ranked = ranking.ranked
     if not ranked:
-        yield f"No element has been {DONE[objective]} yet."
+        without = " without diverging" if ranking.diverged else ""
+        yield f"No element has been {objective.done}{without} yet."
         return
-    if objective == "loss":
-        yield from _lowest_loss(ranked)
-        return
-    timed = _timed(ranked)
+    yield from _lowest_loss(ranked, objective.loss) if objective.kind == "loss" else _fastest(_timed(ranked))
+
+
+def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     fastest, *slower = timed
     rate = timed[fastest].tokens_per_second
     close = not_told_apart(timed)
+    yield f"{fastest}: {rate:,.0f} tokens/s."
     if close:
-        yield f"{_listed([fastest, *close])} are equally fast within the noise of their steps: {rate:,.0f} tokens/s."
-    else:
-        yield f"{fastest} is the fastest, with {rate:,.0f} tokens/s."
+        these = "this is" if len(close) == 1 else "these are"
+        yield f"Within the noise of their steps, {these} as fast: {_listed(close)}."
     if apart := [name for name in slower if name not in close]:
-        yield f"The next, {apart[0]}, reaches {timed[apart[0]].tokens_per_second / rate:.0%} of that."
+        yield f"The next ({apart[0]}) reaches {timed[apart[0]].tokens_per_second / rate:.0%} of that."
         if len(apart) > 1:
-            yield f"The slowest, {apart[-1]}, reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
+            yield f"The slowest ({apart[-1]}) reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
 
 
-def _lowest_loss(ranked: Sequence[Row]) -> Iterator[str]:
-    losses = {row.name: row.training.eval_loss for row in ranked if row.training}
-    known = {name: loss for name, loss in losses.items() if loss is not None}
-    best, *others = known
-    yield f"{best} has the lowest held-out loss, {known[best]:.4f}."
+def _lowest_loss(ranked: Sequence[Row], loss: str) -> Iterator[str]:
+    trained = {row.name: row.training for row in ranked if row.training is not None}
+    best, *others = trained
+    summary = trained[best]
+    yield f"{best}: {loss} {summary.eval_loss:.4f}."
     if others:
-        yield f"The next, {others[0]}, is {known[others[0]] - known[best]:.4f} above."
+        ahead = trained[others[0]].eval_above(summary)
+        yield f"The next ({others[0]}) is {ahead} above{CHANCE[ahead.is_told_apart]}."
+    if more := [name for name in _close(trained) if name != others[0]]:
+        yield f"{len(more)} more {'is' if len(more) == 1 else 'are'} within the spread."
+    yield from _not_a_setting(ranked)
+    yield _caveat(ranked)
+
+
+def _close(trained: Mapping[str, TrainingSummary]) -> list[str]:
+    """Return the elements that chance alone may have put behind the first."""
+    best, *others = trained
+    return [name for name in others if trained[name].eval_above(trained[best]).is_told_apart is False]
+
+
+def _not_a_setting(ranked: Sequence[Row]) -> Iterator[str]:
+    """Yield sentences if the best element has the larger model, or was trained on more tokens."""
+    best = ranked[0]
+    sizes = {row.name: row.num_parameters for row in ranked if row.num_parameters}
+    tokens = {row.name: row.training.tokens for row in ranked if row.training}
+    reasons = []
+    behind: set[str] = set()
+    for amounts, reason in (
+        (sizes, "is the larger model ({} parameters)"),
+        (tokens, "was trained on more tokens ({})"),
+    ):
+        most = amounts.get(best.name, 0)
+        with_less = {name for name, amount in amounts.items() if amount < LESS * most}
+        if with_less and most == max(amounts.values()):
+            reasons.append(reason.format(format_count(most)))
+            behind |= with_less
+    if reasons:
+        other = next(row for row in ranked if row.name in behind)
+        loss = f" ({other.training.eval_loss:.4f})" if other.training else ""
+        yield f"The best {' and '.join(reasons)}, which need not be a better setting."
+        yield f"Of those with less, the best is {other.name}{loss}."
+
+
+def _caveat(ranked: Sequence[Row]) -> str:
+    seeds = {row.settings.get("training.seed") for row in ranked}
+    steps = sorted({row.training.steps for row in ranked if row.training})
+    span = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+    seeded = "One seed each" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    return f"{seeded}, {span} steps: other seeds or longer training may change the order."
+
+
+def _diverged(ranking: Ranking) -> Iterator[str]:
+    diverged = [row.name for row in ranking.rows if row.diverged]
+    if diverged:
+        yield f"{len(diverged)} of {len(ranking.rows)}: {_listed(diverged)}."
 
 
 def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
     return {row.name: row.benchmark for row in ranked if row.benchmark is not None}
 
 
-def _left_out(ranking: Ranking, skipped: Sequence[Row], others: Sequence[Row]) -> Iterator[str]:
-    failed = [(row.name, f"{outcome.status}, {outcome.reason}") for row in others if (outcome := row.outcome)]
+def _left_out(ranking: Ranking, skipped: Sequence[Row]) -> Iterator[str]:
+    failed = [
+        (row.name, f"{row.outcome.status}, {row.outcome.reason}")
+        for row in ranking.unranked
+        if row.outcome and not row.diverged
+    ]
     for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
         if reasons:
             named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MOST_NAMED])
@@ -110,23 +203,30 @@ def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
     return "all elements" if len(some) == len(judgement.elements) else f"{len(some)} of {len(judgement.elements)}"
 
 
-def _next(
-    sweep: SweepDirectory,
-    objective: Objective,
-    ranked: Sequence[Row],
-    others: Sequence[Row],
-    judgement: Judgement | None,
-) -> Iterator[str]:
-    if any(row.style == "idle" or row.status in {"cancelled", "preempted", "timeout"} for row in others):
-        yield f"Finish the sweep: training-infra sweep --sweep-dir {shlex.quote(str(sweep.path))} --resume."
+def _next(objective: Objective, ranked: Sequence[Row], judgement: Judgement | None) -> Iterator[str]:
     if judgement:
         yield from _look_for(judgement)
-    timed = _timed(ranked) if objective == "throughput" else {}
-    if timed and (close := not_told_apart(timed)):
+    if objective.kind == "loss":
+        yield from _more_rows(ranked)
+        return
+    timed = _timed(ranked)
+    if timed and not_told_apart(timed):
         steps = 4 * max(len(one.step_seconds) for one in timed.values())
-        yield f"To tell {_listed([next(iter(timed)), *close])} apart, time more steps: benchmark.steps={steps}."
+        yield f"To tell those apart that are as fast, time more steps: benchmark.steps={steps}."
     if timed:
         yield from _room(ranked[0])
+
+
+def _more_rows(ranked: Sequence[Row]) -> Iterator[str]:
+    trained = {row.name: row.training for row in ranked if row.training is not None}
+    if trained and _close(trained):
+        rows = trained[next(iter(trained))].eval_rows
+        number = f", here {len(rows.counts)}" if rows else ""
+        seeds = "" if any("training.seed" in row.settings for row in ranked) else _SEEDS
+        yield f"To tell the first ones apart, evaluate on more rows (training.eval_sequences{number}){seeds}."
+
+
+_SEEDS = ", and add training.seed: [0, 1, 2] to the grid, which shows how far chance alone moves the loss"
 
 
 def _look_for(judgement: Judgement) -> Iterator[str]:
@@ -142,19 +242,8 @@ def _look_for(judgement: Judgement) -> Iterator[str]:
 
 
 def _edges(ranked: Sequence[Row], every: Sequence[Row]) -> Iterator[str]:
-    """Yield a sentence for each setting of the best element that is the largest or smallest in the grid."""
-    for key, value in ranked[0].settings.items() if ranked else ():
-        if len({row.settings[key] for row in ranked}) < 2:  # nothing says that it matters
-            continue
-        values = {row.settings[key] for row in every}
-        numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
-        if len(numbers) < len(values):
-            continue
-        name = key.rpartition(".")[2]
-        if value == numbers[-1]:
-            yield f"The best {name}, {value}, is the largest in the grid: try larger ones."
-        elif value == numbers[0] and numbers[0] != 1 and numbers[0] > 0:
-            yield f"The best {name}, {value}, is the smallest in the grid: try smaller ones."
+    for edge in edges([row.settings for row in ranked], [row.settings for row in every]):
+        yield edge.sentence(ranked[0].settings)
 
 
 def _room(best: Row) -> Iterator[str]:
@@ -168,4 +257,4 @@ def _room(best: Row) -> Iterator[str]:
 def _listed(names: Sequence[str]) -> str:
     if len(names) > MOST_NAMED + 1:
         names = [*names[:MOST_NAMED], f"{len(names) - MOST_NAMED} more"]
-    return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return "; ".join(names)

@@ -1,7 +1,7 @@
 """The table of a sweep's elements, which a reader sorts and filters in the browser."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from llama_core.units import format_bytes
@@ -49,6 +49,8 @@ class Table:
     order: Order
     """How the rows are sorted by that column."""
     rows: Sequence[TableRow]
+    same: Mapping[str, str] = field(default_factory=dict)
+    """The columns that are left out because all elements with a value have the same one, with the value."""
 
     @property
     def headers(self) -> list[str]:
@@ -60,6 +62,12 @@ class Table:
         """How many elements are in each state."""
         states = [row.state for row in self.rows]
         return {state: states.count(state) for state in dict.fromkeys(states)}
+
+
+def same_in_all(cells: Mapping[str, Cell]) -> str | None:
+    """Return the text of a column in which two elements or more have a value, all the same; None of any other."""
+    texts = [cell.text for cell in cells.values() if cell.text is not None]
+    return texts[0] if len(texts) > 1 and len(set(texts)) == 1 else None
 
 
 def number(value: float | None, form: str) -> Cell:

@@ -64,9 +64,8 @@ def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
 
 def _overlaps(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     if close := not_told_apart(timed):
-        more = f" and of {len(close) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
-        others = " and of ".join(close[:MOST_NAMED])
-        yield f"Its middle half overlaps that of {others}{more}; time more steps to tell them apart."
+        more = f"; and of {len(close) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
+        yield f"Its middle half overlaps that of: {'; '.join(close[:MOST_NAMED])}{more}. Time more steps to tell."
 
 
 def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:
@@ -74,10 +73,10 @@ def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:
     if not timed:
         return Panel(title, None, "", ["No element has been timed yet."], wide=True)
     drawn = sweep_figures.first_drawn(timed)
-    rates = [f"{name} {record.tokens_per_second:,.0f} tokens/s" for name, record in drawn.items()]
+    rates = [f"{name}: {record.tokens_per_second:,.0f} tokens/s" for name, record in drawn.items()]
     notes = [
         *sweep_figures.not_drawn(timed),
         "Bars are medians of the timed steps, over all devices; lines span the middle half of the steps.",
     ]
     figure = sweep_figures.throughput_by_element(drawn)
-    return Panel(title, figure, ", ".join(rates), notes, wide=True, height_px=sweep_figures.height_px(drawn))
+    return Panel(title, figure, "; ".join(rates), notes, wide=True, height_px=sweep_figures.height_px(drawn))

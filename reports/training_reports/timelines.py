@@ -87,11 +87,7 @@ def predicted_timeline(contents: RunContents, schedule: Schedule) -> Timeline | 
     except TrainingInfraError:  # the configuration of another version
         return None
 
-    def seconds(action: Action) -> float:
-        forward, backward = passes[action.stage]
-        return {Kind.FORWARD: forward, Kind.BACKWARD: backward}.get(action.kind, backward / 2)
-
-    return Timeline(schedule, schedule.replay(seconds, parts.hop))
+    return Timeline(schedule, schedule.replay(lambda action: passes[action.stage].of(action.kind), parts.hop))
 
 
 def planned_timeline(measured: Timeline) -> Timeline:

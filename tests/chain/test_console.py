@@ -10,10 +10,11 @@ TESTS = str(Path(__file__).parents[1])
 
 FOLLOW = """
 import sys; sys.path.append(sys.argv[1])
+from pathlib import Path
 from step_record import record
 from llama_core.chain.console import watch
 from llama_core.records.directory import RunDirectory
-with watch(RunDirectory(None)) as show:
+with watch(RunDirectory(Path("nowhere"))) as show:
     for step in range(1, 41):
         show(record(step, total_steps=40))
 """

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import time
 from dataclasses import replace
 
@@ -11,8 +12,11 @@ import pytest
 from step_record import record
 
 from llama_core.chain.diagnosis import diagnose
+from llama_core.chain.runs import has_lost_its_end
 from llama_core.config.run import RunConfig
+from llama_core.launch.attempts import Attempt, attempt_path
 from llama_core.launch.outcome import read_outcome, record_outcome
+from llama_core.launch.rank.requeue import begin_attempt
 from llama_core.launch.verdict import read_log
 from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
@@ -25,6 +29,11 @@ ATTEMPT = {
     "job_id": "7", "submitted_at": "2026-11-01T00:00:00.000000+00:00", "restart": 0, "status": "crashed",
     "reason": "rank 0 was killed", "requeued": False, "first_step": 1, "last_step": 6,
     "ended_at": "2026-11-01T01:00:00+00:00",
+}  # fmt: skip
+
+TRAINED = {
+    "steps": 6, "tokens": 3072, "train_loss": 4.4, "eval_loss": None, "eval_tokens": 0, "unigram_entropy": None,
+    "bigram_entropy": None, "memory_baseline_bytes": 1, "memory_peak_bytes": 2, "seconds": 6.0,
 }  # fmt: skip
 
 
@@ -57,6 +66,12 @@ def save(run, step, **changes):
 def end(run, status, next_action="start it again with --resume"):
     attempt = ATTEMPT | {"status": status}
     write_json(run.outcome, Outcome(status, "rank 0 was killed", 6, next_action, ATTEMPT["ended_at"], (attempt,)))
+
+
+def flip(run, step):
+    """Damage a checkpoint in a way that its size does not show."""
+    file = run.checkpoints / checkpoint_name(step) / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().swapcase())
 
 
 def has_job(run, **changes):
@@ -109,6 +124,18 @@ def test_a_run_that_ended_as_it_should_is_healthy(run, capsys, status, state):
     assert (found["command"] == "") == (status == "finished")
     assert [one["step"] for one in found["checkpoints"]] == [2, 4]
     assert found["attempts"][0]["last_step"] == 6
+
+
+def test_a_job_that_slurm_queued_again_says_so_once(run, monkeypatch):
+    job = JobRecord("slurm", "7", "", ATTEMPT["submitted_at"], folder="")
+    attempt = Attempt("7", job.submitted_at, 0, "", ATTEMPT["submitted_at"])
+    write_json(attempt_path(run), attempt)
+    monkeypatch.setattr("llama_core.launch.rank.requeue.earlier_states", lambda job_id, name: [])
+    monkeypatch.setattr("llama_core.launch.rank.requeue.SUPERSEDED_SECONDS", 0.0)
+    run.outcome.unlink()
+    begin_attempt(run, job, restart=1, nodes="", max_attempts=3)
+    (told,) = texts(diagnose(run), "attempt 1")
+    assert told.endswith("preempted: Slurm stopped the job; Slurm queued it again")
 
 
 def test_a_run_that_never_started_is_healthy(tmp_path):
@@ -170,14 +197,21 @@ def test_a_job_on_another_machine_is_unknown_and_no_command_is_given(run):
 
 def test_a_damaged_checkpoint_is_a_problem_only_found_by_reading(run):
     end(run, "cancelled")
-    file = run.checkpoints / "step-00000004" / "__0_0.distcp"
-    file.write_bytes(file.read_bytes().swapcase())
+    flip(run, 4)
     assert diagnose(run, read=False).is_healthy
     found = diagnose(run)
     ((subject, text),) = problems(found)
     assert subject == "checkpoint"
     assert "damaged: __0_0.distcp has the checksum" in text
     assert "in agreement with the checkpoint of step 2" in texts(found, "metrics")[0]
+
+
+def test_the_checkpoint_with_the_lowest_held_out_loss_is_marked_as_the_best(run):
+    for step, loss in ((7, 3.0), (8, 2.0), (9, 4.0)):
+        save(run, step, eval_loss=loss)
+    marked = [text for text in texts(diagnose(run, read=False), "checkpoint") if "the best" in text]
+    assert len(marked) == 1
+    assert marked[0].startswith("step 8, ")
 
 
 def test_without_a_good_checkpoint_the_advice_is_to_restore_one(run):
@@ -188,6 +222,40 @@ def test_without_a_good_checkpoint_the_advice_is_to_restore_one(run):
         "no checkpoint is good: restore one from a backup, or move them away to start over"
     ]
     assert found.command.startswith("training-infra train ")
+
+
+def test_a_finished_run_whose_newest_checkpoint_is_damaged_is_told_how_to_get_it_back(run):
+    end(run, "finished")
+    write_json(run.training, TRAINED)
+    save(run, 6)
+    flip(run, 6)
+    found = diagnose(run)
+    (advice,) = texts(found, "advice")
+    assert "the checkpoint of step 6 is damaged, and the newest sound one is of step 4, which generate" in advice
+    assert found.command == f"training-infra train --run-dir {run.path} --resume"
+    assert not has_lost_its_end(run), "nobody has read the checkpoint"
+    (command,) = re.findall(r"mv \S+ \S+(?=, then$)", advice)
+    subprocess.run(command, shell=True, check=True)
+    assert has_lost_its_end(run)
+    assert [one.step for one in diagnose(run).checkpoints] == [2, 4]
+
+
+def test_a_finished_run_whose_last_checkpoint_is_good_has_nothing_left_to_do(run):
+    end(run, "finished")
+    write_json(run.training, TRAINED)
+    save(run, 6)
+    flip(run, 4)
+    found = diagnose(run)
+    assert (found.command, texts(found, "advice")) == ("", [])
+    assert not has_lost_its_end(run)
+
+
+def test_a_finished_run_without_a_good_checkpoint_is_told_to_restore_one(run):
+    end(run, "finished")
+    flip(run, 2)
+    flip(run, 4)
+    found = diagnose(run)
+    assert (found.command, texts(found, "advice")) == ("", ["no checkpoint is good: restore one from a backup"])
 
 
 def test_the_advice_of_the_outcome_comes_before_the_command(run):
@@ -264,7 +332,7 @@ def test_steps_of_metrics_that_were_set_aside_are_missing_and_the_file_is_named(
     part.write_bytes(b"damaged")
     read_metrics(run, sets_aside=True)
     ((subject, text),) = problems(diagnose(run))
-    assert (subject, f"step 1 is missing ({part.name}.damaged was damaged)" in text) == ("metrics", True)
+    assert (subject, f"step 1 is missing (_{part.name}.damaged was damaged)" in text) == ("metrics", True)
 
 
 def test_too_little_disk_for_a_checkpoint_is_a_problem(run, monkeypatch):

@@ -14,10 +14,10 @@ from llama_core.records.files import write_json
 from llama_core.units import TFLOP, format_duration
 
 
-def told(batch_size, num_tokens=None, **training):
+def told(batch_size, num_sequences=None, **training):
     settings = {"seq_len": 2048, "batch_size": batch_size} | training
     config = RunConfig.from_mapping({"model": "tiny_llama3_150m", "training": settings, "launch": {"device": "cpu"}})
-    return slow_steps(config, ParallelPlan(num_microbatches=batch_size), 0.1 * TFLOP, num_tokens)
+    return slow_steps(config, ParallelPlan(num_microbatches=batch_size), 0.1 * TFLOP, num_sequences)
 
 
 def test_a_quick_step_is_not_announced():
@@ -35,9 +35,9 @@ def test_a_slow_step_is_announced_with_the_run_and_what_is_quicker():
     assert ", the 10 steps of the run 7 h 36 min; quicker: a smaller --batch-size" in told(64, steps=10)
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(64 * 2048 * 3, "3 steps"), (10, "1 step")])
-def test_the_length_of_a_run_comes_from_its_data(tokens, steps):
-    assert f", the {steps} of the run" in told(64, num_tokens=tokens)
+@pytest.mark.parametrize(("num_sequences", "steps"), [(64 * 3, "3 steps"), (64 * 3 - 1, "3 steps"), (1, "1 step")])
+def test_the_length_of_a_run_comes_from_its_data(num_sequences, steps):
+    assert f", the {steps} of the run" in told(64, num_sequences)
 
 
 def test_a_plan_tells_the_time_of_any_run_on_this_cpu_and_of_none_elsewhere(monkeypatch):

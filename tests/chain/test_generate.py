@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from llama_core.chain.conversation import Conversation
 from llama_core.chain.export import export_run
-from llama_core.chain.generate import choose_device, generate
+from llama_core.chain.generate import TextModel, choose_device
+from llama_core.chain.prepare import prepare_run
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.data.chat_template import LLAMA3, LLAMA3_MARKERS
+from llama_core.data.chat_template import LLAMA3, MARKERS
 from llama_core.errors import (
     CheckpointError,
     ConfigError,
@@ -35,6 +37,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
+from llama_core.records.retention import Retention
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.weights import Pretrained
 
@@ -44,8 +47,13 @@ PROMPT = "Once upon"
 NUM_TOKENS = 24
 
 
-def text(source, prompt=PROMPT, **settings):
-    return "".join(generate(source, prompt, device="cpu", **({"max_new_tokens": NUM_TOKENS} | settings)))
+def text(source, prompt=PROMPT, *, chat=False, **settings):
+    model = text_model(source, **settings)
+    return "".join(Conversation(model).answer(prompt) if chat else model.continue_text(prompt))
+
+
+def text_model(source, **settings):
+    return TextModel(source, **({"device": "cpu", "max_new_tokens": NUM_TOKENS} | settings))
 
 
 @torch.no_grad()
@@ -61,13 +69,17 @@ def save_run(path, settings, prepare, steps=(1,)):
     run = RunDirectory(path)
     run.create()
     run.config.write_text(config.to_yaml())
+    save_checkpoints(run, config, prepare, steps)
+    return run
+
+
+def save_checkpoints(run, config, prepare, steps=(1,)):
     engine = native_engine(ParallelPlan(), config.spec)
-    checkpointer = Checkpointer(run, keep=3)
+    checkpointer = Checkpointer(run, keep=Retention(3))
     for step in steps:
         prepare(engine, step)
         checkpointer.save(step, engine, {})
     checkpointer.finish()
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +118,7 @@ def test_a_run_its_checkpoint_and_its_export_give_the_text_of_transformers(run, 
     assert len(expected) > NUM_TOKENS // 2
     assert text(run.path) == expected
     assert text(run.checkpoints / "step-00000002") == expected
-    assert text(exported, tokenizer="bytes") == expected
+    assert text(exported) == text(exported, tokenizer="bytes") == expected
 
 
 def test_a_step_can_be_named(run):
@@ -230,6 +242,32 @@ def test_a_text_ends_with_its_document(tmp_path):
     assert text(save_run(tmp_path / "goes-on", {}, always(ord("a"))).path) == "a" * NUM_TOKENS
 
 
+def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path):
+    folder = export_run(save_run(tmp_path / "run", {}, always(ord("a"))), tmp_path / "folder")
+    assert text(folder) == "a" * NUM_TOKENS
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, ord("a")]}))
+    assert text(folder) == ""
+
+
+def test_a_run_keeps_how_its_initial_weights_generate_when_they_are_gone(tmp_path, exported):
+    folder = shutil.copytree(exported, tmp_path / "folder")
+    generation = {"eos_token_id": [1, 4], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    training = {"init_from": str(folder), "steps": 1, "batch_size": 1, "seq_len": 32}
+    settings = {"training": training, "data": {"tokenizer": "bytes"}, "launch": {"device": "cpu"}}
+    config = RunConfig.from_mapping(settings)
+    run = prepare_run(config, tmp_path / "run")
+    shutil.rmtree(folder)
+    save_checkpoints(run, config, always(4))
+    out = export_run(run, tmp_path / "out")
+    ends = [1, 4, 257]
+    told = json.loads((out / "generation_config.json").read_text())
+    assert told == generation | {"eos_token_id": ends, "bos_token_id": 256}
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == ends
+    assert LlamaForCausalLM.from_pretrained(out).generation_config.eos_token_id == ends
+    assert text(run.path) == text(out) == ""
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}#{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
 )
@@ -259,7 +297,7 @@ def instruct(tmp_path, exported):
     tokenizer = tokenizers.Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", *LLAMA3_MARKERS[1:]])
+    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", *MARKERS["llama3"][1:]])
     tokenizer.save(str(folder / "tokenizer.json"))
     template = LLAMA3.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
@@ -300,7 +338,7 @@ def test_the_weights_are_told_of(run):
 @pytest.mark.parametrize(
     ("settings", "error", "complaint"),
     [
-        ({"prompt": ""}, DataError, "the prompt is empty; give some text to continue"),
+        ({"prompt": ""}, DataError, "the prompt is empty; give some text"),
         ({"prompt": "\udcff"}, DataError, "the prompt is invalid UTF-8 (lone surrogate at character 1)"),
         ({"prompt": "a" * 63}, DataError, "the prompt has 64 tokens, which fill the context of llama3_405b (64)"),
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens=0: generate at least 1"),
@@ -314,7 +352,7 @@ def test_the_weights_are_told_of(run):
 def test_a_request_that_cannot_be_served_is_refused(run, monkeypatch, settings, error, complaint):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(error) as refused:
-        generate(run.path, **({"prompt": PROMPT} | settings))
+        text(run.path, **settings)
     assert complaint in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -343,20 +381,21 @@ def test_a_request_that_cannot_be_served_is_refused(run, monkeypatch, settings, 
 def test_a_source_that_cannot_be_used_is_refused(tmp_path, make, settings, error, complaint):
     make(tmp_path / "source")
     with pytest.raises(error) as refused:
-        generate(tmp_path / "source", PROMPT, **settings)
+        text(tmp_path / "source", **settings)
     assert complaint in str(refused.value)
 
 
-def test_a_folder_without_a_tokenizer_asks_for_one(exported):
+def test_a_folder_without_a_tokenizer_asks_for_one(exported, tmp_path):
+    shutil.copytree(exported, tmp_path / "folder", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(DataError, match=r"holds no tokenizer.json; name one with --tokenizer, or bytes if"):
-        generate(exported, PROMPT)
+        text(tmp_path / "folder")
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(tmp_path, exported):
     config = json.loads((exported / "config.json").read_text()) | {"vocab_size": 10**10}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DoesNotFitError, match=r"take .* in fp32, more than the .* of cpu memory here"):
-        generate(tmp_path, PROMPT, tokenizer="bytes", device="cpu")
+        text(tmp_path, tokenizer="bytes")
 
 
 @pytest.mark.parametrize(("gpu_type", "refused"), [(None, False), (gpu_spec("h100"), True)])
@@ -366,3 +405,69 @@ def test_only_a_gpu_of_known_memory_is_too_small(monkeypatch, gpu_type, refused)
     config = RunConfig.from_mapping({"model": "llama3_405b"})
     with pytest.raises(DoesNotFitError, match="of cuda memory here") if refused else nullcontext():
         assert choose_device(None, config, "bf16") == "cuda"
+
+
+def record_prompts(model):
+    """Return a list to which each prompt that the model continues will be added."""
+    prompts = []
+    continues = model.pieces_after
+    model.pieces_after = lambda ids, ends: [prompts.append(bytes(ids).decode()), continues(ids, ends)][1]
+    return prompts
+
+
+@pytest.fixture
+def chatting(tmp_path):
+    """A run whose model says nothing but a's, in a template of its own."""
+    (tmp_path / "template").write_text(TEMPLATE)
+    settings = {"data": {"chat_template": str(tmp_path / "template")}}
+    return save_run(tmp_path / "chatting", settings, always(ord("a")))
+
+
+def test_a_conversation_remembers_the_system_prompt_and_each_turn(chatting):
+    model = text_model(chatting.path, max_new_tokens=2)
+    prompts = record_prompts(model)
+    conversation = Conversation(model, "S")
+    assert ["".join(conversation.answer(message)) for message in ("x", "y")] == ["aa", "aa"]
+    assert prompts == ["system: S#user: x#assistant:", "system: S#user: x#assistant: aa#user: y#assistant:"]
+
+
+def test_a_conversation_remembers_of_an_answer_that_was_ended_what_was_shown(chatting):
+    model = text_model(chatting.path)
+    prompts = record_prompts(model)
+    conversation = Conversation(model)
+    answer = conversation.answer("x")
+    assert next(answer) == "a"
+    answer.close()
+    next(conversation.answer("y"))
+    assert prompts[-1] == "user: x#assistant: a#user: y#assistant:"
+
+
+def test_a_conversation_that_fills_the_context_begins_anew_with_a_line(chatting):
+    told = []
+    model = text_model(chatting.path, tell=told.append)
+    prompts = record_prompts(model)
+    conversation = Conversation(model, "S")
+    for message in ("first", "second"):
+        assert "".join(conversation.answer(message)) == "a" * NUM_TOKENS
+    assert told[1:] == ["the conversation fills the context of llama3_405b (64 tokens) and begins anew"]
+    assert prompts[1] == "system: S#user: second#assistant:"
+
+
+def test_a_message_that_fills_the_context_alone_is_refused_and_the_conversation_goes_on(chatting):
+    model = text_model(chatting.path, max_new_tokens=1)
+    prompts = record_prompts(model)
+    conversation = Conversation(model)
+    "".join(conversation.answer("x"))
+    with pytest.raises(DataError, match=r"the message has 77 tokens, which fill the context of llama3_405b \(64\)"):
+        conversation.answer("y" * 60)
+    next(conversation.answer("z"))
+    assert prompts[-1] == "user: x#assistant: a#user: z#assistant:"
+
+
+@pytest.mark.parametrize(
+    ("system", "complaint"),
+    [("", "the system prompt is empty"), ("s" * 64, "the system prompt has 91 tokens, which fill the context")],
+)
+def test_a_system_prompt_that_cannot_be_used_is_refused_before_the_first_message(chatting, system, complaint):
+    with pytest.raises(DataError, match=complaint):
+        Conversation(text_model(chatting.path), system)

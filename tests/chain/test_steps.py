@@ -18,6 +18,7 @@ from llama_core.chain.planned import plan_run
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
 from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.config.recorded import refuse_edited
 from llama_core.config.run import RunConfig
 from llama_core.errors import (
     ConfigError,
@@ -66,16 +67,39 @@ def test_a_run_is_named_by_model_date_and_fingerprint():
 def test_a_run_that_another_process_starts_in_the_same_directory_meanwhile_is_left_alone(monkeypatch, seed, reason):
     """Here while the data are read."""
 
-    def be_overtaken(wanted):
+    def be_overtaken(wanted, **settings):
         monkeypatch.setattr(prepare, "_check_data", check)
         written.append(prepare_run(config(seed=seed), Path("run")).config.read_bytes())
-        return check(wanted)
+        return check(wanted, **settings)
 
     check, written = prepare._check_data, []
     monkeypatch.setattr(prepare, "_check_data", be_overtaken)
     with pytest.raises(RunDirectoryError, match=reason):
         prepare_run(config(), Path("run"))
     assert Path("run/config.yaml").read_bytes() == written[0]
+
+
+def test_a_run_that_goes_on_with_longer_sequences_gets_another_plan():
+    Path("texts.jsonl").write_text(json.dumps({"text": "a text of some words " * 50}) + "\n")
+    mixture = config(steps=9, batch_size=8).with_overrides("data.sources.texts={path: texts.jsonl, weight: 1}")
+    run = prepare_run(mixture, Path("run"))
+    assert load_plan(run).batch_size == 8
+    longer = mixture.with_overrides("data.stages=[{from_tokens: 256, seq_len: 64}]")
+    with pytest.raises(RunDirectoryError, match="--allow-data-change"):
+        prepare_run(longer, run.path, resume=True)
+    prepare_run(longer, run.path, resume=True, allow_data_change=True)
+    assert load_plan(run).batch_size == 4
+    assert (load_config(run).training.batch_size, load_config(run).training.seq_len) == (8, 32)
+
+
+def test_a_mixture_changed_by_hand_is_refused_with_the_flag_that_allows_it():
+    Path("texts.jsonl").write_text(json.dumps({"text": "a text of some words " * 50}) + "\n")
+    mixture = config(steps=9).with_overrides("data.sources.texts={path: texts.jsonl, weight: 1}")
+    run = prepare_run(mixture, Path("run"))
+    other = load_config(run).with_overrides("data.sources.texts.weight=2")
+    with pytest.raises(RunDirectoryError, match=r"data\.sources\.texts\.weight is 1\.0 there.*--allow-data-change"):
+        refuse_edited(run, other, load_config(run))
+    refuse_edited(run, other, load_config(run), may_change_data=True)
 
 
 def test_the_written_configuration_is_resolved_and_can_be_read_back():
@@ -516,6 +540,17 @@ def test_a_finished_run_is_not_started_again():
     finish(run)
     assert steps.submit(run) is None
     assert steps.wait(run, None).status == "finished"
+
+
+def test_a_finished_run_that_has_lost_its_last_checkpoint_goes_on_from_the_one_before():
+    run = prepare_run(config(steps=10))
+    for step in (5, 10):
+        save_checkpoint(run, step)
+    finish(run)
+    assert is_finished(prepare_run(config(steps=10), run.path, resume=True))
+    shutil.rmtree(run.checkpoints / checkpoint_name(10))
+    assert not is_finished(prepare_run(config(steps=10), run.path, resume=True))
+    assert announcements.describe(run) == f"{run.path}: continues after step 5"
 
 
 def test_a_run_says_where_it_goes_on(tmp_path):

@@ -74,8 +74,24 @@ def test_the_weights_of_a_run_bring_its_architecture(tmp_path):
     assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).spec == trained.spec
 
 
+def test_architecture_keys_change_the_model_that_initial_weights_bring(folder, tmp_path):
+    longer = {"rope_scaling": {"kind": "yarn", "factor": 4.0}}
+    path = str(folder())
+    of_folder = RunConfig.from_mapping({"architecture": longer, "training": {"init_from": path}})
+    assert of_folder.model == path
+    assert of_folder.spec.max_context == 4 * config_of(path).spec.max_context
+    trained = RunConfig.from_mapping({"architecture": {"num_layers": 2, "max_context": 256}})
+    (tmp_path / "config.yaml").write_text(trained.to_yaml())
+    of_run = RunConfig.from_mapping(
+        {"architecture": longer | {"max_context": 1024}, "training": {"init_from": str(tmp_path)}}
+    )
+    assert (of_run.spec.num_layers, of_run.spec.max_context) == (2, 1024)
+    assert of_run.spec.rope_scaling is not None
+
+
 def test_adapters_bring_their_base_and_their_settings(folder, tmp_path):
     adapters = {"base_model_name_or_path": str(folder()), "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    adapters["peft_type"] = "LORA"
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
     config = RunConfig.from_mapping(
         {"strategy": "lora", "lora": {"lora_alpha": 6}, "training": {"init_from": str(tmp_path)}}
@@ -92,7 +108,7 @@ def test_a_damaged_file_brings_nothing(tmp_path, name, text):
 
 
 def test_a_run_records_every_trait_of_its_model():
-    written_elsewhere = {"name", "family", "default_seq_len", "lora", "moe", "trainable"}
+    written_elsewhere = {"name", "family", "default_seq_len", "lora", "moe", "trainable", "base"}
     assert {trait.name for trait in fields(ModelSpec)} - written_elsewhere <= set(ArchitectureConfig.model_fields)
 
 
@@ -142,12 +158,16 @@ def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
         ({"hidden_size": 66}, ["hidden_size=66 is not a multiple of num_attention_heads=4; add head_dim"]),
         ({"head_dim": 15}, ["head_dim=15 is odd, but the rotary embedding rotates pairs"]),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 32}},
-            ['rope_scaling.rope_type="yarn": choose one of default, linear, llama3'],
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            ['rope_scaling.rope_type="longrope": choose one of default, linear, llama3, yarn'],
         ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            ['rope_parameters.rope_type="dynamic": choose one of default, linear, llama3'],
+            ['rope_parameters.rope_type="dynamic": a text\'s length would change all its frequencies, those of cached'],
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 2.0}},
+            ["rope_scaling.beta_fast=1 must be above beta_slow=2, and both above 0"],
         ),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor is missing"]),
         (
@@ -187,6 +207,82 @@ def test_each_key_unlike_llama_is_refused_in_one_line(folder, keys, found):
     assert not any("\n" in line for line in refused)
 
 
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            ["sliding_window=0: input should be greater than or equal to"],
+        ),
+        ({"model_type": "mistral", "mlp_bias": True}, ["mlp_bias=true: Llama's feed-forward has no biases"]),
+        ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias=true: only the biases of Qwen2"]),
+        (
+            {"model_type": "qwen2", "layer_types": [FULL]},
+            ["layer_types has 1 entries, but num_hidden_layers=2"],
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": [FULL, WINDOWED]},
+            ["layer_types has sliding_attention, but use_sliding_window or sliding_window says that there is none"],
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": [FULL, "chunked_attention"]},
+            ["layer_types=\"chunked_attention\": input should be 'full_attention' or 'sliding_attention'"],
+        ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers: only mixtures with experts in every"]),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step=2: only mixtures with experts"]),
+        (
+            {"model_type": "qwen2_moe"},
+            ['model_type="qwen2_moe": only llama, mixtral, mistral, qwen2, qwen3, qwen3_moe'],
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_relative_cannot_be_is_refused_in_one_line(folder, keys, found):
+    refused = problems(folder(architectures=None, num_key_value_heads=2, **keys))
+    assert [line[: len(start)] for line, start in zip(refused, found, strict=True)] == found
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({"model_type": "mistral"}, [4096, 4096]),
+        ({"model_type": "mistral", "sliding_window": 64}, [64, 64]),
+        ({"model_type": "mixtral", "sliding_window": 64}, [64, 64]),
+        ({"model_type": "qwen2", "sliding_window": 64}, [0, 0]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, [0, 0]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [0, 64]),
+        ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": [WINDOWED, FULL]}, [4096, 0]),
+        ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": True}, [64, 64]),
+    ],
+    ids=str,
+)
+def test_each_type_says_in_its_own_way_which_layers_have_a_window(folder, keys, windows):
+    spec = read_folder(str(folder(architectures=None, num_key_value_heads=2, **keys)))
+    assert [spec.window(layer) for layer in range(spec.num_layers)] == windows
+
+
+def test_a_mistral_whose_window_is_null_has_none(folder):
+    path = folder(model_type="mistral", architectures=None, num_key_value_heads=2)
+    given = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(given | {"sliding_window": None}))
+    assert read_folder(str(path)).sliding_window == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"windowed_layers": [0]}, "architecture.windowed_layers needs architecture.sliding_window"),
+        ({"sliding_window": 64, "windowed_layers": [1, 40]}, r"architecture.windowed_layers=\[40\] are not layers of"),
+    ],
+)
+def test_windows_of_layers_that_cannot_have_them_are_refused(settings, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        RunConfig.from_mapping({"model": "llama3_8b", "architecture": settings})
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -224,9 +320,9 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, name, text, c
     assert len(refusal.value.problems) == 1
 
 
-@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "./here", "~nobody-of-this-name/model"])
+@pytest.mark.parametrize("model", ["a/b/c", "./here", "~nobody-of-this-name/model"])
 def test_a_path_that_leads_nowhere_is_refused(model):
-    with pytest.raises(ConfigError, match=f"model='{model}' is not a folder here, and nothing is downloaded"):
+    with pytest.raises(ConfigError, match=f"model='{model}' is not a folder here; give a folder"):
         config_of(model)
 
 

@@ -2,6 +2,7 @@ import pytest
 from toy_objective import MASKED
 
 from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.sweep.objective import problems_of_loss, problems_of_throughput
 
@@ -19,6 +20,22 @@ def test_another_objective_is_another_run_and_is_recorded():
     assert one.fingerprint() != other.fingerprint()
     assert "objective: masked" in other.to_yaml()
     assert other.objective == MASKED
+
+
+def test_a_setting_of_another_objective_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"training\.z_loss=0\.1 has no effect, because training\.objective=masked takes"
+    ):
+        RunConfig.from_mapping({"training": {"objective": "masked", "z_loss": 0.1}})
+
+
+@pytest.mark.parametrize(("strategy", "rate", "decay"), [("standard", 1e-6, 0.1), ("lora", 5e-6, 0.0)])
+def test_pairs_of_answers_take_one_epoch_at_a_low_rate(strategy, rate, decay):
+    settings = {"strategy": strategy, "training": {"objective": "dpo", "init_from": "weights"}}
+    training = RunConfig.from_mapping({"model": "tiny_llama3_50m"} | settings).training
+    assert (training.learning_rate, training.weight_decay, training.epochs) == (rate, decay, 1.0)
+    given = {"objective": "dpo", "learning_rate": 1e-3}
+    assert RunConfig.from_mapping({"strategy": strategy, "training": given}).training.learning_rate == 1e-3
 
 
 def test_no_run_is_resumed_with_another_objective():

@@ -56,6 +56,18 @@ def test_deepspeed_runs_only_optimizers_that_say_so():
         RunConfig.from_mapping({}, [f"training.optimizer={optimizer}", deepspeed])
 
 
+def test_deepspeed_and_optimizers_without_its_moments_refuse_bf16():
+    (problem,) = problems("training.moments=bf16", "parallel.zero_backend=deepspeed")
+    assert problem == "parallel.zero_backend=deepspeed cannot keep training.moments=bf16; use native, or fp32"
+    (problem,) = problems("training.moments=bf16", "training.optimizer=signum")
+    reason = "because training.optimizer=signum takes weight_decay, beta1"
+    assert problem == f"training.moments=bf16 has no effect, {reason}; leave it out"
+
+
+def test_other_moments_are_another_run():
+    assert RunConfig().fingerprint() != RunConfig.from_mapping({}, ["training.moments=bf16"]).fingerprint()
+
+
 def test_another_optimizer_is_another_run():
     one, other = (RunConfig.from_mapping({}, [f"training.optimizer={name}"]) for name in ("adamw", "signum"))
     assert one == RunConfig()

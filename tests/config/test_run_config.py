@@ -1,13 +1,16 @@
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llama_core.config.hardware import gpu_names
 from llama_core.config.names import ALSO_CALLED
-from llama_core.config.rope import LinearScaling, Llama3Scaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.config.run import RunConfig, config_keys
-from llama_core.config.strict_yaml import parse_yaml
+from llama_core.config.strict_yaml import parse_yaml, write_yaml
 from llama_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +72,19 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
             {"training": {"batch_size": 9}, "parallel": {"gpus": 4, "dp_replicate": 2}},
             "training.batch_size=9 is not a multiple of 2 (2 copies); use 10",
         ),
-        ({"parallel": {"gpus": 8, "tp": 3}}, "parallel.gpus=8 is not a multiple of 3 (tp 3); use 9"),
+        ({"parallel": {"gpus": 3, "tp": 2}}, "parallel.gpus=3 is not a multiple of 2 (tp 2); use 4"),
+        (
+            {"parallel": {"gpus": 8, "tp": 3}},  # no number of devices suits tp 3
+            "parallel.tp=3 does not divide the 2 key/value heads of tiny_llama3_50m; use one of 1, 2",
+        ),
+        (
+            {"parallel": {"gpus": 8, "cp": 3}},
+            "parallel.cp=3: the 2048 tokens of a sequence are not a multiple of 6 (2 x cp); use one of 1, 2, 4",
+        ),
+        (
+            {"parallel": {"gpus": 8, "pp": 17}},
+            "parallel.pp=17 is above the 16 layers of tiny_llama3_50m; use at most that",
+        ),
         ({"parallel": {"tp": 0}}, "parallel.tp=0: input should be 'auto' or an integer of at least 1"),
         ({"parallel": {"pp": "many"}}, "parallel.pp='many': input should be 'auto' or an integer of at least 1"),
         (
@@ -94,13 +109,71 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
             "training.precision=fp8 needs an NVIDIA GPU of the Ada, Hopper or Blackwell generation, and "
             "launch.gpu_type=a100 is none; use bf16",
         ),
+        (
+            {"data": {"validation": {"wiki": "w", "code": "c"}}, "training": {"keep_best_by": "wikis"}},
+            "training.keep_best_by=wikis is not one of code, wiki; did you mean 'wiki'?",
+        ),
+        (
+            {"training": {"keep_best_by": "wiki"}},
+            "training.keep_best_by=wiki: the held-out loss has no names; leave it out",
+        ),
+        (
+            {"data": {"validation_fraction": 0.0}, "training": {"keep_best": 2}},
+            "training.keep_best=2: nothing is held out; set data.validation, or a data.validation_fraction above 0",
+        ),
+        (
+            {"training": {"patience": 3}},
+            "training.patience=3: the run is evaluated only after its last step; set training.eval_every",
+        ),
         ({"training": 3}, "training=3: this is a section of keys, not a value"),
-        ({"launch": {"slurm": {"setup": ["a", 1]}}}, "launch.slurm.setup.1=1: input should be a valid string"),
+        ({"launch": {"slurm": {"setup": ["a", 1]}}}, "launch.slurm.setup.1=1: input should be text; put it in quotes"),
         ({"training": {"batch_size": "8"}}, "training.batch_size='8': input should be a valid integer"),
+        (
+            {"tracking": {"run_name": "my run"}},
+            "tracking.run_name='my run': input should be letters, digits, '_', '-' and '.', "
+            "and not begin with '-' or '.'",
+        ),
+        ({"data": {"source": 7}}, "data.source=7: input should be a path, or a list of paths; put it in quotes"),
+        ({"data": {"source": []}}, "data.source=[]: input should be a path, or a list of paths"),
+        ({"data": {"source": ["a", ""]}}, "data.source=['a', '']: input should be a path, or a list of paths"),
+        ({"data": {"validation": [1]}}, "data.validation=[1]: input should be a path, or a list of paths"),
+        (
+            {"data": {"source": ["a.jsonl", "sample"]}},
+            "data.source=['a.jsonl', 'sample']: 'sample' cannot be combined with paths; give one or the other",
+        ),
+        ({"data": {"fields": {"prompt": 1}}}, "data.fields.prompt=1: input should be text; put it in quotes"),
+        (
+            {"strategy": "dpo"},
+            "strategy='dpo': a strategy says which weights are trained (standard, lora, moe, hybrid); what they are "
+            "trained for is training.objective=dpo (--objective)",
+        ),
+        (
+            {"strategy": "ppo"},
+            "strategy='ppo': a strategy says which weights are trained (standard, lora, moe, hybrid); ppo is another "
+            "thing, and not there yet",
+        ),
     ],
 )
 def test_each_mistake_is_one_line(mapping, message):
     assert problems(mapping) == (message,)
+
+
+def test_a_source_is_one_path_or_several_and_stays_so_in_a_file(tmp_path):
+    for written, source in (
+        ("a", "a"),
+        (["a"], "a"),
+        (["a", "b"], ("a", "b")),
+        ([tmp_path, "b"], (str(tmp_path), "b")),
+    ):
+        config = RunConfig.from_mapping({"data": {"source": written, "validation": written}})
+        assert (config.data.source, config.data.validation) == (source, source)
+        (tmp_path / "run.yaml").write_text(config.to_yaml())
+        assert RunConfig.load(tmp_path / "run.yaml") == config
+
+
+def test_the_names_of_fields_can_be_set_one_by_one():
+    config = RunConfig.from_mapping({}, ["data.fields.prompt=question", "data.fields.completion=answer"])
+    assert config.data.fields == {"prompt": "question", "completion": "answer"}
 
 
 OPEN = ("tp", "pp", "cp", "dp_replicate", "zero_stage", "schedule", "num_chunks", "recompute", "offload")
@@ -138,7 +211,7 @@ def test_an_unknown_key_suggests_the_setting_that_is_meant(key, meant):
     assert problem.endswith(f"; did you mean {meant!r}?")
 
 
-@pytest.mark.parametrize("key", ["training.x", "training.momentum", "nonsense"])
+@pytest.mark.parametrize("key", ["training.x", "training.velocity", "nonsense"])
 def test_an_unknown_key_suggests_nothing_far_fetched(key):
     assert problems({}, f"{key}=1") == (f"unknown key {key!r}",)
 
@@ -208,6 +281,29 @@ def test_a_date_is_text(tmp_path):
     assert RunConfig.from_mapping({}, ["data.source=2026-13-32"]).data.source == "2026-13-32"
 
 
+@pytest.mark.parametrize("text", ["yes", "no", "on", "off", "1:30", "0o10", "2026-01-31"])
+def test_a_word_that_only_yaml_1_1_takes_for_a_boolean_or_a_number_is_text(text):
+    assert parse_yaml(f"key: {text}", "here") == {"key": text}
+
+
+@pytest.mark.parametrize(
+    ("written", "number"), [("010", 10), ("08", 8), ("1_000", 1000), ("0x10", 16), ("1e-4", 1e-4), ("5.", 5.0)]
+)
+def test_a_number_is_what_its_digits_say(written, number):
+    assert parse_yaml(f"key: {written}", "here") == {"key": number}
+
+
+@given(st.text() | st.text("0123456789.eE+-_xb:yesnotruflaN~<=", max_size=8))
+def test_every_text_in_a_saved_configuration_is_read_back_as_itself(text):
+    saved = write_yaml({"key": text})
+    assert parse_yaml(saved, "saved") == yaml.safe_load(saved) == {"key": text}
+
+
+def test_a_boolean_and_a_text_of_another_type_say_how_to_write_them():
+    assert problems({"launch": {"force": "yes"}}) == ("launch.force='yes': input should be true or false",)
+    assert problems({}, "data.text_field=2024") == ("data.text_field=2024: input should be text; put it in quotes",)
+
+
 def test_a_path_may_be_a_path_object(tmp_path):
     assert RunConfig.from_mapping({"data": {"source": tmp_path}}).data.source == str(tmp_path)
 
@@ -251,6 +347,7 @@ ROPE = "architecture.rope_scaling"
         ("llama3_8b", {}, None, 8192),
         ("llama3_8b", {"factor": 4}, LinearScaling(4.0), 32_768),
         ("llama3_8b", {"kind": "llama3", "factor": 8}, Llama3Scaling(8.0, 8192), 65_536),
+        ("qwen3_8b", {"kind": "yarn", "factor": 2}, YarnScaling(2.0, 40_960), 81_920),
         ("llama3_1_8b", {"factor": 16}, Llama3Scaling(16.0, 8192), 262_144),
         ("llama3_1_8b", {"kind": "linear"}, LinearScaling(8.0), 131_072),
         ("llama3_1_8b", {"kind": "none"}, None, 16_384),
@@ -285,7 +382,12 @@ def test_rope_scaling_stretches_the_rotary_embedding_and_the_context(model, sett
             "rope_scaling.high_freq_factor=4 must be above low_freq_factor=4, and both above 0",
         ),
         (["factor=0.5"], f"{ROPE}.factor=0.5: input should be greater than or equal to 1"),
-        (["kind=yarn"], f"{ROPE}.kind='yarn': input should be 'none', 'linear' or 'llama3'"),
+        (["kind=ntk"], f"{ROPE}.kind='ntk': input should be 'none', 'linear', 'llama3' or 'yarn'"),
+        (["kind=yarn"], f"{ROPE}.kind=yarn needs {ROPE}.factor: how many times longer sequences get"),
+        (
+            ["kind=yarn", "factor=2", "beta_slow=32"],
+            "rope_scaling.beta_fast=32 must be above beta_slow=32, and both above 0",
+        ),
         (["knd=linear"], f"unknown key '{ROPE}.knd'; did you mean '{ROPE}.kind'?"),
     ],
 )
@@ -332,6 +434,14 @@ def test_the_deployments_are_the_configurations():
     assert deployed == {path.stem: RunConfig.load(path) for path in CONFIGS if path.stem != "demo"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps_per_epoch", "steps"),
+    [({}, 144.875, 145), ({}, 144.4, 144), ({}, 0.1, 1), ({"epochs": 2.5}, 4, 10), ({"steps": 7, "epochs": 2}, 4, 7)],
+)
+def test_a_run_has_the_steps_of_its_epochs_rounded_unless_their_number_is_given(settings, steps_per_epoch, steps):
+    assert RunConfig.from_mapping({"training": settings}).training.total_steps(steps_per_epoch) == steps
+
+
 def test_a_file_is_named_in_its_own_problems_and_not_in_those_of_overrides(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("modle: llama3_8b\ntraining: {steps: many}\n")
@@ -343,7 +453,7 @@ def test_a_file_is_named_in_its_own_problems_and_not_in_those_of_overrides(tmp_p
 
 FILE = {
     "training": {"seq_len": 4096, "steps": 5, "warmup_steps": 9, "precision": "fp8"},
-    "parallel": {"gpus": 8, "tp": 3, "pp": 99},
+    "parallel": {"gpus": 8, "cp": 3, "pp": 99},
     "launch": {"nodes": 3, "min_nodes": 4, "device": "cpu"},
     "architecture": {"num_kv_heads": 3},
     "moe": {"num_experts": 1},
@@ -352,7 +462,7 @@ BEGINNINGS = {
     "training.seq_len=4096 is above": "architecture.max_context=4096",
     "parallel.pp=99 is above": "architecture.num_layers=99",
     "architecture.num_kv_heads=3 does not": "architecture.num_heads=3",
-    "parallel.gpus=8 is not a multiple": "parallel.gpus=297",
+    "parallel.cp=3: the 4096 tokens": "training.seq_len=4098",
     "parallel.gpus=8 cannot be spread": "launch.nodes=4",
     "launch.min_nodes=4 is above": "launch.min_nodes=3",
     "training.precision=fp8 needs": "training.precision=bf16",
@@ -375,11 +485,11 @@ def test_a_contradiction_of_a_file_names_the_file(tmp_path):
 
 
 def test_a_contradiction_with_an_override_does_not_name_the_file(tmp_path):
-    told = refused(tmp_path, "parallel.gpus=16")
-    assert [problem for problem in told if "parallel.gpus=16" in problem] == [
-        "parallel.gpus=16 is not a multiple of 297 (tp 3 x pp 99); use 297",
-        "parallel.gpus=16 cannot be spread evenly over launch.nodes=3",
+    told = refused(tmp_path, "parallel.gpus=15", "parallel.cp=1", "parallel.pp=2")
+    assert [problem for problem in told if "parallel.gpus=15" in problem] == [
+        "parallel.gpus=15 is not a multiple of 2 (pp 2 x cp 1); use 18",  # on 3 nodes
     ]
+    assert "parallel.gpus=16 cannot be spread evenly over launch.nodes=3" in refused(tmp_path, "parallel.gpus=16")
 
 
 def test_an_override_that_changes_nothing_has_no_part_in_a_contradiction(tmp_path):
@@ -416,5 +526,47 @@ def test_a_setting_that_the_weights_bring_is_that_of_whoever_names_them(tmp_path
     file.write_text(f"training: {{init_from: {tmp_path}}}\n")
     with pytest.raises(ConfigError) as written:
         RunConfig.load(file, ["training.steps=5"])
-    assert asked.value.problems == ("model=3: input should be a valid string",)
-    assert written.value.problems == (f"{file}: model=3: input should be a valid string",)
+    assert asked.value.problems == ("model=3: input should be text; put it in quotes",)
+    assert written.value.problems == (f"{file}: model=3: input should be text; put it in quotes",)
+
+
+def mixture(**changes):
+    sources = {"wiki": {"path": "wiki.jsonl", "weight": 60}, "code": {"path": ["a", "b"], "weight": 40.0}}
+    return {"data": {"sources": sources}, "training": {"steps": 10}} | changes
+
+
+def test_a_mixture_survives_its_file(tmp_path):
+    config = RunConfig.from_mapping(mixture())
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert RunConfig.load(tmp_path / "run.yaml") == config
+    assert config.data.training_sources == {"code": ("a", "b"), "wiki": "wiki.jsonl"}
+    assert config.data.source is None
+
+
+def test_a_mixture_may_be_read_more_often_on_resume_but_not_with_other_weights():
+    config = RunConfig.from_mapping(mixture())
+    assert config.with_overrides("data.sources.wiki.max_epochs=3").fingerprint() == config.fingerprint()
+    assert config.with_overrides("data.sources.wiki.weight=61").fingerprint() != config.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "data.sources.wiki.weight=0",
+            "data.sources.wiki.weight=0.0 without a stage that reads wiki; raise it, or leave wiki out",
+        ),
+        ("data.sources.wiki.weight=-1", "data.sources.wiki.weight=-1: input should be greater than or equal to 0"),
+        ("data.sources.wiki.weight=.nan", "data.sources.wiki.weight=nan: input should be a finite number"),
+        ("data.sources.wiki.weight=1e-9", "is less than a millionth of all weights (40); raise it, or leave wiki out"),
+        ("data.sources.wiki.wieght=1", "unknown key 'data.sources.wiki.wieght'"),
+        ("data.sources.Wiki={path: a, weight: 1}", "wiki and Wiki differ only in case; give them other names"),
+        ("data.sources.a b={path: a, weight: 1}", "a name is up to 40 letters, digits, '_' and '-'"),
+        ("data.sources.own={path: dataloader, weight: 1}", "your own dataloader cannot be a source of a mixture"),
+        ("data.source=a.jsonl", "data.source=a.jsonl: data.sources has code, wiki; give one or the other"),
+        ("training.steps=null", "has no epochs, because each source has its own; give training.steps or"),
+    ],
+)
+def test_a_wrong_mixture_is_reported_in_one_line(override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        RunConfig.from_mapping(mixture(), [override])

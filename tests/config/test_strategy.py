@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,7 @@ from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError
-from llama_core.models.llama import Llama
-from llama_core.models.lora import with_adapters
+from llama_core.models.llama import Llama, with_adapters
 
 
 def test_adapters_of_a_7b_model_have_the_count_that_peft_documents():
@@ -45,6 +45,21 @@ def test_the_counts_are_those_of_the_model_that_trains(strategy, patterns):
     assert (spec.num_trainable_parameters, spec.num_adapter_parameters) == counted
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert {name for name in trained if ".lora_" not in name} == spec.trained_in_full
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "refused", "taken"),
+    [
+        (True, "*.block_sparse_moe.gate", ["*.mlp.gate", "model.layers.1.mlp.experts.*.up_proj.weight"]),
+        (False, "*.mlp.gate", ["*.block_sparse_moe.gate", "model.layers.1.block_sparse_moe.experts.*.w3"]),
+    ],
+)
+def test_patterns_find_the_parts_of_a_mixture_by_the_names_in_its_files(qk_norm, refused, taken):
+    mapping = {"strategy": "hybrid", "architecture": {"qk_norm": qk_norm}}
+    spec = RunConfig.from_mapping(mapping | {"trainable": taken}).spec
+    assert spec.trainable == tuple(taken)
+    with pytest.raises(ConfigError, match=re.escape(f"trainable='{refused}' matches no weight")):
+        RunConfig.from_mapping(mapping | {"trainable": [refused]})
 
 
 def test_every_second_layer_begins_with_the_second():

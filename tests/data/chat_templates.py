@@ -1,7 +1,8 @@
 """Published chat templates, rewritten as far as the tests need them.
 
 Sources: the tokenizer_config.json of meta-llama/Meta-Llama-3-8B-Instruct, meta-llama/Llama-2-7b-chat-hf and
-meta-llama/Llama-3.1-8B-Instruct on huggingface.co; for ChatML, huggingface.co/docs/transformers/chat_templating.
+meta-llama/Llama-3.1-8B-Instruct on huggingface.co; for ChatML, huggingface.co/docs/transformers/chat_templating; for
+Mistral, tokenizer V1 in docs.mistral.ai/cookbook/concept-deep-dive-tokenization-templates.
 """
 
 PUBLIC_LLAMA3 = (
@@ -25,6 +26,19 @@ PUBLIC_LLAMA2 = (
     "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}"
     "{% endfor %}"
+)
+PUBLIC_MISTRAL = (
+    "{{ bos_token }}"
+    "{% if messages[0].role == 'system' %}{% set first, turns = messages[0].content + '\n\n', messages[1:] %}"
+    "{% else %}{% set first, turns = '', messages %}{% endif %}"
+    "{% for m in turns %}"
+    "{% if m.role == 'user' %}{{ ' [INST] ' + (first if loop.first else '') + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+PLAIN_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 DATED = (
     "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' }}"

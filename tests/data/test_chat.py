@@ -7,55 +7,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
-from chat_templates import CHATML, DATED, FORGETFUL, PUBLIC_LLAMA2, PUBLIC_LLAMA3
+from chat_templates import (
+    CHATML,
+    DATED,
+    FORGETFUL,
+    PLAIN_CHATML,
+    PUBLIC_LLAMA2,
+    PUBLIC_LLAMA3,
+    PUBLIC_MISTRAL,
+)
 from corpora import chat_of, conversations, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from trained_tokenizers import byte_level, sentence_piece
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
+from llama_core.data.bad_lines import UnusableRecordError
 from llama_core.data.chat import ChatFormat, chat_format, encode
 from llama_core.data.chat_template import BUILT_IN, ChatTemplate
 from llama_core.data.check import check_data
-from llama_core.data.corpus import SourceFile, UnusableRecordError
+from llama_core.data.source_file import SourceFile
 from llama_core.data.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
 from llama_core.errors import DataError
 
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TODAY = date(2026, 1, 31)
-TEXT = ["user assistant system, hello world; question and answer: é漢", "[INST] <<SYS>> <</SYS>> [/INST]"] * 4
 ASKED = {"role": "user", "content": " 2 + 2? "}
 ANSWERED = {"role": "assistant", "content": "4\n"}
-
-
-def byte_level(folder, special_tokens, config):
-    """A tokenizer like Llama 3's: byte-level BPE, whose offsets leave leading spaces out."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return trained(tokenizer, folder, config, special_tokens=special_tokens, initial_alphabet=alphabet)
-
-
-def sentence_piece(folder, config):
-    """A tokenizer like Llama 2's: BPE over text with a space in front, falling back to bytes."""
-    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    return trained(tokenizer, folder, config, special_tokens=special)
-
-
-def trained(tokenizer, folder, config, **options):
-    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=420, show_progress=False, **options))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | config)
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +53,20 @@ def llama2(tmp_path_factory):
     return sentence_piece(tmp_path_factory.mktemp("llama2"), {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-@pytest.fixture(scope="module", params=["public llama3", "llama3", "public llama2", "llama2", "dated", "chatml"])
-def pair(request, llama2, llama3):
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return byte_level(tmp_path_factory.mktemp("qwen"), special_tokens, {"eos_token": "<|im_end|>"})
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("public llama3", "llama3", "public llama2", "llama2", "dated", "marked chatml"),
+        *("public mistral", "mistral", "public chatml", "chatml"),
+    ],
+)
+def pair(request, llama2, llama3, qwen):
     """Our tokenizer and format, and transformers' tokenizer with the template they must match."""
     folder, ours, theirs = {
         "public llama3": (llama3, PUBLIC_LLAMA3, PUBLIC_LLAMA3),
@@ -83,7 +74,11 @@ def pair(request, llama2, llama3):
         "public llama2": (llama2, PUBLIC_LLAMA2, PUBLIC_LLAMA2),
         "llama2": (llama2, "llama2", PUBLIC_LLAMA2),
         "dated": (llama3, DATED, DATED),
-        "chatml": (llama3, CHATML, CHATML),
+        "marked chatml": (llama3, CHATML, CHATML),
+        "public mistral": (llama2, PUBLIC_MISTRAL, PUBLIC_MISTRAL),
+        "mistral": (llama2, "mistral", PUBLIC_MISTRAL),
+        "public chatml": (qwen, PLAIN_CHATML, PLAIN_CHATML),
+        "chatml": (qwen, "chatml", PLAIN_CHATML),
     }[request.param]
     tokenizer = load_tokenizer(str(folder))
     reference = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
@@ -138,6 +133,24 @@ def test_llama_2_has_the_published_format():
     assert counted(chat, messages) == " 4 </s>"
 
 
+def test_mistral_has_the_published_format():
+    """The format of tokenizer V1 in docs.mistral.ai/cookbook/concept-deep-dive-tokenization-templates."""
+    messages = [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
+    chat = chat_of("mistral")
+    assert chat.document(messages, "").text == ("<s> [INST] Be brief.\n\n 2 + 2?  [/INST] 4\n</s> [INST] Sure? [/INST]")
+    assert counted(chat, messages) == " 4\n</s>"
+
+
+def test_chatml_has_the_published_format():
+    messages = [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED]
+    chat = chat_of("chatml")
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n 2 + 2? <|im_end|>\n<|im_start|>assistant\n"
+    assert chat.template.render(messages[:2], add_generation_prompt=True) == prompt
+    assert chat.document(messages, "").text == f"{prompt}4\n<|im_end|>\n"
+    assert counted(chat, messages) == "4\n<|im_end|>"
+    assert chat.template.end_of_turn == "<|im_end|>"
+
+
 @given(messages=conversations())
 def test_the_tokens_match_transformers(pair, messages):
     tokenizer, chat, reference = pair
@@ -171,6 +184,7 @@ def test_exactly_the_assistants_text_and_its_end_of_turn_count(messages):
 DIVIDED = {
     "llama3": ChatTemplate(TemplateSource(PUBLIC_LLAMA3, ""), {"bos_token": "<|begin_of_text|>"}, TODAY),
     "llama2": ChatTemplate(TemplateSource(PUBLIC_LLAMA2, ""), ByteTokenizer.named_tokens, TODAY),
+    "mistral": ChatTemplate(TemplateSource(PUBLIC_MISTRAL, ""), ByteTokenizer.named_tokens, TODAY),
 }
 
 
@@ -215,10 +229,11 @@ def test_templates_without_a_generation_prompt_count_the_whole_assistant_turn():
         ({"role": "user"}, "'messages' is an object, not a list"),
         ([ASKED, "4"], "message 2 is a string, not an object with 'role' and 'content'"),
         ([{"from": "human", "value": "?"}], "message 1 has no 'role', only 'from', 'value'; give it 'role' and"),
-        ([ASKED, {"role": "assistant", "content": None}], "message 2 has no 'content', only 'role'; give it"),
-        ([{"role": "user", "content": ["?"]}], "message 1 has a list as its 'content'; make it a string"),
+        ([{"role": "user", "content": ["?"]}], 'part 1 of message 1 is a string, not {"type": "text", "text": ...}'),
         ([{"role": "human", "content": "?"}], "message 1 has the unknown role 'human'; use one of system, "),
-        ([{"role": "assistant", "tool_calls": [{}]}], "message 1 calls tools, which is not supported; write"),
+        ([{"role": "user"}], "message 1 has no 'content', only 'role'; give it 'role' and 'content'"),
+        ([{"role": "user", "content": 7}], "message 1 has a number as its 'content'; make it a string"),
+        ([{"role": None, "content": "?"}], "message 1 has null as its 'role'; make it a string"),
         ([ANSWERED, {"role": "tool", "content": "!"}], 'chat template "Llama 3\'s format" refuses it: the roles are'),
     ],
 )
@@ -265,7 +280,7 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path):
 def test_a_file_without_an_assistant_turn_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(
         DataError,
-        match=r"no document to train on: unusable lines \(2 no assistant turn\).*jsonl:1: .*data\.loss_on=all",
+        match=r"no document to train on: unusable lines \(2 no assistant turn\).*jsonl:1, 2: .*data\.loss_on=all",
     ):
         check(tmp_path, [[ASKED], [ASKED, ASKED]])
 
@@ -283,6 +298,7 @@ def test_messages_without_content_are_dropped_and_counted():
     [
         ([], "no message has any content"),
         ([{"role": "user", "content": ""}], "no message has any content"),
+        ([ASKED, {"role": "assistant", "content": None}], "message 2 has null for its text"),
         ([ASKED, {"role": "assistant", "content": ""}], "none of it would count in the loss"),
         ([{"role": "user", "content": ""}, ANSWERED], "refuses it without its empty turns"),
         ([ASKED, {"role": "assistant", "content": "\ud800"}], "lone surrogate at character"),
@@ -305,20 +321,23 @@ def chosen(tokenizer, model="tiny_llama3_50m", **settings):
         ("llama2_7b", "Llama 2's format"),
         ("code_llama_7b", "Llama 2's format"),
         ("llama3_8b", "Llama 3's format"),
+        ("mistral_7b", "Mistral's format"),
+        ("qwen2_5_7b", "ChatML"),
+        ("qwen3_8b", "ChatML"),
     ],
 )
 def test_a_family_defaults_to_its_published_format(model, name):
     assert chosen(ByteTokenizer(), model).template.name == name
 
 
-def test_a_model_of_unknown_family_gets_the_format_whose_markers_its_tokenizer_has(llama2, llama3):
+def test_a_model_of_unknown_family_gets_the_format_whose_markers_its_tokenizer_has(llama2, llama3, qwen):
     files = [SourceFile(Path("chats.jsonl"), 1, 1, 1)]
     spec = replace(model_spec("llama3_8b"), family="llama")
     names = [
         chat_format(DataConfig(), tokenizer, spec, files).template.name
-        for tokenizer in (load_tokenizer(str(llama3)), load_tokenizer(str(llama2)), ByteTokenizer())
+        for tokenizer in (*map(load_tokenizer, map(str, (llama3, llama2, qwen))), ByteTokenizer())
     ]
-    assert names == ["Llama 3's format", "Llama 2's format", "Llama 2's format"]
+    assert names == ["Llama 3's format", "Llama 2's format", "ChatML", "Llama 2's format"]
 
 
 @pytest.fixture
@@ -397,6 +416,8 @@ def test_a_note_names_the_markers_that_the_tokenizer_lacks(tmp_path, llama3):
         check(tmp_path, records).notes
     )
     assert check(tmp_path, records, tokenizer=str(llama3)).notes == ()
+    [note] = check(tmp_path, records, chat_template="chatml").notes
+    assert "<|im_start|>, <|im_end|> of ChatML as plain text" in note
 
 
 def test_settings_without_effect_on_texts_are_reported(tmp_path):

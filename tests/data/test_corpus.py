@@ -13,7 +13,9 @@ from corpora import write_jsonl, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.data.corpus import BadLines, Document, find_files, read_documents
+from llama_core.data.corpus import Document, Tally, read_documents
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError
 from llama_core.units import MIB
 
@@ -21,11 +23,10 @@ NOBODY = 65534
 
 
 def read(source, *, text_field="text", max_bad_lines=100):
-    bad_lines = BadLines()
-    documents = list(
-        read_documents(find_files(str(source)), text_field, bad_lines, render=Document, max_bad_lines=max_bad_lines)
-    )
-    return [document.text for document in documents], bad_lines
+    tally = Tally()
+    files = find_files(str(source)).files
+    documents = read_documents(files, FieldNames(text_field), tally, render=Document, max_bad_lines=max_bad_lines)
+    return [document.text for document in documents], tally.bad_lines
 
 
 @contextmanager
@@ -80,13 +81,16 @@ def test_a_byte_order_mark_is_ignored(tmp_path):
     [
         (b"{oops", "invalid JSON (Expecting property name enclosed in double quotes at column 2)"),
         (b"[" * 100_000, "invalid JSON (maximum recursion depth exceeded"),
-        (b'{"body": "x", "id": 1}', "missing field (no 'text' or 'messages' among 'body', 'id')"),
-        (b"{}", "missing field (no 'text' or 'messages' among no fields)"),
+        (
+            b'{"body": "x", "id": 1}',
+            "missing field (no 'text' and no conversation among 'body', 'id'; set data.text_field to one of body, or",
+        ),
+        (b"{}", "missing field (no 'text' and no conversation among no fields; none of them holds text"),
         (b'{"text": ""}', "empty ('text' is blank)"),
         (b'{"text": " \\n\\t"}', "empty ('text' is blank)"),
         (b"", "empty (the line is blank)"),
         (b'{"text": 7}', "wrong type ('text' is a number, not a string)"),
-        (b'{"text": null}', "wrong type ('text' is null, not a string)"),
+        (b'{"text": null}', "wrong type ('text' is null)"),
         (b'["text"]', "wrong type (a record is an object, not a list)"),
         (b'{"text": "\xff"}', "invalid UTF-8 (invalid start byte at byte 11)"),
         (b'{"text": "\\ud800"}', "invalid UTF-8 (lone surrogate at character 1)"),
@@ -98,7 +102,7 @@ def test_a_bad_line_is_left_out_and_reported_with_its_place(tmp_path, line, repo
     documents, bad_lines = read(file)
     assert documents == ["before", "after"]
     assert bad_lines.counts == {report.partition(" (")[0]: 1}
-    assert bad_lines.examples[0].startswith(f"{file}:2: {report}")
+    assert str(bad_lines.examples[0]).startswith(f"{file}:2: {report}")
 
 
 def test_bad_parquet_rows_are_left_out_one_by_one(tmp_path):
@@ -109,8 +113,8 @@ def test_bad_parquet_rows_are_left_out_one_by_one(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None, "", "fine"])}), tmp_path / "b.parquet")
     documents, bad_lines = read(tmp_path)
     assert documents == ["ok", "x", "fine"]
-    assert bad_lines.counts == {"invalid UTF-8": 1, "missing field": 1, "empty": 1}
-    assert bad_lines.examples[1].startswith(f"{tmp_path}/b.parquet:1: missing field")
+    assert bad_lines.counts == {"invalid UTF-8": 1, "wrong type": 1, "empty": 1}
+    assert str(bad_lines.examples[1]) == f"{tmp_path}/b.parquet:1: wrong type ('text' is null)"
 
 
 MESSAGES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -142,7 +146,10 @@ def test_bad_lines_are_tolerated_up_to_their_limit(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "x"}\n' + "oops\n" * 8)
     assert read(file, max_bad_lines=8)[1].total == 8
-    with pytest.raises(DataError, match=rf"more than data\.max_bad_lines=7 .*8 invalid JSON.*{file}:2: .*{file}:6: "):
+    with pytest.raises(
+        DataError,
+        match=rf"more than data\.max_bad_lines=7 .*\(8 invalid JSON.*; the first: {file}:2, 3, 4, 5, 6 and 3 more: inv",
+    ):
         read(file, max_bad_lines=7)
 
 
@@ -151,11 +158,11 @@ def test_progress_ends_at_the_bytes_of_all_files(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 9))
     pq.write_table(pa.table({"text": ["x"] * 9}), tmp_path / "c.parquet")
     calls = []
-    files = find_files(str(tmp_path))
+    files = find_files(str(tmp_path)).files
     documents = read_documents(
         files,
-        "text",
-        BadLines(),
+        FieldNames(),
+        Tally(),
         render=Document,
         max_bad_lines=0,
         on_progress=lambda done, total: calls.append((done, total)),
@@ -175,13 +182,15 @@ def test_a_missing_source_is_refused(tmp_path):
 
 def test_an_unknown_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
-    with pytest.raises(DataError, match=r"a\.csv' is of an unknown kind; use a \.jsonl, \.jsonl\.gz or \.parquet file"):
+    with pytest.raises(DataError, match=r"a\.csv' is of an unknown kind; use a \.jsonl, .* or \.npy file"):
         find_files(str(tmp_path / "a.csv"))
 
 
 def test_a_folder_without_data_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("not data")
-    with pytest.raises(DataError, match=rf"folder '{tmp_path}' holds no \.jsonl, \.jsonl\.gz or \.parquet file"):
+    (tmp_path / "a.csv").write_text("text")
+    left_out = r"left out 1 file about the others \(README.md\), 1 file of an unknown kind \(a.csv\)"
+    with pytest.raises(DataError, match=rf"folder '{tmp_path}' holds no \.jsonl, .* file .*; {left_out}$"):
         find_files(str(tmp_path))
 
 
@@ -207,7 +216,10 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path):
 
 def test_a_parquet_file_without_the_column_is_refused_with_its_columns(tmp_path):
     pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"has no column 'text' or 'messages'; set data\.text_field to one of body, id"):
+    with pytest.raises(
+        DataError,
+        match=r"has no column 'text' and none of a conv.*, only body, id; set data\.text_field to one of body, ",
+    ):
         read(tmp_path)
 
 
@@ -215,7 +227,7 @@ FORMS = ("a.jsonl", "a.jsonl.gz", "a.parquet")
 
 
 def documents_of(files, content=None):
-    return read_documents(files, "text", BadLines(), render=Document, max_bad_lines=1, content=content)
+    return read_documents(files, FieldNames(), Tally(), render=Document, max_bad_lines=1, content=content)
 
 
 def cut(file):
@@ -238,7 +250,7 @@ def replace(file):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, name, change):
     file = write_texts(tmp_path / name, [f"{number:0100}" for number in range(1000)])
     os.utime(file, (1, 1))
-    documents = documents_of(find_files(str(file)))
+    documents = documents_of(find_files(str(file)).files)
     next(documents)
     change(file)
     with pytest.raises(DataError, match=rf"^{file} changed while it was read .*; make sure that nothing writes to it"):
@@ -248,7 +260,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, name, change)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_file_that_changes_between_the_look_and_the_reading_is_refused(tmp_path, name):
     file = write_texts(tmp_path / name, ["x"])
-    files = find_files(str(file))
+    files = find_files(str(file)).files
     append(file)
     with pytest.raises(DataError, match="changed while it was read"):
         next(documents_of(files))
@@ -264,7 +276,7 @@ def test_a_file_that_ends_early_is_refused_even_if_its_size_and_time_come_back(t
             os.utime(file, ns=(before.st_mtime_ns, before.st_mtime_ns))
 
     with pytest.raises(DataError, match=r"changed while it was read \(2,097,152 bytes before, 1,048,576 read\)"):
-        list(documents_of(find_files(str(file)), Meddler()))
+        list(documents_of(find_files(str(file)).files, Meddler()))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
@@ -272,7 +284,7 @@ def test_a_file_that_ends_early_is_refused_even_if_its_size_and_time_come_back(t
 def test_the_contents_are_digested_while_they_are_read(tmp_path, name):
     file = write_texts(tmp_path / name, ["x", "y"])
     content = hashlib.sha256()
-    list(documents_of(find_files(str(file)), content))
+    list(documents_of(find_files(str(file)).files, content))
     assert content.hexdigest() == hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -7,40 +7,47 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from corpora import byte_cache, texts, write_jsonl
-from hypothesis import assume, given
+from corpora import byte_cache, texts, texts_in, write_jsonl
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
+from llama_core.config.settings import UNNAMED
 from llama_core.data.chat import ConversationCounts
-from llama_core.data.datasets import BatchStream, held_out, load_datasets, validation_batches
+from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
+from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedDataset
+from llama_core.data.selection import everything
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 
 DOCUMENTS = [f"document number {n}, of its own words" for n in range(40)]
-fractions = st.floats(0, 0.99)
-hashes = st.lists(st.integers(0, 2**64 - 1), min_size=1).map(lambda values: np.array(values, np.uint64))
 
 
-def dataset_of(documents, seq_len=6, *, seed=0, document_mask=True):
-    chosen = np.arange(len(documents))
-    return PackedDataset(byte_cache(documents), chosen, seq_len, seed=seed, document_mask=document_mask)
+def rows_of(documents, seq_len=6, *, document_mask=True):
+    return PackedDataset(everything(byte_cache(documents)), seq_len, document_mask=document_mask)
 
 
-def load(source, tmp_path, *, seq_len=16, vocab_size=300, seed=0, on_progress=None, **settings):
+def dataset_of(documents, seq_len=6, *, document_mask=True):
+    return Mixture({UNNAMED: rows_of(documents, seq_len, document_mask=document_mask)}, {UNNAMED: 1})
+
+
+def load(source, tmp_path, *, seq_len=16, vocab_size=300, on_progress=None, **settings):
     data = DataConfig(source=str(source), cache_dir=str(tmp_path / "cache"), **settings)
     spec = replace(model_spec("tiny_llama3_50m"), vocab_size=vocab_size)
-    return load_datasets(data, spec, seq_len=seq_len, seed=seed, on_progress=on_progress)
+    return load_datasets(data, spec, seq_len=seq_len, on_progress=on_progress)
 
 
-def documents_in(dataset):
-    cache = dataset.cache
-    return {bytes(cache.tokens[cache.offsets[n] + 1 : cache.offsets[n + 1] - 1].tolist()) for n in dataset.documents}
+def trained_on(datasets):
+    (rows,) = datasets.train.sources
+    return texts_in(rows.selection)
+
+
+def held_out_of(datasets):
+    return texts_in(datasets.validation[UNNAMED].selection)
 
 
 def take(stream, count):
@@ -147,7 +154,7 @@ def test_a_batch_counts_its_targets_and_moves_as_a_whole():
 
 @given(documents=texts, batch_size=st.integers(1, 5), max_rows=st.integers(1, 30))
 def test_validation_takes_distinct_rows_in_the_order_of_the_dataset(documents, batch_size, max_rows):
-    dataset = dataset_of(documents)
+    dataset = rows_of(documents)
     batches = list(validation_batches(dataset, batch_size, max_rows))
     rows = torch.cat([batch.tokens_BS for batch in batches]).tolist()
     count = min(max_rows, len(dataset))
@@ -160,7 +167,7 @@ def test_validation_takes_distinct_rows_in_the_order_of_the_dataset(documents, b
 @given(documents=texts, batch_size=st.integers(1, 5), max_rows=st.integers(1, 30), world_size=st.integers(1, 3))
 def test_filled_batches_of_validation_have_one_size_and_the_same_targets(documents, batch_size, max_rows, world_size):
     """Compiled blocks would be compiled anew for a smaller one."""
-    dataset = dataset_of(documents)
+    dataset = rows_of(documents)
     for rank in range(world_size):
         share = (batch_size, max_rows, rank, world_size)
         batches = list(validation_batches(dataset, *share, fills_batches=True))
@@ -172,64 +179,92 @@ def test_filled_batches_of_validation_have_one_size_and_the_same_targets(documen
         assert (targets[len(expected) :] == IGNORE_INDEX).all()
 
 
-@given(text_hashes=hashes, more=hashes, fraction=fractions)
-def test_a_document_stays_on_its_side_when_others_are_added(text_hashes, more, fraction):
-    assume((text_hashes < np.uint64(fraction * 2.0**64)).any())
-    among_others = held_out(np.concatenate([text_hashes, more]), fraction)[: len(text_hashes)]
-    assert among_others.tolist() == held_out(text_hashes, fraction).tolist()
-
-
-@given(text_hashes=hashes, fraction=fractions)
-def test_equal_texts_are_on_the_same_side(text_hashes, fraction):
-    mask = held_out(text_hashes, fraction)
-    assert not np.isin(text_hashes[mask], text_hashes[~mask]).any()
-
-
-@given(text_hashes=hashes.filter(lambda values: len(set(values.tolist())) > 1), fraction=st.floats(1e-12, 0.99))
-def test_of_two_texts_at_least_one_is_held_out(text_hashes, fraction):
-    assert held_out(text_hashes, fraction).any()
-
-
 def test_a_fraction_of_zero_holds_out_nothing(source, tmp_path):
-    assert load(source, tmp_path, validation_fraction=0.0).validation is None
+    assert load(source, tmp_path, validation_fraction=0.0).validation == {}
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.7])
 def test_training_and_held_out_documents_are_disjoint_and_complete(source, tmp_path, fraction):
     datasets = load(source, tmp_path, validation_fraction=fraction)
-    train, validation = documents_in(datasets.train), documents_in(datasets.validation)
-    assert train & validation == set()
-    assert train | validation == {text.encode() for text in DOCUMENTS}
+    assert sorted(trained_on(datasets) + held_out_of(datasets)) == sorted(DOCUMENTS)
 
 
 def test_documents_of_the_validation_source_are_not_trained_on(source, tmp_path, caplog):
     validation = write_jsonl(tmp_path / "held.jsonl", [DOCUMENTS[3], "something else"])
     datasets = load(source, tmp_path, validation=str(validation))
-    assert documents_in(datasets.validation) == {DOCUMENTS[3].encode(), b"something else"}
-    assert documents_in(datasets.train) == {text.encode() for text in DOCUMENTS} - {DOCUMENTS[3].encode()}
+    assert set(held_out_of(datasets)) == {DOCUMENTS[3], "something else"}
+    assert sorted(trained_on(datasets)) == sorted({*DOCUMENTS} - {DOCUMENTS[3]})
     assert datasets.statistics.num_shared_documents == 1
     assert "1 documents of" in caplog.text
 
 
-def test_held_out_rows_do_not_depend_on_the_seed(source, tmp_path):
-    one = load(source, tmp_path, validation_fraction=0.4, seed=1)
-    other = load(source, tmp_path, validation_fraction=0.4, seed=2)
-    assert one.validation.digest == other.validation.digest
-    assert one.train.digest != other.train.digest
+def test_a_single_source_trains_on_the_same_rows_as_a_mixture_of_one(source, tmp_path):
+    single = load(source, tmp_path).train
+    (rows,) = single.sources
+    mixed = Mixture({UNNAMED: rows}, {UNNAMED: 7})
+    for one, other in zip(take(BatchStream(single, 4, 3), 20), take(BatchStream(mixed, 4, 3), 20), strict=True):
+        assert_same(one, other)
 
 
 def test_a_single_text_is_not_held_out_and_a_warning_says_so(tmp_path, caplog):
     datasets = load(write_jsonl(tmp_path / "a.jsonl", ["the only text there is"]), tmp_path)
-    assert datasets.validation is None
+    assert datasets.validation == {}
     assert "holds a single text, so nothing is held out" in caplog.text
+
+
+def test_held_out_documents_that_are_most_of_the_data_are_reported_with_both_counts(tmp_path, caplog):
+    texts = ["a short text of its own", "x" * 5000]
+    for text in (texts, texts[::-1]):  # whichever of the two is held out
+        load(write_jsonl(tmp_path / "a.jsonl", text), tmp_path)
+    [warning] = {record.getMessage() for record in caplog.records}
+    assert warning.startswith(f"most of {tmp_path}/a.jsonl is held out: 5,002 tokens, and 25 to train on")
+    caplog.clear()
+    load(tmp_path / "a.jsonl", tmp_path, validation_fraction=0.6)
+    load(tmp_path / "a.jsonl", tmp_path, validation_fraction=0.0)
+    assert caplog.text == ""
+
+
+def test_too_little_text_beside_what_is_held_out_says_how_much_that_is(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["a short text of its own", "x" * 5000])
+    with pytest.raises(
+        DataError, match=r"leaves 25 tokens .*\(1 more, of 5,002 tokens, are held out\), fewer than the 65"
+    ):
+        load(source, tmp_path, seq_len=64)
+
+
+def test_several_paths_are_one_source(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", DOCUMENTS[:15])
+    other = write_jsonl(tmp_path / "other.jsonl", DOCUMENTS[15:])
+    together = write_jsonl(tmp_path / "together.jsonl", DOCUMENTS)
+    data = DataConfig(source=[str(one), str(other)], cache_dir=str(tmp_path / "cache"))
+    datasets = load_datasets(data, model_spec("tiny_llama3_50m"), seq_len=16)
+    expected = load(together, tmp_path)
+    assert datasets.train.digest == expected.train.digest
+    assert datasets.validation[UNNAMED].digest == expected.validation[UNNAMED].digest
+
+
+def test_several_paths_are_held_out_as_one_source(source, tmp_path):
+    held = [write_jsonl(tmp_path / f"held-{n}.jsonl", [DOCUMENTS[n]]) for n in (3, 7)]
+    datasets = load(source, tmp_path, validation=[str(path) for path in held])
+    assert set(held_out_of(datasets)) == {DOCUMENTS[3], DOCUMENTS[7]}
+    assert datasets.statistics.num_shared_documents == 2
+
+
+def test_an_error_of_several_paths_names_the_first_of_them(tmp_path):
+    paths = [str(write_jsonl(tmp_path / f"{n}.jsonl", ["ab"])) for n in range(5)]
+    data = DataConfig(source=paths, cache_dir=str(tmp_path / "cache"))
+    named = f"{', '.join(paths[:3])} and 2 more"
+    with pytest.raises(DataError, match=rf"data source '{named}' leaves 20 tokens in 5 documents to train on"):
+        load_datasets(data, model_spec("tiny_llama3_50m"), seq_len=64)
 
 
 def test_statistics_count_the_training_documents(source, tmp_path):
     datasets = load(source, tmp_path, validation_fraction=0.3)
     statistics = datasets.statistics
-    trained = documents_in(datasets.train)
+    trained = trained_on(datasets)
     assert statistics.num_documents == len(trained)
     assert statistics.num_tokens == sum(len(text) + 2 for text in trained)
+    assert statistics.num_sequences == len(datasets.train)
     assert statistics.num_documents + statistics.num_validation_documents == len(DOCUMENTS)
     assert 0 < statistics.entropies.bigram < statistics.entropies.unigram
 
@@ -239,7 +274,7 @@ def test_entropies_are_of_the_training_documents_and_are_cached(source, tmp_path
     part = load(source, tmp_path, validation_fraction=0.7).statistics
     assert part.entropies.unigram != all_of_it.entropies.unigram
     assert load(source, tmp_path, validation_fraction=0.7).statistics == part
-    assert len(list((tmp_path / "cache").glob("*/entropy-*.json"))) == 2
+    assert len(list((tmp_path / "cache").glob("entropy-*.json"))) == 2
 
 
 def test_bad_lines_are_reported_in_the_log_and_the_statistics(source, tmp_path, caplog):
@@ -276,6 +311,7 @@ def test_conversations_are_counted_and_only_assistant_text_is_trained_on(tmp_pat
     statistics = datasets.statistics
     assert statistics.conversations == ConversationCounts(40, 40, 40, 80, 40)
     assert (statistics.num_truncated, statistics.num_left_out, statistics.notes[1:]) == (0, 0, ())
+    assert statistics.num_sequences == len(datasets.train)
     batch = BatchStream(datasets.train, len(datasets.train), 0).next_batch()
     targets = batch.targets_BS[batch.targets_BS != IGNORE_INDEX]
     assert statistics.num_targets == len(targets)
@@ -290,8 +326,12 @@ def test_held_out_conversations_stay_held_out_under_another_template(tmp_path):
         load(source, tmp_path, seq_len=512, validation_fraction=0.3, chat_template=template)
         for template in ("llama2", "llama3")
     )
-    assert sorted(one.validation.documents) == sorted(other.validation.documents)
-    assert one.validation.digest != other.validation.digest
+    one_hashes, other_hashes = (
+        [part.shard.text_hashes[: part.num_documents].tolist() for part in rows.validation[UNNAMED].selection.parts]
+        for rows in (one, other)
+    )
+    assert one_hashes == other_hashes
+    assert one.validation[UNNAMED].digest != other.validation[UNNAMED].digest
 
 
 def test_truncated_conversations_are_reported(tmp_path):
@@ -312,8 +352,8 @@ def test_texts_may_be_validated_on_conversations_and_conversations_on_texts(tmp_
     on_texts = load(texts, tmp_path, seq_len=256, validation=str(chats))
     on_chats = load(chats, tmp_path, seq_len=256, validation=str(texts))
     assert on_texts.statistics.conversations == on_chats.statistics.conversations
-    assert on_texts.validation.num_targets == on_chats.train.num_targets
-    assert on_chats.validation.num_targets == on_texts.train.num_targets
+    assert on_texts.validation[UNNAMED].num_targets == on_chats.statistics.num_targets
+    assert on_chats.validation[UNNAMED].num_targets == on_texts.statistics.num_targets
 
 
 def test_entropies_cover_only_the_tokens_that_count(tmp_path):
@@ -367,7 +407,7 @@ def load_in_a_process_without_torch(source, tmp_path, stderr):
         "import sys; sys.modules['torch'] = None;"
         "from llama_core.config.run import RunConfig; from llama_core.data.datasets import load_datasets;"
         f"config = RunConfig(data=dict(source={source.name!r}, cache_dir={str(tmp_path / 'cache')!r}));"
-        "load_datasets(config.data, config.spec, seq_len=8, seed=0)"
+        "load_datasets(config.data, config.spec, seq_len=8)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm"}
     command_line = [sys.executable, "-c", command]

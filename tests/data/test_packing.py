@@ -3,38 +3,40 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from corpora import byte_cache, conversations, texts
+from corpora import byte_cache, chosen, conversations, texts
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llama_core.data.chat import ChatFormat
 from llama_core.data.chat_template import ChatTemplate
-from llama_core.data.packing import PackedConversations, PackedDataset, best_fit, permutation
+from llama_core.data.packing import PackedConversations, PackedDataset, best_fit
+from llama_core.data.selection import everything
 from llama_core.data.tokenizer import TemplateSource
 from llama_core.models import loss
 from llama_core.models.batch import IGNORE_INDEX
 
 BOS, EOS = 256, 257
 seq_lens = st.integers(2, 20)
-seeds = st.integers(0, 2**40)
+shards = st.integers(1, 4)
 
 
-def pack(documents, seq_len, seed=0):
-    return PackedDataset(byte_cache(documents), np.arange(len(documents)), seq_len, seed=seed)
+def pack(documents, seq_len, num_shards=1):
+    return PackedDataset(everything(byte_cache(documents, num_shards=num_shards)), seq_len)
 
 
 def columns(dataset):
-    """Tokens, targets and positions of all rows, joined and without the padding."""
+    """Tokens, targets and positions of all rows of a single shard, joined and without the padding."""
     joined = [np.concatenate(column) for column in zip(*map(dataset.row, range(len(dataset))), strict=True)]
     return [column[: dataset.num_tokens] for column in joined]
 
 
-@given(documents=texts, seq_len=seq_lens, seed=seeds)
-def test_joined_rows_hold_every_document_once(documents, seq_len, seed):
-    tokens = columns(pack(documents, seq_len, seed))[0].tolist()
+@given(documents=texts, seq_len=seq_lens, num_shards=shards)
+def test_joined_rows_hold_every_document_once_in_order(documents, seq_len, num_shards):
+    dataset = pack(documents, seq_len, num_shards)
+    tokens = np.concatenate([dataset.row(row)[0] for row in range(len(dataset))]).tolist()
     bounds = [*(index for index, token in enumerate(tokens) if token == BOS), len(tokens)]
     found = [bytes(token for token in tokens[a:b] if token < 256).decode() for a, b in pairwise(bounds)]
-    assert sorted(found) == sorted(documents)
+    assert found == documents
 
 
 @given(documents=texts, seq_len=seq_lens)
@@ -47,9 +49,9 @@ def test_a_target_is_the_next_token_unless_that_begins_a_document(documents, seq
     assert targets.tolist() == np.where(following == BOS, IGNORE_INDEX, following).tolist()
 
 
-@given(documents=texts, seq_len=seq_lens)
-def test_every_token_but_the_first_of_each_document_is_a_target_once(documents, seq_len):
-    dataset = pack(documents, seq_len)
+@given(documents=texts, seq_len=seq_lens, num_shards=shards)
+def test_every_token_but_the_first_of_each_document_is_a_target_once(documents, seq_len, num_shards):
+    dataset = pack(documents, seq_len, num_shards)
     targets = np.concatenate([dataset.row(row)[1] for row in range(len(dataset))])
     kept = targets[targets != IGNORE_INDEX]
     expected = [token for text in documents for token in (*text.encode(), EOS)]
@@ -66,9 +68,28 @@ def test_positions_restart_exactly_where_a_row_or_a_document_begins(documents, s
     assert (np.diff(positions)[~restarts[1:]] == 1).all()
 
 
-@given(documents=texts, seq_len=seq_lens)
-def test_every_row_has_a_target(documents, seq_len):
-    dataset = pack(documents, seq_len)
+@given(documents=texts, seq_len=seq_lens, num_shards=shards)
+def test_every_token_but_the_last_of_a_shard_is_an_input_once(documents, seq_len, num_shards):
+    dataset = pack(documents, seq_len, num_shards)
+    found = np.concatenate([dataset.row(row)[0] for row in range(len(dataset))])
+    tokens = [token for text in documents for token in (BOS, *text.encode())]
+    assert sorted(found[found != EOS].tolist()) == sorted(tokens)
+
+
+@given(documents=texts, seq_len=seq_lens, data=st.data())
+def test_rows_are_those_of_the_chosen_documents_alone(documents, seq_len, data):
+    numbers = sorted(data.draw(st.sets(st.sampled_from(range(len(documents))), min_size=1)))
+    some = PackedDataset(chosen(byte_cache(documents), numbers), seq_len)
+    alone = pack([documents[number] for number in numbers], seq_len)
+    assert len(some) == len(alone)
+    for row in range(len(alone)):
+        for one, other in zip(some.row(row), alone.row(row), strict=True):
+            assert one.tolist() == other.tolist()
+
+
+@given(documents=texts, seq_len=seq_lens, num_shards=shards)
+def test_every_row_has_a_target(documents, seq_len, num_shards):
+    dataset = pack(documents, seq_len, num_shards)
     assert all((dataset.row(row)[1] != IGNORE_INDEX).any() for row in range(len(dataset)))
 
 
@@ -79,34 +100,14 @@ def test_padding_is_separate_and_never_a_target():
     assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
 
 
-def test_only_the_chosen_documents_are_packed():
-    dataset = PackedDataset(byte_cache(["aa", "bb", "cc"]), np.array([0, 2]), 4, seed=0)
-    assert set(columns(dataset)[0].tolist()) == {BOS, 97, 99, EOS}
-
-
-def test_the_seed_determines_the_order_of_the_documents():
-    documents = [chr(97 + n) for n in range(20)]
-    orders = {tuple(columns(pack(documents, 8, seed))[0].tolist()) for seed in (0, 1, 1, 2)}
-    assert len(orders) == 3
-
-
 def test_a_row_that_does_not_exist_is_an_index_error():
     with pytest.raises(IndexError, match="row 1 of a dataset of 1 rows"):
         pack(["ab"], 7).row(1)
 
 
-@pytest.mark.parametrize("other", [pack(["ab", "cd", "ef"], 5, seed=4), pack(["ab", "cd", "ef"], 4), pack(["ab"], 5)])
+@pytest.mark.parametrize("other", [pack(["cd", "ab", "ef"], 5), pack(["ab", "cd", "ef"], 4), pack(["ab"], 5)])
 def test_datasets_with_other_rows_have_other_digests(other):
     assert other.digest != pack(["ab", "cd", "ef"], 5).digest
-
-
-@given(length=st.integers(0, 50), seed=seeds, stream=st.integers(0, 9))
-def test_a_permutation_visits_each_index_once(length, seed, stream):
-    assert sorted(permutation(length, seed, stream)) == list(range(length))
-
-
-def test_a_permutation_never_changes():
-    assert permutation(8, 7, 1, 0).tolist() == [4, 3, 6, 1, 0, 7, 2, 5]
 
 
 def test_padding_is_ignored_by_the_models_loss():
@@ -130,9 +131,9 @@ chats = st.lists(conversations(), min_size=1, max_size=8)
 mixed = st.tuples(chats, texts).map(lambda both: [*both[0], *both[1]]).flatmap(st.permutations)
 
 
-def pack_chats(documents, seq_len, seed=0, *, document_mask=True):
-    cache = byte_cache(documents, SHORT)
-    return PackedConversations(cache, np.arange(len(documents)), seq_len, seed=seed, document_mask=document_mask)
+def pack_chats(documents, seq_len, num_shards=1, *, document_mask=True):
+    cache = byte_cache(documents, SHORT, num_shards)
+    return PackedConversations(everything(cache), seq_len, document_mask=document_mask)
 
 
 def pieces(dataset):
@@ -164,9 +165,9 @@ def expected(item, seq_len):
             yield [byte for byte, _ in window[:-1]], targets
 
 
-@given(documents=mixed, seq_len=seq_lens, seed=seeds)
-def test_each_conversation_is_in_one_row_from_its_start_with_its_own_targets(documents, seq_len, seed):
-    found = sorted(pieces(pack_chats(documents, seq_len, seed)))
+@given(documents=mixed, seq_len=seq_lens, num_shards=shards)
+def test_each_conversation_is_in_one_row_from_its_start_with_its_own_targets(documents, seq_len, num_shards):
+    found = sorted(pieces(pack_chats(documents, seq_len, num_shards)))
     assert found == sorted(piece for item in documents for piece in expected(item, seq_len))
 
 
@@ -224,9 +225,9 @@ def whole_rows(dataset):
     return [row for row in range(len(dataset)) if np.array_equal(dataset.row(row)[2], unbroken)]
 
 
-@given(documents=texts, seq_len=seq_lens, seed=seeds)
-def test_the_share_of_rows_that_are_one_document_is_that_of_unbroken_positions(documents, seq_len, seed):
-    dataset = pack(documents, seq_len, seed)
+@given(documents=texts, seq_len=seq_lens, num_shards=shards)
+def test_the_share_of_rows_that_are_one_document_is_that_of_unbroken_positions(documents, seq_len, num_shards):
+    dataset = pack(documents, seq_len, num_shards)
     assert dataset.share_of_whole_rows == len(whole_rows(dataset)) / len(dataset)
 
 

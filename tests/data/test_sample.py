@@ -4,17 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.data.corpus import BadLines, Document, find_files, read_documents
-from llama_core.data.sample import sample_file
+from llama_core.data.corpus import Document, Tally, read_documents
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
+from llama_core.data.sample import SAMPLE_VOCABULARY, sample_file, sample_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 
 def test_the_sample_is_the_source_of_the_standard_library(tmp_path):
     sample = sample_file(tmp_path)
-    bad_lines = BadLines()
-    read = read_documents(find_files(str(sample)), "text", bad_lines, render=Document, max_bad_lines=0)
+    tally = Tally()
+    read = read_documents(find_files(str(sample)).files, FieldNames(), tally, render=Document, max_bad_lines=0)
     documents = [document.text for document in read]
-    assert bad_lines.total == 0
+    assert tally.bad_lines.total == 0
     assert Path(sysconfig.get_path("stdlib"), "argparse.py").read_text() in documents
     assert sum(map(len, documents)) > 5e6
 
@@ -72,3 +75,18 @@ def test_a_sample_that_another_node_makes_meanwhile_stays_as_it_is(tmp_path, mon
     assert sample_file(ours.parent, library) == ours
     assert ours.samefile(made_elsewhere)
     assert [path.name for path in ours.parent.iterdir()] == [ours.name]
+
+
+def test_the_tokenizer_of_the_sample_is_trained_once_and_gives_text_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("llama_core.data.sample._modules", lambda library: sorted(library.glob("a*.py")))
+    file = sample_tokenizer(tmp_path)
+    written = file.stat().st_mtime_ns
+    assert sample_tokenizer(tmp_path) == file
+    assert file.stat().st_mtime_ns == written
+    tokenizer = load_tokenizer(str(file))
+    assert tokenizer.vocab_size == SAMPLE_VOCABULARY
+    text = "import argparse\n\n\ndef main() -> None:\n    print('naïve ☃')\n"
+    (ids,) = tokenizer.encode_documents([text])
+    assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert tokenizer.decode(ids.tolist()) == text
+    assert len(ids) < len(text) / 2

@@ -2,13 +2,14 @@ from contextlib import contextmanager
 from threading import Event, current_thread
 from threading import enumerate as all_threads
 
-import numpy as np
 import pytest
 import torch
 from corpora import byte_cache
 
 from llama_core.data.datasets import BatchStream
+from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedDataset
+from llama_core.data.selection import everything
 from llama_core.data.supply import STEPS_AHEAD, Supply
 from llama_core.errors import DataError
 from llama_core.models.batch import Batch
@@ -68,8 +69,8 @@ def readers():
 
 def stream(num_workers):
     documents = [f"document number {n}, of its own words" for n in range(40)]
-    dataset = PackedDataset(byte_cache(documents), np.arange(40), seq_len=6, seed=0)
-    return BatchStream(dataset, 4, 3, num_workers=num_workers)
+    rows = PackedDataset(everything(byte_cache(documents)), seq_len=6)
+    return BatchStream(Mixture({"": rows}, {"": 1}), 4, 3, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

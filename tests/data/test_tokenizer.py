@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from llama_core.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_fits, load_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError
@@ -84,6 +85,30 @@ def test_text_that_spells_a_special_token_stays_text(llama2):
     tokenizer = load_tokenizer(str(llama2))
     [ids] = tokenizer.encode_documents(["a</s>b"])
     assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == [len(ids) - 1]
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", None])
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
+def test_what_a_model_reads_is_what_transformers_gives_it(tmp_path, template, flags):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"} | flags
+    folder = train_tokenizer(tmp_path / "tokenizer", ["<s>", "</s>"], config)
+    if template is not None:
+        raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        special = [(token, raw.token_to_id(token)) for token in ("<s>", "</s>")]
+        raw.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=special)
+        raw.save(str(folder / "tokenizer.json"))
+    ours = load_tokenizer(str(folder))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in ("hello world", " a</s>b ", ""):
+        assert ours.encode_input(text) == theirs.encode(text)
+        assert ours.encode_input(text, adds_special=False) == theirs.encode(text, add_special_tokens=False)
+    [documents] = ours.encode_documents(["a</s>b"])
+    assert np.flatnonzero(documents == ours.eos_id).tolist() == [len(documents) - 1], "documents stay as they are"
+
+
+def test_bytes_follow_bos():
+    assert ByteTokenizer().encode_input("Hi") == [256, 72, 105]
+    assert ByteTokenizer().encode_input("Hi", adds_special=False) == [72, 105]
 
 
 def test_a_stored_truncation_does_not_cut_documents(llama2):

@@ -74,7 +74,7 @@ def test_a_run_keeps_the_tokens_that_it_has_opened(own, undisturbed, promise):
 @pytest.mark.fault("token cache truncated", phase=WHILE_TRAINING)
 def test_a_run_whose_token_cache_is_cut_short_names_that_and_builds_it_again(own, undisturbed, promise):
     def cut_short():
-        (tokens,) = own.token_cache.glob("tokens-*/tokens.bin")
+        (tokens,) = own.token_cache.glob("shard-*/tokens.bin")
         os.truncate(tokens, 0)
 
     outcome = own.train(IN_STEP_3, while_stopped(own, cut_short))

@@ -27,9 +27,9 @@ ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
 class Serving:
-    """A running ``make serve``, and a person's commands in a second terminal."""
+    """A running ``make serve``, and a person's commands in a second terminal; ``settings`` are of its environment."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **settings):
         self.home, self.checkout = folder / "home", folder / "checkout"
         for name in ("flows", "tasks"):
             shutil.copytree(ROOT / name, self.checkout / name)
@@ -41,19 +41,23 @@ class Serving:
         others = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
         home = {"PREFECT_HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache")}
         self.other_terminal = others | home | {"COLUMNS": "500"}
-        self.log, self.stacks = folder / "serve.log", folder / "stacks.txt"
+        self.log_file, self.stacks = folder / "serve.log", folder / "stacks.txt"
         path = os.pathsep.join(filter(None, (str(STACKS), os.environ.get("PYTHONPATH"))))
         watched = {"PYTHONPATH": path, "STACKS": str(self.stacks)}
-        with self.log.open("w") as log:
+        with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "flows.serve"],
                 cwd=self.checkout,
-                env=others | home | watched | {"PREFECT_SERVER_API_PORT": str(port), "WANDB_API_KEY": SECRET},
+                env=others
+                | home
+                | watched
+                | {"PREFECT_SERVER_API_PORT": str(port), "WANDB_API_KEY": SECRET}
+                | settings,
                 stdout=log,
                 stderr=log,
             )
-        until(lambda: "\nnext " in self.log.read_text() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
+        until(lambda: "\nnext " in self.log_file.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log_file.read_text()
         self.auth_string = tomllib.loads((self.checkout / "prefect.toml").read_text())["api"]["auth_string"]
         self.owner = httpx.Client(base_url=self.url, auth=tuple(self.auth_string.split(":")))
 
@@ -84,6 +88,20 @@ class Serving:
         until(lambda: answers(self.url))
         return self.owner.get(f"/flow_runs/{flow_run_id}").json()["state"]
 
+    def pages(self, flow_run_id):
+        """Return what a flow run shows first, its run, for each time that it has followed the job."""
+        progress = {"artifacts": {"type": {"any_": ["progress"]}, "flow_run_id": {"any_": [flow_run_id]}}}
+        return [one["description"] for one in self.owner.post("/artifacts/filter", json=progress).json()]
+
+    def log(self, flow_run_id, last):
+        """Return the messages of a flow run's log, in order, once it ends with the word ``last`` and what follows."""
+        query = {"logs": {"flow_run_id": {"any_": [flow_run_id]}}, "sort": "TIMESTAMP_ASC"}
+        while True:
+            lines = [one["message"] for one in self.owner.post("/logs/filter", json=query).json()]
+            if lines and lines[-1].startswith(last):
+                return lines
+            time.sleep(0.3)
+
     def end(self, flow_run_id):
         """Wait for a flow run to end; return the name of its state."""
         until(lambda: self.state(flow_run_id)["type"] in ENDED)
@@ -91,8 +109,7 @@ class Serving:
 
     def followed(self, flow_run_id, times=1):
         """Wait until the flow run follows its job for the ``times``-th time; return its run."""
-        progress = {"artifacts": {"key": {"any_": ["training-progress"]}, "flow_run_id": {"any_": [flow_run_id]}}}
-        until(lambda: len(self.owner.post("/artifacts/filter", json=progress).json()) == times)
+        until(lambda: len(self.pages(flow_run_id)) == times)
         run = self.submitted(flow_run_id)
         until(run.heartbeat.exists)
         return run

@@ -48,5 +48,5 @@ def test_the_flow_keeps_its_records_in_postgresql_if_asked(database, tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, env=others | prefect, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     asked = "select state_name, (select count(*) from task_run where state_name = 'Completed') from flow_run"
-    assert database.ask(asked) == "Completed|8\n"
+    assert database.ask(asked) == "Completed|9\n"
     assert not list((tmp_path / "home").glob("*.db"))

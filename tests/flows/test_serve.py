@@ -21,6 +21,16 @@ def endless(seed):
     return TINY | {"training": TINY["training"] | {"steps": 1_000_000, "seed": seed}}
 
 
+LINES = {"run", "validate", "data", "plan", "estimate", "dry-run", "submit", "train", "benchmark", "goodput", "metrics"}
+LINES |= {"report"}
+
+
+def stop_of(run, flow_run):
+    """Return the line of a run whose flow run has been cancelled."""
+    step = read_outcome(run).step
+    return f"stopped after step {step}, with a checkpoint of it; continue with: prefect flow-run retry {flow_run}"
+
+
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
     started = Serving(tmp_path_factory.mktemp("serving"))
@@ -37,6 +47,8 @@ def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving)
     assert serving.end(flow_run) == "Completed"
     run = serving.followed(flow_run)
     assert run.report.exists()
+    assert serving.owner.get(f"/flow_runs/{flow_run}").json()["name"] == run.name
+    assert {line.split()[0] for line in serving.log(flow_run, last="report")} == LINES
     written = [path for folder in (serving.home, run.path) for path in folder.rglob("*") if path.is_file()]
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     password = serving.auth_string.encode()
@@ -51,6 +63,7 @@ def test_a_flow_run_can_be_cancelled_without_a_worker(serving):
     assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
     assert serving.end(flow_run) == "Cancelled"
     assert read_outcome(run).status == "cancelled"
+    assert serving.state(flow_run)["message"] == stop_of(run, flow_run)
 
 
 def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow_run_ends_its_job(serving):
@@ -65,6 +78,11 @@ def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow
     assert serving.prefect("flow-run", "cancel", second).returncode == 0
     assert serving.end(second) == "Cancelled"
     assert submission.attach(run) is None
+    lines = serving.log(second, last="stopped")
+    assert lines[-1] == stop_of(run, second)
+    (page,) = serving.pages(second)
+    assert page.startswith(f"cancelled: step {read_outcome(run).step}/1000000  loss ")
+    assert not [line for line in lines if "crash" in line.lower() or "Finished in state" in line]
     assert [attempt["status"] for attempt in read_outcome(run).attempts] == ["cancelled", "cancelled"]
 
 
@@ -108,6 +126,8 @@ def test_an_interrupt_stops_everything_and_leaves_a_resumable_run(serving):
     run = serving.followed(serving.run(endless(seed=3)))
     serving.stop()
     assert serving.process.returncode == 0
+    printed = serving.log_file.read_text().splitlines()
+    assert {line.split()[0] for line in printed} == {"password", "serve", "next", "stopping"}
     assert serving.processes() == []
     assert not (serving.checkout / "prefect.toml").exists()
     assert read_outcome(run).status == "cancelled"

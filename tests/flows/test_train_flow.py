@@ -21,8 +21,18 @@ from llama_core.records.metrics import read_metrics
 pytestmark = pytest.mark.xdist_group("flow")
 
 ROOT = Path(__file__).parents[2]
-TASKS = {"prepare-run", "validate-environment", "estimate-memory", "dry-run", "submit", "train", "benchmark", "report"}
-ARTIFACTS = {"plan", "environment", "memory-estimate", "dry-run", "training-progress", "outcome", "benchmark", "report"}
+TASKS = {
+    "prepare-run",
+    "validate-environment",
+    "estimate-memory",
+    "dry-run",
+    "submit",
+    "train",
+    "evaluate",
+    "benchmark",
+    "report",
+}
+ARTIFACTS = {"plan", "environment", "memory-estimate", "dry-run", "run", "outcome", "benchmark", "report"}
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +140,32 @@ def losses(run):
 
 def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
     """Even on a server that ends with the run."""
-    with closing(sqlite3.connect(prefect.home / "prefect.db")) as database:
-        flows = database.execute("SELECT state_name, parameters FROM flow_run").fetchall()
-        tasks = database.execute("SELECT name, state_name FROM task_run").fetchall()
-        artifacts = database.execute("SELECT key FROM artifact").fetchall()
-    ((state, parameters),) = flows
-    assert (state, json.loads(parameters)["config"]["training"]["steps"]) == ("Completed", 6)
+    flows = records(prefect, "SELECT name, state_name, parameters FROM flow_run")
+    tasks = records(prefect, "SELECT name, state_name FROM task_run")
+    artifacts = records(prefect, "SELECT key FROM artifact")
+    ((name, state, parameters),) = flows
+    assert (name, state, json.loads(parameters)["config"]["training"]["steps"]) == ("run", "Completed", 6)
     assert {name.rsplit("-", 1)[0]: task_state for name, task_state in tasks} == dict.fromkeys(TASKS, "Completed")
     assert {key for (key,) in artifacts} == ARTIFACTS
+
+
+def test_the_log_of_the_flow_run_holds_the_lines_of_the_terminal_and_nothing_else(prefect, flow_run):
+    logged = records(prefect, "SELECT message FROM log ORDER BY timestamp")
+    assert [line for (line,) in logged] == flow_run.stdout.splitlines()
+
+
+def test_the_page_of_the_flow_run_begins_with_the_last_step_the_directory_and_the_report(prefect, flow_run):
+    run = RunDirectory(prefect.home / "run")
+    ((percent, description),) = records(prefect, "SELECT data, description FROM artifact WHERE task_run_id IS NULL")
+    assert percent == 100
+    assert description.startswith("finished: step 6/6  loss ")
+    assert f"`{run.path}`" in description
+    assert f"]({run.report.as_uri()})" in description
+
+
+def records(prefect, query):
+    with closing(sqlite3.connect(prefect.home / "prefect.db")) as database:
+        return database.execute(query).fetchall()
 
 
 @pytest.mark.wide
@@ -165,7 +193,7 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 130
-    assert errors == f"error: {stopped(run, read_outcome(run)).args[0]}\n".replace(str(run.path), "interrupted")
+    assert errors == f"{stopped(run, read_outcome(run)).args[0]}\n".replace(str(run.path), "interrupted")
     assert run.report.exists()
 
 

@@ -9,7 +9,7 @@ from training_infra.flags import FLAGS
 
 COMMANDS = (
     "models", "estimate-memory", "train", "dry-run", "benchmark", "profile", "sweep", "report", "compare", "logs",
-    "cancel", "export-hf", "generate", "validate-environment", "", "nonsense",
+    "cancel", "export-hf", "generate", "evaluate", "validate-environment", "tokenize", "", "nonsense",
 )  # fmt: skip
 OTHERS = (
     "--json", "--debug", "--config", "--set", "--resume", "--run-dir", "--out", "--step", "--rank", "--lines",
@@ -27,7 +27,16 @@ def words_of(rng, run):
     flags = [name for flag in FLAGS for name in (flag.name, *flag.also)]
     words = [rng.choice(COMMANDS)]
     words += [rng.choice(rng.choice((flags, OTHERS, SAFE, NUMBERS))) for _ in range(rng.randrange(1, 6))]
-    if words[0] in {"train", "benchmark", "dry-run", "profile", "sweep", "generate", "validate-environment"}:
+    if words[0] in {
+        "train",
+        "benchmark",
+        "dry-run",
+        "profile",
+        "sweep",
+        "generate",
+        "validate-environment",
+        "tokenize",
+    }:
         words += ["--device", "nonsense", "--config", "/nonexistent.yaml"]  # they would start real work
     if words[0] in {"report", "logs", "cancel", "compare"} and rng.random() < 0.5:
         words.append(str(run.path))

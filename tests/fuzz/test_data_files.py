@@ -12,26 +12,54 @@ import pyarrow.parquet as pq
 import pytest
 from chat_templates import CHATML, PUBLIC_LLAMA2, PUBLIC_LLAMA3
 from malformed import WORDS, cases, changed, damaged, damaged_json, junk, keep_the_law, naming, write
+from tool_templates import OURS, PUBLISHED
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data import rendering
+from llama_core.data.bad_lines import MalformedRecordError, UnusableRecordError
+from llama_core.data.chat import ChatFormat
 from llama_core.data.chat_template import BUILT_IN, ChatTemplate
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
+from llama_core.data.formats import Conversation, FieldNames, FormatCounts, read_record
 from llama_core.data.rendering import TemplateRefusalError
 from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import DataError
 
 SPEC = model_spec("tiny_llama3_50m")
-CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}]}
-RECORDS = [{"text": "some text to train on, with é and 漢"}, CHAT, {"text": "x" * 300}] * 3
+SAID = {"role": "assistant", "content": "hi there"}
+CHAT = {"messages": [{"role": "user", "content": "hello"}, SAID]}
+RECORDS = [
+    {"text": "some text to train on, with é and 漢"},
+    CHAT,
+    {"text": "x" * 300},
+    {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi there"}]},
+    {"instruction": "add", "input": "1 + 1", "output": "2"},
+    {"prompt": "hello", "completion": "hi there"},
+    {"messages": [{"role": "system"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}, SAID]},
+] * 2
 
 
 def lines_of(rng):
     records = [json.dumps(changed(rng, one) if rng.random() < 0.4 else one).encode() for one in RECORDS]
     content = b"\n".join(records)
     return damaged(rng, content) if rng.random() < 0.4 else content
+
+
+def array_of(rng):
+    records = [changed(rng, one) if rng.random() < 0.4 else one for one in RECORDS]
+    content = json.dumps(records, indent=rng.choice((None, 1))).encode()
+    return damaged(rng, content) if rng.random() < 0.4 else content
+
+
+def packed(rng, content, pack):
+    content = pack(content)
+    return damaged(rng, content) if rng.random() < 0.5 else content
+
+
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
 
 
 def table_of(rng):
@@ -42,7 +70,7 @@ def table_of(rng):
              pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])), pa.decimal128(38, 9), pa.null(),
     )  # fmt: skip
     columns, names = [], []
-    for name in rng.sample(["text", "messages", "text", "a.b", ""], rng.randrange(1, 4)):
+    for name in rng.sample(["text", "messages", "text", "conversations", "a.b", ""], rng.randrange(1, 4)):
         kind = rng.choice(types)
         values = [
             rng.choice((None, "x", b"\xff", 2**62, -(2**62), [{"role": "user", "content": "x"}], {"role": "x"}))
@@ -61,20 +89,28 @@ def table_of(rng):
     return damaged(rng, content) if rng.random() < 0.5 else content
 
 
+FORMS = {
+    ".jsonl": lines_of,
+    ".json": array_of,
+    ".txt": lines_of,
+    ".jsonl.gz": lambda rng: packed(rng, lines_of(rng), gzip.compress),
+    ".jsonl.zst": lambda rng: packed(rng, lines_of(rng), zstd),
+    ".json.gz": lambda rng: packed(rng, array_of(rng), gzip.compress),
+    ".json.zst": lambda rng: packed(rng, array_of(rng), zstd),
+    ".parquet": table_of,
+}
+
+
 def test_any_data_file_is_read_or_refused_by_its_name(tmp_path):
     for number, rng in cases("data"):
-        suffix = rng.choice((".jsonl", ".jsonl", ".jsonl.gz", ".parquet"))
-        content = table_of(rng) if suffix == ".parquet" else lines_of(rng)
-        if suffix == ".jsonl.gz":
-            content = gzip.compress(content, 1)
-            content = damaged(rng, content) if rng.random() < 0.5 else content
+        suffix = rng.choice(list(FORMS))
         path = tmp_path / f"data{suffix}"
-        write(path, content)
+        write(path, FORMS[suffix](rng))
         limit = rng.choice((0, 100))
         data = DataConfig(
             source=str(path), max_bad_lines=limit, validation_fraction=0, cache_dir=str(tmp_path / "cache")
         )
-        load = partial(load_datasets, data, SPEC, seq_len=16, seed=0)
+        load = partial(load_datasets, data, SPEC, seq_len=16)
         with naming(number):
             keep_the_law([partial(check_data, data, SPEC), load], tmp_path, names=[path.name, "max_bad_lines"])
 
@@ -90,15 +126,15 @@ def test_a_damaged_token_cache_is_built_again(tmp_path):
     data = DataConfig(source=str(tmp_path / "data.jsonl"), validation_fraction=0, cache_dir=str(tmp_path / "cache"))
 
     def rows():
-        train = load_datasets(data, SPEC, seq_len=16, seed=0).train
+        train = load_datasets(data, SPEC, seq_len=16).train
         for row in range(len(train)):
             train.row(row)
 
     for number, rng in cases("token cache", share=0.4):
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         rows()
-        (entry,) = (tmp_path / "cache").glob("tokens-*")
-        path = rng.choice(sorted(path for path in entry.iterdir()))
+        files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+        path = rng.choice(sorted(files))
         content = path.read_bytes()
         path.unlink()
         if path.suffix == ".json" and rng.random() < 0.8:
@@ -140,6 +176,35 @@ def test_any_chat_template_renders_or_is_refused(tmp_path):
         template = ChatTemplate(TemplateSource(source, "mine"), names, date(2026, 1, 31))
         with naming(number):
             keep_the_law([partial(render, template)], tmp_path)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALLS = [{"id": f"abcDEF12{n}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for n in range(2)]
+RESULTS = [{"role": "tool", "tool_call_id": f"abcDEF12{n}", "name": "add", "content": "2"} for n in range(2)]
+TOOL_CHAT = {
+    "messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": CALLS}, *RESULTS, SAID],
+    "tools": [TOOL, TOOL],
+}
+
+
+def test_any_conversation_with_tools_is_rendered_or_refused(tmp_path):
+    formats = [
+        ChatFormat(ChatTemplate(TemplateSource(source, "mine"), {"bos_token": ""}, date(2026, 1, 31)), "assistant")
+        for source in (*PUBLISHED.values(), OURS)
+    ]
+
+    def render(record, chat):
+        try:
+            read = read_record(record, FieldNames(), FormatCounts())
+            if isinstance(read, Conversation):
+                chat.document(read.messages, "a.jsonl:1", read.tools)
+        except (UnusableRecordError, MalformedRecordError) as error:
+            raise DataError(str(error)) from None
+
+    for number, rng in cases("conversation with tools"):
+        record = changed(rng, TOOL_CHAT)
+        with naming(number):
+            keep_the_law([partial(render, record, rng.choice(formats))], tmp_path)
 
 
 @pytest.mark.parametrize(

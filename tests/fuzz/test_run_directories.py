@@ -10,7 +10,8 @@ from synthetic_run import step_record, write_run
 
 from llama_core.chain import steps
 from llama_core.chain.announcements import say_data
-from llama_core.chain.runs import existing_run, find_checkpoint, is_finished, load_config, load_plan, resume_point
+from llama_core.chain.checkpoints import find_checkpoint
+from llama_core.chain.runs import existing_run, is_finished, load_config, load_plan, resume_point
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import attempt_path, current_attempt, is_cancellation_requested, read_rank_exits
 from llama_core.launch.jobs.submission import attach

@@ -13,7 +13,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.hf import hugging_face_shapes
-from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_shapes, peft_name
+from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, peft_name
 from llama_core.models.pretrained import check_pretrained, resolve_pretrained
 from llama_core.models.weight_files import INDEX, WHOLE, new_header, read_tensors
 
@@ -47,7 +47,7 @@ def hub(tmp_path_factory):
         model / "tokenizer_config.json", b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "x"}'
     )
     write(adapters / ADAPTER_CONFIG, json.dumps(adapter_json(LORA.lora, str(model))).encode())
-    write(adapters / ADAPTERS, weights({peft_name(name): shape for name, shape in adapter_shapes(LORA.spec).items()}))
+    write(adapters / ADAPTERS, weights({peft_name(name): shape for name, shape in LORA.spec.adapter_shapes.items()}))
     return model, adapters
 
 

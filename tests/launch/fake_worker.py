@@ -1,7 +1,6 @@
 """A rank that obeys the worker's contract but computes nothing: ``fake_worker.py BEHAVIOUR RUN_DIR [--only PART]``."""
 
 import faulthandler
-import json
 import os
 import signal
 import subprocess
@@ -56,7 +55,7 @@ def serve():
         step += 1
         take_step(step)
         time.sleep(0.05)
-    Path(run.path / "received.json").write_text(json.dumps(received))
+    write_json(run.path / "received.json", {"signals": received})  # by all ranks at once, so whole or not at all
     record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume")
     sys.exit(STOPPED_EXIT)
 

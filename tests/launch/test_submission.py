@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import signal
@@ -117,7 +116,7 @@ def test_cancelling_lets_the_worker_stop_cleanly(submit, run):
     job = submit("serve")
     job.worker()
     assert job.handle.cancel().reason == "stopped by a signal"
-    assert json.loads((run.path / "received.json").read_text()) == [signal.SIGTERM]
+    assert read_json(run.path / "received.json")["signals"] == [signal.SIGTERM]
 
 
 @pytest.mark.wide

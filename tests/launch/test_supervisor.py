@@ -13,6 +13,7 @@ from submitit import LocalExecutor
 from llama_core.launch.attempts import log_path, read_rank_exits
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
+from llama_core.launch.rank.children import companion
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, cuda_defaults, worker_environment
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
@@ -169,6 +170,26 @@ def test_a_job_that_stops_stepping_is_a_hang_and_its_log_says_where(run, config)
     assert outcome.status == "hang"
     assert "no step was completed for" in outcome.reason
     assert "in fall_silent" in log_path(run, 0).read_text()
+
+
+def test_a_companion_runs_beside_the_first_rank_until_that_has_ended(run):
+    folder = run.logs / "submitit" / "submission-00000"
+    companion = (sys.executable, "-c", "import sys; print('begins', flush=True); sys.stdin.read(); print('ends')")
+    worker = (sys.executable, str(FAKE_WORKER), "finish", str(run.path))
+    executor = LocalExecutor(folder)
+    executor.update_parameters(tasks_per_node=2)
+    job_id = executor.submit(Supervisor(run.path, worker, "cpu", 60, companion=companion)).job_id
+    record = JobRecord("local", job_id, socket.gethostname(), "2000-01-01T00:00:00+00:00", folder=str(folder))
+    write_json(run.job, record)
+    assert LocalJobHandle(run, record).wait().status == "finished"
+    assert (run.logs / "evaluations.log").read_text() == "begins\nends\n"
+
+
+@pytest.mark.parametrize("command", [("/no/such/program",), (sys.executable, "-c", "raise SystemExit(3)")])
+def test_a_companion_that_fails_harms_no_rank(run, command):
+    with companion(command, run):
+        pass
+    assert (run.logs / "evaluations.log").exists()
 
 
 def test_a_worker_does_not_start_before_its_job_is_recorded(run):

@@ -14,17 +14,23 @@ from distributed import FORKS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from llama_core.chain.decay import branch_off
 from llama_core.chain.prepare import prepare_run
+from llama_core.config.overrides import Override
+from llama_core.config.recorded import load_recorded
 from llama_core.config.run import RunConfig
 from llama_core.errors import LossSpikeError, RunDirectoryError
+from llama_core.launch.logs import NOTABLE
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.worker import run_to_end
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.activity import read_activity
-from llama_core.records.checkpoints import write_manifest
+from llama_core.records.checkpoints import checkpoint_name, write_manifest
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.files import read_json, read_typed
 from llama_core.records.goodput import read_goodput
+from llama_core.records.measurements import TrainingSummary
 from llama_core.records.metrics import read_metrics
 
 pytestmark = pytest.mark.xdist_group("worker")
@@ -151,7 +157,7 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
     process.join()
     assert not (run.checkpoints / f"step-{STEPS:08d}").exists()
     assert not run.outcome.exists()
-    half_written = run.metrics / ".heartbeat.json.0123.tmp"  # as another kill may leave it
+    half_written = run.path / ".heartbeat.json.0123.tmp"  # as another kill may leave it
     half_written.touch()
 
     code, output = work(run)
@@ -165,6 +171,73 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(undistur
     assert len(moments) == 2 * len(theirs["model"])
     for name in moments:
         assert torch.equal(ours["optimizer"][name], theirs["optimizer"][name]), name
+
+
+THREE_DOMAINS = {"wiki": 60, "code": 30, "math": 10}
+
+
+def on_mixture(cache, folder, **training):
+    sources = {}
+    for name, weight in THREE_DOMAINS.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {n} " * 40}) + "\n" for n in range(60)))
+        sources[name] = {"path": str(path), "weight": weight}
+    config = configuration(cache, eval_every=10, seq_len=32, **training)
+    return config.with_overrides(Override("data.sources", sources))
+
+
+def rows_read(run, step):
+    return read_json(run.checkpoints / checkpoint_name(step) / "state.json")["data"]["order"]["read"]
+
+
+def test_a_run_on_a_mixture_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(cache, tmp_path):
+    """Weights change after the checkpoint and before the kill, and sequences have twice the length after it."""
+    stages = [{"from_tokens": 11 * 128, "weights": {"math": 90}}, {"from_tokens": 15 * 128, "seq_len": 64}]
+    config = on_mixture(cache, tmp_path).with_overrides(Override("data.stages", stages))
+    whole = prepare_run(config, tmp_path / "whole")
+    assert work(whole)[0] == 0
+    run = prepare_run(config, tmp_path / "killed")
+    process = start(run)
+    wait_until(process, lambda: step_of(run) >= 12 and (run.checkpoints / "step-00000010").exists())
+    process.kill()
+    process.join()
+    code, output = work(run)
+    assert code == 0, output
+    assert "resuming after step 10" in output
+    assert losses(run) == losses(whole)
+    assert read_json(run.training)["named_eval_rows"] == read_json(whole.training)["named_eval_rows"]
+    assert set(read_json(run.training)["named_eval_rows"]) == set(THREE_DOMAINS)
+    assert {name: rows_read(run, 10)[name] for name in THREE_DOMAINS} == {"wiki": 24, "code": 12, "math": 4}
+    assert rows_read(run, 20) == rows_read(whole, 20)
+    assert sum(rows_read(run, 20).values()) == 15 * 4 + 5 * 2
+    assert {name: rows_read(run, 20)[f"{name}@64"] for name in THREE_DOMAINS} == {"wiki": 6, "code": 3, "math": 1}
+    assert read_metrics(run).column("tokens").to_pylist() == [128 * step for step in range(1, STEPS + 1)]
+    ours, theirs = final_state(run, tmp_path), final_state(whole, tmp_path)
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+
+
+def test_a_run_goes_on_with_other_weights_and_one_more_source_if_that_is_allowed(cache, tmp_path):
+    config = on_mixture(cache, tmp_path, steps=10)
+    run = prepare_run(config, tmp_path / "run")
+    assert work(run)[0] == 0
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps({"text": f"more {n} " * 40}) + "\n" for n in range(60)))
+    changes = ["training.steps=20", "data.sources.math.weight=90", f"data.sources.more={{path: {more}, weight: 20}}"]
+    other = config.with_overrides(*changes)
+    with pytest.raises(RunDirectoryError, match="--resume --allow-data-change"):
+        prepare_run(other, run.path, resume=True)
+    prepare_run(other, run.path, resume=True, allow_data_change=True)
+    prepare_run(other, run.path, resume=True)  # no checkpoint has the new data yet, but the run's settings do
+    code, output = work(run)
+    assert code == 0, output
+    said = "the data changed after step 10: code goes on after 12 sequences; math goes on after 4 sequences; wiki goes"
+    assert said in output
+    (change,) = read_data_changes(run).changes
+    assert (change.step, change.row, change.new) == (10, 40, ("more",))
+    assert change.kept == rows_read(run, 10) == {"wiki": 24, "code": 12, "math": 4}
+    assert rows_read(run, 20) == {"wiki": 36, "code": 18, "math": 22, "more": 4}
+    with pytest.raises(RunDirectoryError, match=r"data\.sources\.math\.weight is 90"):
+        prepare_run(config.with_overrides("training.steps=30"), run.path, resume=True)
 
 
 @pytest.mark.wide
@@ -193,6 +266,35 @@ def test_every_step_of_a_run_killed_before_its_first_checkpoint_is_on_disk(cache
 
 
 @pytest.mark.wide
+def test_a_run_that_ends_early_is_finished_and_goes_on_only_with_more_patience(cache, tmp_path):
+    """Its learning rate is too small to change a weight, so no evaluation is better than the first."""
+
+    def end_with(patience, *, resume=True):
+        settings = {"learning_rate": 1e-30, "warmup_steps": 0, "eval_every": 1, "patience": patience}
+        run = prepare_run(configuration(cache, **settings), tmp_path / "run", resume=resume)
+        assert work(run)[0] == 0
+        return read_outcome(run), read_typed(run.training, TrainingSummary).ended_early
+
+    outcome, ended = end_with(2, resume=False)
+    assert re.fullmatch(r"no lower held-out loss than .* of step 1 in 2 evaluations \(training.patience=2\)", ended)
+    assert (outcome.status, outcome.step, outcome.reason) == ("finished", 3, f"3 steps of {STEPS}: {ended}")
+    assert [end_with(patience)[0].step for patience in (2, 4, 3)] == [3, 5, 5]
+
+
+@pytest.mark.wide
+def test_a_branch_is_resumed_like_any_run_and_decays_as_the_whole_one(cache, tmp_path):
+    stable = {"lr_schedule": "wsd", "warmup_steps": 2, "checkpoint_every": 2, "decay_fraction": 0.25}
+    whole = prepared(tmp_path / "whole", cache, **stable, steps=8)
+    longer = prepared(tmp_path / "longer", cache, **stable, steps=10)
+    for run in (whole, longer):
+        assert work(run, "--only", "train")[0] == 0
+    branch = branch_off(longer, tmp_path / "branch", num_steps=2, step=6)
+    prepare_run(load_recorded(branch), branch.path, resume=True)
+    code, output = work(branch, "--only", "train")
+    assert code == 0, output
+    assert losses(branch) == losses(whole)
+
+
 def test_a_trained_run_without_a_benchmark_is_only_timed(undisturbed):
     before = read_json(undisturbed.training)
     undisturbed.benchmark.unlink()
@@ -212,6 +314,7 @@ def test_a_run_asked_to_stop_first_saves_a_checkpoint_of_its_last_step(cache, tm
     outcome = read_outcome(run)
     assert (outcome.status, outcome.next_action) == ("cancelled", "start it again with --resume")
     assert (run.checkpoints / "latest").read_text() == f"step-{outcome.step:08d}\n"
+    assert not [line for line in _output(run).read_text().splitlines() if line.startswith(NOTABLE)], "it is no error"
 
 
 @pytest.mark.wide

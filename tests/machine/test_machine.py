@@ -9,7 +9,9 @@ from llama_core.chain.environment import validate_environment
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.imports import how_to_install
 from llama_core.machine import detect, validate
+from llama_core.machine.accounts import has_wandb_key
 from llama_core.machine.defaults import ResolvedConfig, reading_threads, resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
@@ -22,7 +24,6 @@ from llama_core.machine.detect import (
     visible_gpus,
 )
 from llama_core.machine.hazards import look_at_machine
-from llama_core.machine.packages import has_wandb_key, how_to_install
 
 CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
 GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
@@ -379,8 +380,32 @@ def test_a_machine_without_slurm_cannot_submit_to_it(monkeypatch):
     assert only.startswith("launch.launcher=slurm: this machine has no sbatch")
 
 
-def on_a_disk_with_room_for(checkpoints, monkeypatch, path, **launch):
-    request = config(launch={"device": "cpu"} | launch)
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "sinfo: fatal: Could not establish a configuration source",
+            "launch.launcher=slurm: Slurm's commands are installed here, but no cluster is configured (no slurm.conf); "
+            "log in to a node of one, or use --launcher local",
+        ),
+        (
+            "slurm_load_partitions: Unable to contact slurm controller (connect failure)",
+            "launch.launcher=slurm: Slurm's controller does not answer (slurm_load_partitions: Unable to contact slurm "
+            "controller (connect failure)); wait until `scontrol ping` finds it up, or use --launcher local",
+        ),
+    ],
+)
+def test_a_slurm_without_a_cluster_or_a_controller_is_refused_with_what_works(tmp_path, monkeypatch, said, told):
+    for command in ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue"):
+        (tmp_path / command).write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (only,) = validate_environment(config(launch={"launcher": "slurm"}, parallel={"gpus": 8})).errors
+    assert only == told
+
+
+def on_a_disk_with_room_for(checkpoints, monkeypatch, path, training=None, **launch):
+    request = config(launch={"device": "cpu"} | launch, training={"batch_size": 16} | (training or {}))
     checkpoint = 12 * request.spec.num_parameters
     usage = shutil.disk_usage(path)._replace(free=int(checkpoints * checkpoint))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -391,6 +416,15 @@ def test_a_disk_with_room_for_some_checkpoints_is_a_warning(tmp_path, monkeypatc
     report = on_a_disk_with_room_for(2.5, monkeypatch, tmp_path)
     assert any("3 checkpoints of tiny_llama3_50m take" in warning for warning in report.warnings)
     assert not report.errors
+
+
+def test_the_room_for_checkpoints_counts_the_best_and_those_kept_by_their_tokens(tmp_path, monkeypatch):
+    """Of 20 steps of 16,000 tokens, those of 96,000, 192,000 and 288,000 are kept for good."""
+    training = {"seq_len": 1000, "steps": 20, "checkpoint_every": 2, "keep_best": 4, "keep_every_tokens": 96_000}
+    report = on_a_disk_with_room_for(9.5, monkeypatch, tmp_path, training)
+    (warning,) = (one for one in report.warnings if "checkpoints" in one)
+    assert warning.startswith("10 checkpoints of tiny_llama3_50m take")
+    assert "lower training.keep_checkpoints or lower training.keep_best or raise training.keep_every_tokens" in warning
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_unless_forced_or_none_is_saved(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def test_its_errors_are_those_of_torchs_kernel(dtype, kind, scale, head_dim):
     theirs = errors(with_gradients(layers._attend_with_torch, tensors, MASKS[kind](dtype)), exact)
     ours = errors(with_gradients(attend, tensors, MASKS[kind](dtype)), exact)
     assert ours[0] <= 1.05 * theirs[0]
-    assert math.hypot(*ours[1:]) <= 1.1 * math.hypot(*theirs[1:])
+    assert math.hypot(*ours[1:]) <= 1.25 * math.hypot(*theirs[1:])
     assert all(our <= 1.8 * their for our, their in zip(ours, theirs, strict=True))
 
 

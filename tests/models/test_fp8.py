@@ -13,8 +13,7 @@ from llama_core.config.strategy import TARGETS, LoRA, MoE
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import multiply, rounded, scaled_product, use_fp8
 from llama_core.models.layers import BLOCK_MATRICES, Linear
-from llama_core.models.llama import Llama
-from llama_core.models.lora import with_adapters
+from llama_core.models.llama import Llama, with_adapters
 from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hf import hugging_face_config, load, model_with_large_weights, random_tokens, shrunk
-from transformers import LlamaForCausalLM
+from test_hf import BY_LAYER, class_of, hugging_face_config, load, model_with_large_weights, random_tokens, shrunk
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from llama_core.config.rope import LinearScaling
@@ -19,6 +18,9 @@ SPECS = {
     "untied, all heads": shrunk("llama1_7b"),
     "untied, grouped heads, scaled": shrunk("llama3_405b"),
     "tied, grouped heads, scaled": shrunk("llama3_2_1b"),
+    "windows": shrunk("mistral_7b"),
+    "biases, windows in some layers": BY_LAYER,
+    "norms of heads": shrunk("qwen3_0_6b"),
     "untied, linear": replace(shrunk("code_llama_34b"), rope_scaling=LinearScaling(4.0)),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -42,7 +44,7 @@ def greedy_without_cache(model):
 @every_spec
 def test_greedy_tokens_are_those_of_transformers_and_of_the_model_without_a_cache(spec):
     ours = model_with_large_weights(spec)
-    theirs = LlamaForCausalLM(hugging_face_config(spec, bos_token_id=None, eos_token_id=None)).eval()
+    theirs = class_of(spec)[1](hugging_face_config(spec, bos_token_id=None, eos_token_id=None)).eval()
     load(theirs, ours)
     expected = theirs.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)[0, PROMPT.shape[1] :].tolist()
     assert len(set(expected)) > 5

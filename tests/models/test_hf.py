@@ -3,13 +3,24 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from whole_logits import logits_of_documents
 
 from llama_core.config.hugging_face import config_json, read_folder
 from llama_core.config.models import hugging_face_name, model_names, model_spec
-from llama_core.config.rope import LinearScaling, Llama3Scaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import WeightsError
 from llama_core.models.hf import check_weights
 from llama_core.models.layers import rope_frequencies
@@ -20,6 +31,7 @@ def shrunk(name):
     """Return the variant with small sizes and the traits of its family."""
     spec = model_spec(name)
     scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens show it
+    window = 9 if spec.sliding_window else 0
     num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
     return replace(
         spec,
@@ -31,13 +43,30 @@ def shrunk(name):
         ffn_size=96,
         vocab_size=128,
         rope_scaling=scaling,
+        sliding_window=window,
     )
 
 
-def hugging_face_config(spec, kind=LlamaConfig, **settings):
+def class_of(spec):
+    """Return transformers' configuration and model with the traits of a spec."""
+    if spec.qk_norm:
+        return Qwen3Config, Qwen3ForCausalLM
+    if spec.qkv_bias:
+        return Qwen2Config, Qwen2ForCausalLM
+    return (MistralConfig, MistralForCausalLM) if spec.sliding_window else (LlamaConfig, LlamaForCausalLM)
+
+
+def hugging_face_config(spec, kind=None, **settings):
+    kind = kind or class_of(spec)[0]
+    if spec.sliding_window:
+        settings["sliding_window"] = spec.sliding_window
+    if kind in {Qwen2Config, Qwen3Config}:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        settings["use_sliding_window"] = spec.sliding_window > 0
+        settings["layer_types"] = [kinds[spec.window(layer) > 0] for layer in range(spec.num_layers)]
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling is not None:
-        rope |= asdict(spec.rope_scaling)
+        rope |= {key: value for key, value in asdict(spec.rope_scaling).items() if value is not None}
         rope["rope_type"] = rope.pop("kind")
         if "original_context" in rope:
             rope["original_max_position_embeddings"] = rope.pop("original_context")
@@ -58,7 +87,7 @@ def hugging_face_config(spec, kind=LlamaConfig, **settings):
 
 
 def hugging_face_model(spec, attention="sdpa"):
-    return LlamaForCausalLM(hugging_face_config(spec, attn_implementation=attention)).eval()
+    return class_of(spec)[1](hugging_face_config(spec, attn_implementation=attention)).eval()
 
 
 def model_with_large_weights(spec):
@@ -97,11 +126,44 @@ def test_logits_match_transformers_for_the_same_weights(name, attention):
         torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+BY_LAYER = replace(shrunk("qwen2_5_7b"), num_layers=4, sliding_window=9, windowed_layers=(0, 3))
+RELATIVES = {
+    "Mistral": shrunk("mistral_7b"),
+    "Qwen2, last layers": replace(BY_LAYER, windowed_layers=(2, 3)),
+    "Qwen3, some layers": replace(BY_LAYER, qkv_bias=False, qk_norm=True),
+    "Qwen3, all layers": replace(BY_LAYER, qkv_bias=False, qk_norm=True, windowed_layers=()),
+    "Qwen2, wide heads": replace(shrunk("qwen2_5_7b"), head_dim=32),
+}
+
+
+@pytest.mark.parametrize("spec", RELATIVES.values(), ids=RELATIVES)
+def test_a_relative_read_from_a_folder_and_one_written_to_a_folder_give_the_logits_of_transformers(spec, tmp_path):
+    theirs = hugging_face_model(spec)
+    theirs.config.save_pretrained(tmp_path / "theirs")
+    read = read_folder(str(tmp_path / "theirs"))
+    assert read == replace(spec, name="theirs", family="llama")
+    ours = model_with_large_weights(read)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/config.json").write_text(json.dumps(config_json(spec)))
+    assert read_folder(str(tmp_path / "ours")) == replace(spec, name="ours", family="llama")
+    exported = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "ours")).eval()
+    assert type(exported) is type(theirs)
+    tokens = random_tokens(2, 48)
+    with torch.no_grad():
+        logits = ours(tokens)
+        for model in (theirs, exported):
+            load(model, ours)
+            torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=1e-4)
+        full = replace(spec, sliding_window=0, windowed_layers=())
+        ours.spec = full
+        assert not spec.sliding_window or (ours(tokens) - logits).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("name", model_names())
 def test_every_variant_has_as_many_parameters_as_in_transformers(name):
     spec = model_spec(name)
     with torch.device("meta"):
-        theirs = LlamaForCausalLM(hugging_face_config(spec))
+        theirs = class_of(spec)[1](hugging_face_config(spec))
     assert spec.num_parameters == theirs.num_parameters()
 
 
@@ -109,6 +171,8 @@ SCALINGS = {
     "none": None,
     "linear": LinearScaling(4.0),
     "llama3": Llama3Scaling(8.0, 32),
+    "yarn": YarnScaling(8.0, 32),
+    "yarn, other bands": YarnScaling(4.0, 48, beta_fast=8.0, beta_slow=0.5, attention_factor=1.25, truncate=False),
     "llama3, other bands": Llama3Scaling(2.5, 16, low_freq_factor=0.5, high_freq_factor=6.0),
 }
 
@@ -122,7 +186,7 @@ def test_rotary_frequencies_match_transformers(name, scaling):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b"])
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b", "mistral_7b", "qwen2_5_0_5b", "qwen3_0_6b"])
 def test_a_model_read_from_a_transformers_folder_gives_its_logits(name, scaling, tmp_path):
     spec = replace(shrunk(name), rope_scaling=scaling, rope_theta=2e4, norm_eps=3e-5, max_context=256)
     theirs = hugging_face_model(spec).double()
@@ -150,18 +214,20 @@ def test_a_folder_with_transformers_4_keys_is_the_same_model(tmp_path):
     torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
 
 
-def test_missing_keys_take_the_defaults_of_transformers(tmp_path):
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {
         "vocab_size": 96,
-        "hidden_size": 48,
+        "hidden_size": 128,
         "intermediate_size": 80,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_attention_heads": 32,
     }
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
-    theirs = LlamaConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind.model_type} | sizes))
+    theirs = kind.from_pretrained(tmp_path)
     read = read_folder(str(tmp_path))
-    assert hugging_face_config(read).to_dict() == theirs.to_dict()
+    head_dim = {"head_dim": read.head_dim}  # Qwen2's configuration has none of its own
+    assert hugging_face_config(read).to_dict() == head_dim | theirs.to_dict()
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m"])
@@ -205,11 +271,11 @@ def test_stored_rotary_frequencies_and_a_tied_head_are_accepted():
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b"])
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_2_1b", "mistral_7b", "qwen2_5_0_5b", "qwen3_0_6b"])
 def test_transformers_reads_our_config_as_its_own(name, scaling):
     spec = replace(model_spec(name), rope_scaling=scaling)
     theirs = hugging_face_config(spec).to_dict()
-    read = LlamaConfig(**config_json(spec, "bf16")).to_dict()
+    read = class_of(spec)[0](**config_json(spec, "bf16")).to_dict()
     free = ("architectures", "bos_token_id", "eos_token_id", "dtype")
     assert {key: read[key] for key in theirs if key not in free} == {
         key: value for key, value in theirs.items() if key not in free
@@ -219,8 +285,9 @@ def test_transformers_reads_our_config_as_its_own(name, scaling):
 
 @pytest.mark.parametrize("left_out", [(), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_our_config_gives_the_same_model_with_either_versions_keys(scaling, left_out, tmp_path):
-    spec = replace(model_spec("llama2_7b"), rope_scaling=scaling)
+@pytest.mark.parametrize("name", ["llama2_7b", "mistral_7b", "qwen2_5_7b", "qwen3_8b"])
+def test_our_config_gives_the_same_model_with_either_versions_keys(name, scaling, left_out, tmp_path):
+    spec = replace(model_spec(name), rope_scaling=scaling)
     config = {key: value for key, value in config_json(spec, "bf16").items() if key not in left_out}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_folder(str(tmp_path)) == replace(spec, name=tmp_path.name, family="llama")

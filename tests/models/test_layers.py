@@ -12,8 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_core.config.models import model_spec
 from llama_core.config.strategy import MATRICES, LoRA
 from llama_core.models.layers import Linear, RMSNorm, attend, document_mask, rope_frequencies, rotate, rotation
-from llama_core.models.llama import Llama
-from llama_core.models.lora import with_adapters
+from llama_core.models.llama import Llama, with_adapters
 
 aten = torch.ops.aten
 LLAMA_405B = model_spec("llama3_405b")

@@ -7,7 +7,14 @@ from operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from llama_core.models.loss import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, default_chunk_tokens, linear_cross_entropy
+from llama_core.models.layers import LowRank
+from llama_core.models.loss import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    default_chunk_tokens,
+    linear_cross_entropies,
+    linear_cross_entropy,
+)
 from llama_core.units import GIB, MIB
 
 
@@ -45,6 +52,18 @@ def test_loss_and_gradients_equal_the_plain_ones_for_any_shape_and_chunk(shape, 
     ours = loss_and_gradients(lambda *x: linear_cross_entropy(*x, chunk_tokens=chunk_tokens), *inputs)
     for value, expected in zip(ours, loss_and_gradients(plain_loss, *inputs), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradients_have_those_of_the_squares_of_log_z_and_the_loss_stays_the_cross_entropy():
+    hidden, weight, targets = problem((40, 12, 50), ignored=0.3)
+    loss, *gradients = loss_and_gradients(
+        lambda *x: linear_cross_entropy(*x, chunk_tokens=7, z_loss=0.1), hidden, weight, targets
+    )
+    log_z = (hidden @ weight.T).logsumexp(-1)[targets != -100]
+    with_z = plain_loss(hidden, weight, targets) + 0.1 * log_z.square().sum()
+    torch.testing.assert_close(loss, plain_loss(hidden, weight, targets), rtol=1e-10, atol=0)
+    for gradient, expected in zip(gradients, torch.autograd.grad(with_z, (hidden, weight)), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
 
 
 # fp32 differs in the order of its sums. In bf16 both round the logits alike, then round the gradient of the logits and
@@ -218,3 +237,58 @@ def test_the_default_chunk_is_as_large_as_the_weight_within_bounds(vocab_size, h
     tokens = default_chunk_tokens(vocab_size, hidden_size, dtype)
     assert tokens * vocab_size * dtype.itemsize <= chunk_bytes < (tokens + 1) * vocab_size * dtype.itemsize
     assert MIN_CHUNK_BYTES < MAX_CHUNK_BYTES <= GIB
+
+
+def weighted(losses_T):
+    """A sum in which every token counts differently, so that its gradient is known only in the backward."""
+    return losses_T @ torch.linspace(-1, 2, len(losses_T), dtype=losses_T.dtype)
+
+
+def plain_losses(hidden, weight, targets):
+    logits = F.linear(hidden, weight.to(hidden.dtype))
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+
+
+@settings(max_examples=40)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(2, 50)),
+    chunk_tokens=st.integers(1, 50),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_losses_of_tokens_and_gradients_equal_the_plain_ones_for_any_shape_and_chunk(
+    shape, chunk_tokens, ignored, seed
+):
+    inputs = problem(shape, ignored=ignored, seed=seed)
+    torch.testing.assert_close(linear_cross_entropies(*inputs, chunk_tokens=chunk_tokens), plain_losses(*inputs))
+    ours = loss_and_gradients(lambda *x: weighted(linear_cross_entropies(*x, chunk_tokens=chunk_tokens)), *inputs)
+    theirs = loss_and_gradients(lambda *x: weighted(plain_losses(*x)), *inputs)
+    for value, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_losses_of_tokens_equal_the_plain_ones_in_training_precisions(dtype, grad_tolerance):
+    inputs = problem((300, 64, 1000), dtype, torch.float32)
+    ours = loss_and_gradients(lambda *x: weighted(linear_cross_entropies(*x, chunk_tokens=64)), *inputs)
+    loss, *gradients = loss_and_gradients(lambda *x: weighted(plain_losses(*x)), *inputs)
+    torch.testing.assert_close(ours[0], loss, rtol=1e-5, atol=1e-3)
+    for gradient, expected in zip(ours[1:], gradients, strict=True):
+        assert gradient.dtype == expected.dtype
+        assert float((gradient - expected).abs().max() / expected.abs().max()) < grad_tolerance
+
+
+def test_an_adapter_of_the_head_has_the_gradients_of_its_losses_of_tokens():
+    hidden, weight, targets = problem((20, 6, 30))
+    generator = torch.Generator().manual_seed(5)
+    narrow, rows = (
+        torch.randn(size, 2, generator=generator, dtype=torch.float64).requires_grad_() for size in (20, 30)
+    )
+    adapter = LowRank(narrow, rows)
+    ours = weighted(linear_cross_entropies(hidden, weight.detach(), targets, adapter=adapter, chunk_tokens=7))
+    logits = hidden @ weight.detach().T + narrow @ rows.T
+    theirs = weighted(F.cross_entropy(logits, targets, reduction="none"))
+    factors = (hidden, narrow, rows)
+    torch.testing.assert_close(torch.autograd.grad(ours, factors), torch.autograd.grad(theirs, factors))

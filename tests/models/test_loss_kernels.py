@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,21 +29,24 @@ def rows_of_logits(width, dtype):
     return logits, torch.tensor([0, 2, width - 1, IGNORED, 1, width - 1])
 
 
-def in_blocks(logits, targets):
+Z_LOSSES = (0.0, 0.05)
+
+
+def in_blocks(logits, targets, z_loss=0.0):
     """Return losses and logit gradients as the CPU computes them, zero where ignored."""
     gradients, losses, ignored = logits.clone(), torch.empty(len(logits), 1), (targets == IGNORED)[:, None]
     block = torch.empty(4, logits.shape[1])
-    loss._losses_and_logit_gradients_(gradients, targets[:, None].masked_fill(ignored, 0), losses, block)
+    loss._losses_and_logit_gradients_(gradients, targets[:, None].masked_fill(ignored, 0), losses, block, z_loss)
     return losses.masked_fill_(ignored, 0)[:, 0], gradients.masked_fill_(ignored, 0)
 
 
-def in_kernels(logits, targets):
+def in_kernels(logits, targets, z_loss=0.0):
     gradients, losses = logits.clone(), torch.empty(len(logits))
-    loss.softmax_of_rows(gradients, targets, losses, IGNORED, loss._gradient_scale(logits.dtype))
+    loss.softmax_of_rows(gradients, targets, losses, IGNORED, z_loss, loss._gradient_scale(logits.dtype))
     return losses, gradients
 
 
-def in_divided_kernels(logits, targets, num_parts):
+def in_divided_kernels(logits, targets, num_parts, z_loss=0.0):
     """Do the same as ranks that divide the vocabulary, one after the other."""
     scale, width = loss._gradient_scale(logits.dtype), logits.shape[1] // num_parts
     parts = [part.contiguous() for part in logits.split(width, 1)]
@@ -52,7 +56,7 @@ def in_divided_kernels(logits, targets, num_parts):
     combined = torch.stack(loss.combined(found))
     all_losses = torch.empty(num_parts, len(logits))
     for rank, part in enumerate(parts):
-        loss.softmax_of_parts(part, targets, combined, all_losses[rank], IGNORED, rank * width, scale)
+        loss.softmax_of_parts(part, targets, combined, all_losses[rank], IGNORED, rank * width, z_loss, scale)
     assert (all_losses == all_losses[0]).all()
     return all_losses[0], torch.cat(parts, 1)
 
@@ -67,7 +71,7 @@ def whole_loss(fused, *, adapted):
     loss.uses_kernels = lambda hidden: fused
     hidden, weight, *adapter = leaves
     total = loss.linear_cross_entropy(
-        hidden, weight, targets, chunk_tokens=8, adapter=LowRank(*adapter) if adapted else None
+        hidden, weight, targets, chunk_tokens=8, adapter=LowRank(*adapter) if adapted else None, z_loss=Z_LOSSES[1]
     )
     return [total.detach(), *torch.autograd.grad(total, leaves)]
 
@@ -82,13 +86,13 @@ def difference(ours, expected):
 
 def differences():
     found = {}
-    for dtype in DTYPES:
-        for width in WIDTHS:
-            rows = rows_of_logits(width, getattr(torch, dtype))
-            expected = in_blocks(*rows)
-            found[f"{dtype}, {width} logits"] = difference(in_kernels(*rows), expected)
-            parts = 7 if width == 7 else 4
-            found[f"{dtype}, {width} logits over {parts}"] = difference(in_divided_kernels(*rows, parts), expected)
+    for dtype, width, z_loss in product(DTYPES, WIDTHS, Z_LOSSES):
+        rows = rows_of_logits(width, getattr(torch, dtype))
+        expected = in_blocks(*rows, z_loss)
+        parts = 7 if width == 7 else 4
+        name = f"{dtype}, {width} logits, z-loss {z_loss}"
+        found[name] = difference(in_kernels(*rows, z_loss), expected)
+        found[f"{name}, over {parts}"] = difference(in_divided_kernels(*rows, parts, z_loss), expected)
     for adapted in (False, True):
         ours, expected = (whole_loss(fused, adapted=adapted) for fused in (True, False))
         found[f"float32, whole loss, adapter {adapted}"] = difference(ours, expected)
@@ -109,12 +113,13 @@ def interpreted():
     return json.loads(run.stdout)
 
 
-# Both round a gradient to the dtype of the logits, from fp32 numbers that differ in the order of their sums.
-TOLERANCES = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-10}
+# Both round a gradient to the dtype of the logits, from fp32 numbers that differ in the order of their sums. So results
+# may differ by a unit in the last place.
+TOLERANCES = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
 
 
 def test_the_kernels_compute_what_the_blocks_do(interpreted):
-    assert len(interpreted) == 2 * len(DTYPES) * len(WIDTHS) + 3
+    assert len(interpreted) == 2 * len(DTYPES) * len(WIDTHS) * len(Z_LOSSES) + 3
     for name, found in interpreted.items():
         assert name == "outside" or found <= TOLERANCES[name.partition(",")[0]], (name, found)
 
@@ -133,7 +138,7 @@ def test_the_kernels_compile_for_hopper_and_read_16_bytes_at_a_time(name, tmp_pa
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(loss_kernels, name)
-    kinds = {"logits": "*bf16", "targets": "*i64", "scale": "fp32", "BLOCK": "constexpr"}
+    kinds = {"logits": "*bf16", "targets": "*i64", "z_loss": "fp32", "scale": "fp32", "BLOCK": "constexpr"}
     kinds |= dict.fromkeys(("stride", "width", "ignore_index", "first"), "i32")
     signature = {argument: kinds.get(argument, "*fp32") for argument in kernel.arg_names}
     aligned = {

@@ -17,7 +17,7 @@ from llama_core.config.hugging_face import config_json
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA
 from llama_core.errors import WeightsError
-from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_shapes, adapter_weights, peft_name
+from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_weights, peft_name
 from llama_core.models.pretrained import check_pretrained, origin_of
 from llama_core.records.checkpoints import STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
@@ -47,7 +47,7 @@ def folder(base):
     """A PEFT folder, as this project writes it."""
     folder = base.with_name("adapters")
     folder.mkdir()
-    save_file({peft_name(name): torch.ones(shape) for name, shape in adapter_shapes(SPEC).items()}, folder / ADAPTERS)
+    save_file({peft_name(name): torch.ones(shape) for name, shape in SPEC.adapter_shapes.items()}, folder / ADAPTERS)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_json(LORA, str(base))))
     return folder
 
@@ -61,8 +61,8 @@ def test_peft_has_the_same_adapters_under_the_same_names(tmp_path, targets):
     model.save_pretrained(tmp_path)
     theirs = {name: tuple(weight.shape) for name, weight in load_file(tmp_path / ADAPTERS).items() if "lora_" in name}
     spec = replace(SPEC, lora=lora_on(targets))
-    assert {peft_name(name): shape for name, shape in adapter_shapes(spec).items()} == theirs
-    assert adapter_weights(spec, tmp_path).keys() == adapter_shapes(spec).keys()
+    assert {peft_name(name): shape for name, shape in spec.adapter_shapes.items()} == theirs
+    assert adapter_weights(spec, tmp_path).keys() == spec.adapter_shapes.keys()
 
 
 def lora_on(targets):
@@ -122,8 +122,8 @@ KEY_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
         (lambda at: describe(at, bias="all"), "has bias='all': input should be 'none'"),
         (lambda at: describe(at, fan_in_fan_out=True), "has fan_in_fan_out=True"),
         (lambda at: describe(at, init_lora_weights="pissa"), "has init_lora_weights='pissa'"),
-        (lambda at: describe(at, use_rslora=True), "has use_rslora=True, which is not supported here; merge"),
-        (lambda at: describe(at, use_dora=True), "has use_dora=True, which is not supported here; merge"),
+        (lambda at: describe(at, use_rslora=True), "have rslora=true instead of false; set lora.rslora=true"),
+        (lambda at: describe(at, use_dora=True), "have method=dora instead of lora; set lora.method=dora"),
         (lambda at: describe(at, modules_to_save=["lm_head"]), "has modules_to_save=['lm_head'], which is not"),
         (lambda at: describe(at, rank_pattern={"q_proj": 2}), "has rank_pattern={'q_proj': 2}, which is not"),
         (lambda at: describe(at, alpha_pattern={"q_proj": 2}), "has alpha_pattern={'q_proj': 2}, which is not"),
@@ -157,10 +157,10 @@ KEY_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
             "holds adapters in I8; save them in one of F64, F32, F16, BF16",
         ),
         (
-            lambda at: describe(at, base_model_name_or_path="meta-llama/Llama-3.2-1B"),
-            "base_model_name_or_path='meta-llama/Llama-3.2-1B', which is not the absolute path of a folder here; write",
+            lambda at: describe(at, base_model_name_or_path="models/base/latest"),
+            "base_model_name_or_path='models/base/latest', which is neither the absolute path of a folder here nor a",
         ),
-        (lambda at: describe(at, base_model_name_or_path=None), "base_model_name_or_path='', which is not"),
+        (lambda at: describe(at, base_model_name_or_path=None), "base_model_name_or_path='', which is neither"),
         (
             lambda at: (at.with_name("base") / "model.safetensors").unlink(),
             "base holds no weights: neither model.safetensors, nor",

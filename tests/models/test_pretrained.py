@@ -11,10 +11,11 @@ from test_hf import model_with_large_weights, renamed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_core.config.hugging_face import config_json
+from llama_core.config.models import hugging_face_name
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.pretrained import check_pretrained, resolve_pretrained
+from llama_core.models.pretrained import check_pretrained, resolve_pretrained, where_stored
 from llama_core.models.weight_files import read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
@@ -175,8 +176,8 @@ def test_a_folder_that_this_model_cannot_start_from_is_refused(folder, change, c
 
 
 def test_a_folder_of_another_architecture_is_refused(folder):
-    (folder / "config.json").write_text(json.dumps(config_json(SPEC) | {"model_type": "mistral"}))
-    with pytest.raises(ConfigError, match=r'model_type="mistral": only llama and mixtral can be trained'):
+    (folder / "config.json").write_text(json.dumps(config_json(SPEC) | {"model_type": "gemma"}))
+    with pytest.raises(ConfigError, match=r'model_type="gemma": only llama, mixtral, .* can be trained'):
         check_pretrained(SPEC, folder)
 
 
@@ -189,6 +190,7 @@ def test_a_folder_of_another_architecture_is_refused(folder):
             {"rope_scaling": LinearScaling(4.0)},
             ["architecture.rope_scaling is none, but {} was made for kind=linear factor=4.0"],
         ),
+        ({"sliding_window": 512}, ["architecture.sliding_window is 0, but {} was made for 512"]),
         ({"norm_eps": 1e-6}, ["architecture.norm_eps is 1e-05, but {} was made for 1e-06"]),
     ],
 )
@@ -265,3 +267,12 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path):
     run.create()
     run.config.write_text(CONFIG.to_yaml())
     assert "has no complete checkpoint yet; let it save one" in refusal(run.path)
+
+
+@pytest.mark.parametrize("layout", ["whole", "sharded"])
+def test_a_weight_is_found_in_the_file_that_holds_it(written_by_transformers, layout):
+    folder = written_by_transformers / layout
+    for file in sorted(folder.glob("*.safetensors")):
+        for theirs in load_file(file):
+            ours = next(name for name in SPEC.parameter_shapes if hugging_face_name(name) == theirs)
+            assert where_stored(ours, SPEC, folder) == f"{theirs} in {file}"

@@ -255,6 +255,8 @@ def skip_code_generation():
         wide(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "selective"}),
         wide(parity.UNTIED, DIVISIONS["CP"] | {"recompute": "selective"}),
         wide(parity.ADAPTED, DIVISIONS["FSDP"]),
+        wide(parity.DORA, DIVISIONS["FSDP"] | {"recompute": "full"}),
+        wide(parity.DORA, DIVISIONS["TP"]),
         wide(parity.HYBRID, DIVISIONS["FSDP"] | {"ep": 2}),
     ],
 )

@@ -1,13 +1,13 @@
 """Attention to packed documents of divided rows, with a dense reference in place of CUDA's kernel."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from document_kernel import DENSE
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import Operations
@@ -19,10 +19,13 @@ from llama_core.config.models import model_spec
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, build_llama
+from llama_core.parallel import document_chunks
 from llama_core.parallel import gathered_attention as gathered
-from llama_core.parallel.block_attention import VARLEN, Kernel
-from llama_core.parallel.context import apply_context_parallel, sequence_index
+from llama_core.parallel.block_attention import VARLEN
+from llama_core.parallel.context import apply_context_parallel, shard_batch, shard_sequence
+from llama_core.parallel.document_chunks import DocumentChunks
 from llama_core.parallel.recompute import apply_recompute
+from llama_core.rehearsal.byte_counter import replaced
 
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=128)
 SEQ_LEN = 32
@@ -49,72 +52,53 @@ def divided_positions(draw):
     return positions_BS, draw(st.integers(0, cp_size - 1)), cp_size
 
 
-def keys_seen(batch, seq_len, cp_rank, cp_size):
+def places_held(positions_BS, cp_rank, cp_size):
+    """Return the places of a rank's tokens in each row, [B, S]."""
+    chunks = DocumentChunks(Documents.of_positions(positions_BS).starts, *positions_BS.shape, 2 * cp_size)
+    return shard_sequence(chunks.order, cp_rank, cp_size)
+
+
+def keys_laid_out(positions_BS, key_places, cp_rank, cp_size):
     """Return row and place of every key in the order in which a rank lays them out."""
-    chunk = seq_len // (2 * cp_size)
-    ends = ((cp_rank + 1) * chunk, (2 * cp_size - cp_rank) * chunk)
-    return [(row, place) for row in range(batch) for end in ends for place in range(end)]
+    chunks = DocumentChunks(Documents.of_positions(positions_BS).starts, *positions_BS.shape, 2 * cp_size)
+    chunks_BnC = chunks.order.unflatten(1, (2 * cp_size, -1))
+    seen = [chunk for last in (cp_rank, 2 * cp_size - 1 - cp_rank) for chunk in range(last + 1)]
+    laid_out = {}
+    for row, number in itertools.product(range(len(positions_BS)), range(len(seen))):
+        for place, key in zip(key_places[row, number].tolist(), chunks_BnC[row, seen[number]].tolist(), strict=True):
+            laid_out[place] = (row, key)
+    return [laid_out[place] for place in range(key_places.numel())]
 
 
-@given(divided_positions())
-def test_the_ranges_of_a_rank_agree_with_the_mask(case):
-    positions_BS, cp_rank, cp_size = case
+@given(divided_positions(), st.integers(1, 4))
+def test_the_ranges_of_a_rank_agree_with_the_mask(case, shortest_piece):
+    with replaced(document_chunks, "SHORTEST_PIECE", shortest_piece):
+        check_ranges(*case)
+
+
+def check_ranges(positions_BS, cp_rank, cp_size):
+    place = {"cp_rank": cp_rank, "cp_size": cp_size}
     batch, seq_len = positions_BS.shape
-    own, seen = sequence_index(seq_len, cp_rank, cp_size), keys_seen(batch, seq_len, cp_rank, cp_size)
+    own_BS = places_held(positions_BS, **place)
     documents = Documents.of_positions(positions_BS)
-    queries, keys, most = gathered.held_documents(documents, len(own), cp_rank=cp_rank, cp_size=cp_size)
+    queries, keys, key_places, most, _ = gathered.held_documents(documents, *own_BS.shape, **place)
+    seen = keys_laid_out(positions_BS, key_places, **place)
+    num_own = own_BS.shape[1]
     assert (queries.dtype, keys.dtype, most) == (torch.int32, torch.int32, seq_len)
-    assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, batch * len(own), 0, len(seen))
+    assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, own_BS.numel(), 0, len(seen))
     assert keys.diff().max() <= most
-    assert queries.diff().max() <= min(most, len(own) // 2)
-    visible = torch.zeros(batch, len(own), batch, seq_len, dtype=torch.bool)
+    assert queries.diff().max() <= min(most, num_own // 2)
+    visible = torch.zeros(batch, num_own, batch, seq_len, dtype=torch.bool)
     for (q, q_end), (k, k_end) in zip(*(itertools.pairwise(x.tolist()) for x in (queries, keys)), strict=True):
         assert 0 <= q_end - q <= k_end - k
         for query in range(q, q_end):  # the last query sees the last key
-            for row, place in seen[k : k_end - (q_end - 1 - query)]:
-                visible[query // len(own), query % len(own), row, place] = True
+            for row, key in seen[k : k_end - (q_end - 1 - query)]:
+                visible[query // num_own, query % num_own, row, key] = True
     mask_BSS = document_mask(positions_BS, torch.float32)[:, 0] == 0
     for row in range(batch):
-        assert torch.equal(visible[row, :, row], mask_BSS[row, own])
+        assert torch.equal(visible[row, :, row], mask_BSS[row, own_BS[row]])
         visible[row, :, row] = False
     assert not visible.any()
-
-
-def dense_scores(q_TNH, k_UKH, query_starts, key_starts):
-    """Return all scores, [N, T, U], -inf where a document's query does not see a key."""
-    k_UNH = k_UKH.repeat_interleave(q_TNH.shape[1] // k_UKH.shape[1], dim=1)
-    visible_TU = torch.zeros(len(q_TNH), len(k_UKH), dtype=torch.bool)
-    for (q, q_end), (k, k_end) in zip(
-        *(itertools.pairwise(x.tolist()) for x in (query_starts, key_starts)), strict=True
-    ):
-        n, m = q_end - q, k_end - k
-        visible_TU[q:q_end, k:k_end] = torch.ones(n, m).tril(m - n).bool()
-    scores_NTU = torch.einsum("tnh,unh->ntu", q_TNH, k_UNH) * q_TNH.shape[2] ** -0.5
-    return scores_NTU.masked_fill(~visible_TU, -math.inf), k_UNH
-
-
-def dense_forward(q_TNH, k_UKH, v_UKH, query_starts, key_starts, most_queries, most_keys):
-    assert query_starts.diff().max() <= most_queries
-    assert key_starts.diff().max() <= most_keys
-    wide_q, wide_k, wide_v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_TNH, k_UKH, v_UKH))
-    scores_NTU, _ = dense_scores(wide_q, wide_k, query_starts, key_starts)
-    v_UNH = wide_v.repeat_interleave(q_TNH.shape[1] // v_UKH.shape[1], dim=1)
-    out_TNH = torch.einsum("ntu,unh->tnh", scores_NTU.softmax(-1), v_UNH)
-    return out_TNH.to(q_TNH.dtype), scores_NTU.logsumexp(-1)
-
-
-def dense_backward(grad_out, q, k, v, out, lse, query_starts, key_starts, most_queries, most_keys):
-    """Dao 2023, arXiv:2307.08691, section 3.1, without blocks."""
-    dtype, num_groups = q.dtype, q.shape[1] // k.shape[1]
-    grad_out, q, k, v, out = (x.to(lse.dtype) for x in (grad_out, q, k, v, out))
-    scores_NTU, k_UNH = dense_scores(q, k, query_starts, key_starts)
-    weights_NTU = (scores_NTU - lse[..., None]).exp()
-    grad_v_UNH = torch.einsum("ntu,tnh->unh", weights_NTU, grad_out)
-    grad_weights_NTU = torch.einsum("tnh,unh->ntu", grad_out, v.repeat_interleave(num_groups, dim=1))
-    grad_scores_NTU = weights_NTU * (grad_weights_NTU - (grad_out * out).sum(-1).T[..., None]) * q.shape[2] ** -0.5
-    grad_k_UNH = torch.einsum("ntu,tnh->unh", grad_scores_NTU, q)
-    grads = torch.einsum("ntu,unh->tnh", grad_scores_NTU, k_UNH), grad_k_UNH, grad_v_UNH
-    return [grads[0].to(dtype), *(x.unflatten(1, (-1, num_groups)).sum(2).to(dtype) for x in grads[1:])]
 
 
 def heads(num_heads, seed):
@@ -129,27 +113,33 @@ def with_gradients(attention, tensors, upstream):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def check_against_whole(rows, num_kv_heads, dtype, tolerance):
+def part_of(x_BNSH, own_BS):
+    return x_BNSH.gather(2, own_BS[:, None, :, None].expand(-1, x_BNSH.shape[1], -1, x_BNSH.shape[3]))
+
+
+def check_against_whole(rows, num_kv_heads, dtype, tolerance, window=0):
     positions_BS, place = positions_of(ROWS[rows]), {"cp_rank": dist.get_rank(), "cp_size": dist.get_world_size()}
-    index = sequence_index(SEQ_LEN, **place)
+    own_BS = places_held(positions_BS, **place)
     *tensors, upstream = (heads(count, seed) for seed, count in enumerate((4, num_kv_heads, num_kv_heads, 4)))
-    mask = document_mask(positions_BS, torch.float64)
+    mask = document_mask(positions_BS, torch.float64, window)
     whole = with_gradients(lambda q, k, v: attend(q, k, v, mask), tensors, upstream)
-    documents = gathered.held_documents(Documents.of_positions(positions_BS), len(index), **place)
+    documents = Documents.of_positions(positions_BS)._replace(window=window)
+    documents = gathered.held_documents(documents, *own_BS.shape, **place)
     saved = []
 
     def attention(q, k, v):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
             return gathered.gathered_attention(q, k, v, documents, group=dist.group.WORLD)
 
-    part = with_gradients(attention, [x[:, :, index].to(dtype) for x in tensors], upstream[:, :, index].to(dtype))
+    part = with_gradients(
+        attention, [part_of(x, own_BS).to(dtype) for x in tensors], part_of(upstream, own_BS).to(dtype)
+    )
     for name, ours, expected in zip(("output", "q", "k", "v"), part, whole, strict=True):
         assert ours.dtype == dtype, name
-        torch.testing.assert_close(ours.double(), expected[:, :, index], rtol=tolerance, atol=tolerance)
-    numbers = (
-        2 * len(index) * (2 * 4 * 8 + 2 * num_kv_heads * 8 + 4)
-    )  # queries and output, keys and values, log-sum-exp
-    assert sum(saved) == numbers + sum(len(starts) for starts in documents[:2])
+        torch.testing.assert_close(ours.double(), part_of(expected, own_BS), rtol=tolerance, atol=tolerance)
+    # queries and output, keys and values, log-sum-exp
+    numbers = own_BS.numel() * (2 * 4 * 8 + 2 * num_kv_heads * 8 + 4)
+    assert sum(saved) == numbers + sum(tensor.numel() for tensor in documents[:3])
 
 
 TOKENS = torch.randint(0, SPEC.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
@@ -163,7 +153,7 @@ def loss_and_gradients(model, *batch):
 
 
 def check_model(recompute, *, compiled):
-    positions_BS, index = positions_of(ROWS["long"]), sequence_index(SEQ_LEN, dist.get_rank(), dist.get_world_size())
+    positions_BS = positions_of(ROWS["long"])
     torch.set_default_dtype(torch.float64)
     whole, model = (build_llama(SPEC, device="cpu", compute_dtype=torch.float64, seed=0) for _ in range(2))
     expected = loss_and_gradients(whole, TOKENS, TARGETS, positions_BS)
@@ -171,17 +161,21 @@ def check_model(recompute, *, compiled):
     apply_recompute(model, recompute)
     for block in model.layers.values() if compiled else ():
         block.compile(backend="aot_eager")
-    own = (x[:, index] for x in (TOKENS, TARGETS, positions_BS))
-    shares = loss_and_gradients(model, *own, Documents.of_positions(positions_BS))
+    own = shard_batch(
+        Batch(TOKENS, TARGETS, positions_BS).with_documents(), cp_rank=dist.get_rank(), cp_size=dist.get_world_size()
+    )
+    shares = loss_and_gradients(model, own.tokens_BS, own.targets_BS, own.positions_BS, own.documents)
     for share in shares:
         dist.all_reduce(share)
     torch.testing.assert_close(shares, expected, rtol=1e-10, atol=1e-12)
 
 
 def check_ranks(recompute, compiled):
-    gathered.VARLEN = Kernel(dense_forward, dense_backward)
+    gathered.VARLEN = DENSE
     for rows, num_kv_heads in itertools.product(ROWS, (4, 2, 1)):
-        check_against_whole(rows, num_kv_heads, torch.float64, 1e-10)
+        for document_chunks.SHORTEST_PIECE in (SEQ_LEN, 2, 1):
+            check_against_whole(rows, num_kv_heads, torch.float64, 1e-10)
+            check_against_whole(rows, num_kv_heads, torch.float64, 1e-10, window=5)
     check_against_whole("long", 2, torch.bfloat16, 2**-5)  # a few units of 2**-8 in sums of order one
     check_model(recompute, compiled=compiled)
 
@@ -224,13 +218,14 @@ def test_selective_recomputation_keeps_the_output(one_of_two_ranks, recompute, t
     assert not any("ring_attention" in str(func) for func in operations.called)
 
 
+@pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
-def test_the_cuda_kernel_is_called_with_arguments_it_accepts(num_kv_heads):
+def test_the_cuda_kernel_is_called_with_arguments_it_accepts(num_kv_heads, window):
     """The meta device checks signatures and shapes, not numbers."""
     with torch.device("meta"):
         q = torch.empty(24, 4, 64, dtype=torch.bfloat16)
         k, v = torch.empty(2, 40, num_kv_heads, 64, dtype=torch.bfloat16)
-        bounds = (*torch.empty(2, 5, dtype=torch.int32), 12, 20)
+        bounds = (*torch.empty(2, 5, dtype=torch.int32), 12, 20, window)
     out, lse = VARLEN.forward(q, k, v, *bounds)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 24), torch.float32)
     grads = VARLEN.backward(torch.empty_like(out), q, k, v, out, lse, *bounds)

@@ -1,11 +1,13 @@
 """Whatever is trained for, every plan gives the numbers of one process; the bound is that of ``test_parity``."""
 
 import pytest
-from parity import ADAPTED, largest_differences, make_batch
+from parity import ADAPTED, SPARSE, UNTIED, largest_differences, make_batch
 from test_parity import PLANS
 from toy_objective import Masked
 from weighted_objective import Weighted
+from width import cases
 
+from llama_core.models.preferences import Dpo, Orpo
 from llama_core.planning.plan import ParallelPlan
 
 NARROW = {name: PLANS[name] for name in ("dp2", "tp2 sp", "pp2 1f1b", "cp2", "tp2 pp2", "pp2 zero3 dp2")} | {
@@ -13,6 +15,14 @@ NARROW = {name: PLANS[name] for name in ("dp2", "tp2 sp", "pp2 1f1b", "cp2", "tp
 }
 MASKED = Masked()
 WEIGHTED = Weighted()
+DPO = Dpo(beta=0.5, label_smoothing=0.1)
+ORPO = Orpo(beta=0.5)
+PAIRED = {
+    "tp2 dp2": ParallelPlan(tp=2, dp_replicate=2, num_microbatches=2),
+    "pp2 1f1b": PLANS["pp2 1f1b"],
+    "cp2": PLANS["cp2"],
+    "zero3 dp2": NARROW["zero3 dp2"],
+}
 
 
 @pytest.mark.parametrize("plan", NARROW.values(), ids=NARROW)
@@ -31,6 +41,27 @@ def test_an_objective_of_whole_logits_matches_one_process(name):
 @pytest.mark.parametrize("name", ["zero2 dp2", "tp2 pp2"])
 def test_objectives_match_one_process_with_adapters_too(name, objective):
     differences = largest_differences(PLANS[name], spec=ADAPTED, objective=objective)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("spec", cases({"adapters": ADAPTED, "whole": UNTIED}, narrow=["adapters"]))
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_of_answers_match_one_process(name, spec):
+    """With cp2 the tokens of an answer are on two ranks; a pair has its loss on one, and its gradient on both."""
+    differences = largest_differences(PAIRED[name], spec=spec, objective=DPO)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["pp2 zb_h1", "pp2 zbv", "pp2 chimera", "tp2 cp2", "pp2 cp2", "cp4", "tp2 zero3 dp2"])
+def test_pairs_of_answers_match_one_process_under_every_kind_of_plan(name):
+    differences = largest_differences(PLANS[name], objective=DPO)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.wide
+def test_pairs_of_answers_match_one_process_with_experts():
+    differences = largest_differences(PLANS["tp2 cp2"], spec=SPARSE, objective=ORPO)
     assert max(differences.values()) < 1e-8, differences
 
 

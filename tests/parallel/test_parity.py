@@ -5,16 +5,31 @@ in the weights after two steps. 1e-8 leaves room for larger models and still cat
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from distributed import run_ranks
-from parity import ADAPTED, HYBRID, SPARSE, TIED, UNTIED, largest_differences, train, weights_by_rank
+from document_kernel import DENSE
+from parity import (
+    ADAPTED,
+    ADAPTED_RELATIVE,
+    HYBRID,
+    RELATIVE,
+    SEQ_LEN,
+    SPARSE,
+    SPARSE_RELATIVE,
+    TIED,
+    UNTIED,
+    largest_differences,
+    train,
+    weights_by_rank,
+)
 from width import cases, wide
 
 from llama_core.config.strategy import LoRA
-from llama_core.parallel import apply, gradients, ring, tensor
+from llama_core.parallel import apply, context, document_chunks, gathered_attention, gradients, ring, tensor
 from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
 
@@ -48,6 +63,8 @@ PLANS = {
     "pp4 zb_h1": ParallelPlan(pp=4, schedule="zb_h1", num_microbatches=6),
     "pp4 zbv": ParallelPlan(pp=4, schedule="zbv", num_microbatches=8),
     "cp2": ParallelPlan(cp=2, num_microbatches=2),
+    "cp4": ParallelPlan(cp=4, num_microbatches=2),
+    "cp2, full recompute": ParallelPlan(cp=2, recompute="full", num_microbatches=2, microbatch_size=2),
     "cp2 zero3 dp2": ParallelPlan(cp=2, dp_shard=2, zero_stage=3, num_microbatches=2),
     "tp2 cp2": ParallelPlan(tp=2, cp=2, num_microbatches=2),
     "pp2 cp2": ParallelPlan(pp=2, cp=2, num_microbatches=2),
@@ -121,6 +138,22 @@ SPARSE_PLANS = {
     "compiled": ParallelPlan(compile=True, recompute="selective", num_microbatches=4),
 }
 
+RELATIVE_PLANS = {
+    name: (PLANS | SPARSE_PLANS)[name]
+    for name in (
+        "tp2 dp2",
+        "tp2 sp, selective recompute",
+        "tp2",
+        "tp2 cp2",
+        "cp2",
+        "pp2 1f1b",
+        "pp2 zbv",
+        "zero3 dp4",
+        "zero3 dp2, full recompute",
+        "compiled",
+    )
+}
+
 HYBRID_PLANS = {
     name: (PLANS | SPARSE_PLANS)[name]
     for name in (
@@ -136,6 +169,10 @@ HYBRID_PLANS = {
         "ep2 zero3 dp2",
         "ep2 pp2",
     )
+}
+
+DOCUMENT_PLANS = {
+    name: PLANS[name] for name in ("cp2", "cp4", "cp2, full recompute", "cp2 zero3 dp2", "tp2 cp2", "pp2 cp2")
 }
 
 NARROW = {
@@ -187,9 +224,42 @@ def test_adapters_beside_experts_match_one_process(plan):
     assert max(differences.values()) < 1e-8, differences
 
 
+@pytest.mark.parametrize("plan", cases(RELATIVE_PLANS, narrow={"tp2 cp2"}))
+@pytest.mark.parametrize("spec", [RELATIVE, wide(ADAPTED_RELATIVE)], ids=["trained", "adapted"])
+def test_the_traits_of_relatives_match_one_process(spec, plan):
+    differences = largest_differences(plan, spec=spec)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases({name: SPARSE_PLANS[name] for name in ("ep2 tp2", "ep2 zero3 dp2")}, narrow=()))
+def test_the_traits_of_relatives_beside_experts_match_one_process(plan):
+    differences = largest_differences(plan, spec=SPARSE_RELATIVE)
+    assert max(differences.values()) < 1e-8, differences
+
+
 @pytest.mark.parametrize("plan", cases({"zero3 dp4": PLANS["zero3 dp4"]}, narrow=()))
 def test_experts_that_the_sharding_ranks_cannot_share_are_sharded_by_their_rows(plan):
     differences = largest_differences(plan, spec=replace(SPARSE, moe=SPARSE.moe.model_copy(update={"num_experts": 6})))
+    assert max(differences.values()) < 1e-8, differences
+
+
+def _take_documents(shortest_piece=1):
+    """Let attention take documents as on CUDA, and cut all that have ``shortest_piece`` tokens for a chunk."""
+    gathered_attention.VARLEN = DENSE
+    document_chunks.SHORTEST_PIECE = shortest_piece
+    shard_batch = apply.shard_batch
+    apply.shard_batch = lambda batch, cp_rank, cp_size: shard_batch(batch.with_documents(), cp_rank, cp_size)
+
+
+@pytest.mark.parametrize("plan", cases(DOCUMENT_PLANS, narrow={"cp4", "tp2 cp2", "pp2 cp2"}))
+@pytest.mark.parametrize("spec", [RELATIVE, wide(UNTIED), wide(SPARSE)], ids=["windows", "dense", "experts"])
+def test_rows_cut_by_document_match_one_process(spec, plan):
+    differences = largest_differences(plan, spec=spec, fault=_take_documents)
+    assert max(differences.values()) < 1e-8, differences
+
+
+def test_documents_too_short_to_cut_match_one_process():
+    differences = largest_differences(PLANS["cp2"], fault=partial(_take_documents, shortest_piece=SEQ_LEN))
     assert max(differences.values()) < 1e-8, differences
 
 
@@ -208,9 +278,11 @@ def test_tensor_parallel_ranks_drop_the_same_elements_even_when_recomputing(reco
         np.testing.assert_allclose(losses, expected, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["cp2", wide("pp4 chimera, N=8")])
-def test_rows_of_one_document_match_one_process_too(name):
-    differences = largest_differences(PLANS[name], documents=False)
+@pytest.mark.parametrize(
+    ("name", "spec"), [("cp2", UNTIED), wide("pp4 chimera, N=8", UNTIED), wide("tp2 cp2", RELATIVE)]
+)
+def test_rows_of_one_document_match_one_process_too(name, spec):
+    differences = largest_differences(PLANS[name], spec=spec, documents=False)
     assert max(differences.values()) < 1e-8, differences
 
 
@@ -267,6 +339,17 @@ def _tokens_of_a_block_reversed():
     ring._Hop.__init__ = broken
 
 
+def _keys_laid_out_wrongly():
+    _take_documents()
+    held = gathered_attention.held_documents
+
+    def broken(*args, **place):
+        documents = held(*args, **place)
+        return documents._replace(key_places=documents.key_places.roll(1, dims=1))
+
+    context.held_documents = broken
+
+
 def _experts_not_averaged():
     gradients.is_divided_over = lambda parameter, axis: False
 
@@ -289,6 +372,11 @@ FAULTS = {
 def test_a_broken_collective_is_detected(name):
     differences = largest_differences(PLANS[name], fault=FAULTS[name])
     assert max(differences.values()) > 1e-6, differences
+
+
+def test_keys_laid_out_in_another_order_are_detected():
+    differences = largest_differences(PLANS["cp2"], fault=_keys_laid_out_wrongly)
+    assert max(differences.values()) > 1e-3, differences
 
 
 @pytest.mark.parametrize(("name", "fault"), [("ep2", _experts_not_averaged), wide("tp2", _gradients_not_completed)])

@@ -20,6 +20,16 @@ def two_ranks():
     dist.destroy_process_group()
 
 
+def test_a_parameter_beside_a_matrix_without_a_row_is_refused_too(two_ranks):
+    with torch.device("meta"):
+        model = Llama(UNTIED)
+        model.layers["0"].attention.wo.register_parameter("bias", nn.Parameter(torch.zeros(UNTIED.hidden_size)))
+    with pytest.raises(
+        NotImplementedError, match=r"^bias is not divided: neither its matrix nor the adapter has a row"
+    ):
+        apply_tensor_parallel(model, two_ranks, sequence_parallel=True)
+
+
 def test_a_weight_without_a_row_is_refused_when_the_model_is_divided(two_ranks):
     with torch.device("meta"):
         model = Llama(UNTIED)

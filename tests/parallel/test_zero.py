@@ -12,19 +12,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from parity import ADAPTED, NUM_STEPS, TIED, TRAINING, UNTIED, make_batch, train, undefined
+from parity import (
+    ADAPTED,
+    DORA,
+    NUM_STEPS,
+    PRINCIPAL,
+    TIED,
+    TRAINING,
+    UNTIED,
+    held_out_microbatches,
+    make_batch,
+    train,
+    undefined,
+)
 from toy_objective import Masked
 from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
 from llama_core.models.llama import build_llama
+from llama_core.models.preferences import Dpo
 from llama_core.parallel.deepspeed import DeepSpeedModel, deepspeed_config
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checksums import file_sum
 from llama_core.training.optimizer import build_optimizer
 
 MASKED = Masked()
+DPO = Dpo(beta=0.5, label_smoothing=0.1)
 DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
 
 
@@ -76,8 +90,12 @@ def trained(plan, spec, dtype, objective):
         model.initialize_weights(seed=1)
         initial = weights_of(model)
         losses, norms, _ = zip(*(take_step(model, step, phases.append) for step in range(NUM_STEPS)), strict=True)
-        evaluation = model.evaluate(own_microbatches(plan, 99))
+        evaluation = model.evaluate(held_out_microbatches(plan)).losses
+        answers = None
+        if isinstance(objective, Dpo):
+            answers = model.log_probabilities_of_answers(held_out_microbatches(plan)).numpy()
     return {
+        "answers": answers,
         "losses": losses,
         "norms": norms,
         "phases": phases,
@@ -117,6 +135,9 @@ def assert_equal_within_rounding(ranks, expected):
         wide(UNTIED, {"zero_stage": 3, "recompute": "selective"}),
         wide(TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (5,)}),
         wide(ADAPTED, {"zero_stage": 3, "offload": "optimizer", "recompute": "selective"}),
+        wide(DORA, {"zero_stage": 2}),
+        wide(DORA, {"zero_stage": 3, "recompute": "full"}),
+        wide(PRINCIPAL, {"zero_stage": 3}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -129,6 +150,15 @@ def test_another_objective_matches_one_process_too(stage):
     expected = alone(UNTIED, MASKED)
     assert_equal_within_rounding(two_ranks(DeepSpeedPlan(zero_stage=stage), objective=MASKED), expected)
     assert expected["losses"][""] != pytest.approx(alone(UNTIED)["losses"][""], rel=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "spec"), [(2, ADAPTED), wide(3, UNTIED), wide(3, ADAPTED)])
+def test_pairs_of_answers_match_one_process_too(stage, spec):
+    ranks = two_ranks(DeepSpeedPlan(zero_stage=stage), spec, objective=DPO)
+    expected = alone(spec, DPO)
+    assert_equal_within_rounding(ranks, expected)
+    for ours in ranks:
+        np.testing.assert_allclose(ours["answers"], expected["answers"][""], rtol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
@@ -179,6 +209,21 @@ def forwards_of_layers():
 @pytest.mark.wide
 def test_only_the_layers_of_the_plan_are_recomputed():
     assert run_ranks(2, forwards_of_layers) == [[4] * 5 + [2] * 3] * 2
+
+
+def not_finite_on_a_rank():
+    found = []
+    for stage in (1, 2, 3):
+        model = build(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16)
+        model.initialize_weights(seed=1)
+        found.append(list(model.non_finite_weights()))
+        model.set_weights(lambda part: [weight.data.fill_(math.inf) for weight in part.parameters()])
+        found.append(sorted(model.non_finite_weights()) == sorted(name for name, _ in model.model.named_parameters()))
+    return found
+
+
+def test_weights_that_are_not_finite_are_found_on_every_rank_at_every_stage():
+    assert run_ranks(2, not_finite_on_a_rank) == [[[], True] * 3] * 2
 
 
 def first_norms_with_compression():

@@ -100,9 +100,9 @@ def test_situations_that_are_left_out_hold_no_more_than_those_that_are_not(monke
 
 def test_a_longer_pipeline_has_no_more_situations():
     def count(num_ranks):
-        sizes = {"num_ranks": num_ranks, "num_microbatches": 3 * num_ranks, "num_chunks": 1, "skipped": 0}
+        sizes = {"num_ranks": num_ranks, "num_microbatches": 3 * num_ranks, "num_chunks": 1, "num_skipped": 0}
         ranks = [situating.situations("1f1b", pp_rank=rank, **sizes) for rank in (0, num_ranks // 2)]
-        return [len(turns) for situations in ranks for _, turns in situations]
+        return [len(moments) for situations in ranks for _, moments in situations]
 
     assert count(32) == count(8)
 

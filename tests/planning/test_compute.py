@@ -4,6 +4,7 @@ import pytest
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
+from llama_core.optimizers.traits import Trained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES, StageCompute
 from llama_core.planning.time.kernels import FP8_ROUNDING_BYTES, HALF_RATE_DIM
@@ -13,6 +14,7 @@ SPEC = model_spec("llama2_7b")  # all sides of its matrices are at least 4096, a
 SEQ_LEN = 4096
 H100 = gpu_spec("h100")
 ENDLESS_MEMORY = replace(H100, memory_bandwidth=1e30)
+NONE = Trained(0, 0)
 ENDLESS_FLOPS = replace(H100, bf16_flops=1e30)
 SLOW_MEMORY = replace(ENDLESS_FLOPS, memory_bandwidth=1e10)  # so slow that starting kernels takes no time
 PRODUCT_RATE = H100.bf16_flops * H100.matmul_share * MODEL_SHAPES * 4096 / (4096 + HALF_RATE_DIM)
@@ -46,6 +48,14 @@ def test_selective_recomputation_repeats_two_products():
     assert layer("selective").backward - layer("none").backward == pytest.approx(products("wk", "w3"))
 
 
+@pytest.mark.parametrize(("window", "share"), [(1024, 0.4375), (2048, 0.75), (4096, 1), (9000, 1)])
+def test_a_window_skips_the_scores_before_it_unless_it_is_a_mask(window, share):
+    windowed = replace(SPEC, sliding_window=window)
+    plain, skipped = (compute(H100, spec=spec, documents="varlen").attention() for spec in (SPEC, windowed))
+    assert tuple(skipped) == pytest.approx([share * seconds for seconds in plain], rel=1e-3)
+    assert compute(H100, spec=windowed, documents="mask").attention() == compute(H100, documents="mask").attention()
+
+
 def test_a_document_mask_computes_every_score():
     skipped, masked = (compute(H100, documents=kind).attention() for kind in ("varlen", "mask"))
     assert masked == pytest.approx(skipped.plus(skipped))
@@ -68,9 +78,14 @@ def test_rows_without_documents_are_faster_where_torch_prefers_cudnn():
 def test_weights_that_are_cast_once_an_update_are_not_cast_in_the_layers():
     each, once = (compute(ENDLESS_FLOPS, ParallelPlan(num_microbatches=count)) for count in (1, 2))
     weights = SPEC.layer_matmul_parameters
-    in_layers = (each.layer("none").forward - once.layer("none").forward, each.optimizer(0), once.optimizer(0))
+    in_layers = (
+        each.layer("none").forward - once.layer("none").forward,
+        each.optimizer(Trained(0, 0)),
+        once.optimizer(Trained(0, 0)),
+    )
     assert in_layers == pytest.approx((once.copying(6 * weights), 0, 0))
-    assert once.optimizer(weights) - each.optimizer(weights) == pytest.approx(once.copying(6 * weights))
+    all_of_them = Trained(weights, 0)
+    assert once.optimizer(all_of_them) - each.optimizer(all_of_them) == pytest.approx(once.copying(6 * weights))
 
 
 def test_tensor_parallel_ranks_divide_products_and_scores():
@@ -150,12 +165,11 @@ def test_rounding_to_fp8_reads_every_operand_of_every_product():
 
 def test_the_ends_of_a_pipeline_have_the_embedding_and_the_head_besides_their_layers():
     stages = compute(H100)
-    layers, modes = stages.work.layers[:2], ("none", "full")
-    inner = stages.stage(layers, modes, is_first=False, is_last=False)
-    ends = stages.stage(layers, modes, is_first=True, is_last=True)
-    assert inner == pytest.approx(stages.layer("none").plus(stages.layer("full")))
-    assert ends == pytest.approx(inner.plus(stages.embedding()).plus(stages.head()))
+    ends = replace(stages.work.stages[0], layers=stages.work.layers[:2], modes=("none", "full"))
+    inner = replace(ends, embedding=None, final_norm=None, head=None)
+    assert stages.stage(inner) == pytest.approx(stages.layer("none").plus(stages.layer("full")))
+    assert stages.stage(ends) == pytest.approx(stages.stage(inner).plus(stages.embedding()).plus(stages.head()))
 
 
 def test_an_update_reads_and_writes_forty_bytes_per_parameter():
-    assert compute(H100).optimizer(1e9) == pytest.approx(40e9 / (H100.memory_bandwidth * MEMORY_SHARE))
+    assert compute(H100).optimizer(Trained(1e9, 0)) == pytest.approx(40e9 / (H100.memory_bandwidth * MEMORY_SHARE))

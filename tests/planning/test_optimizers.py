@@ -120,11 +120,15 @@ def test_the_bounds_of_a_search_count_the_states_of_the_row():
 
 
 def test_fewer_states_need_fewer_devices():
-    lean, full = (
-        least_devices(request(name, "training.batch_size=64", model="llama3_70b"), H100).gpus
-        for name in ("signum", "adamw")
+    lean, narrow, full = (
+        least_devices(request(name, moments, "training.batch_size=64", model="llama3_70b"), H100).gpus
+        for name, moments in (
+            ("signum", "training.moments=fp32"),
+            ("adamw", "training.moments=bf16"),
+            ("adamw", "training.moments=fp32"),
+        )
     )
-    assert (lean, full) == (16, 32)  # 12 and 16 bytes x 70.55e9 parameters, over 66 GiB each
+    assert (lean, narrow, full) == (16, 16, 32)  # 12, 12 and 16 bytes x 70.55e9 parameters, over 66 GiB each
 
 
 def test_a_search_that_finds_nothing_counts_the_bytes_of_the_row():

@@ -79,7 +79,7 @@ def test_a_full_disk_is_named_and_leaves_room_for_the_last_words(disk_of):
         file.write(bytes(2**21))
     with pytest.raises(OSError, match=r"No space left on device: '\S+/run/plan.json'"):
         write_json(run.plan, {"tp": 1})
-    with pytest.raises(OSError, match=r"No space left on device: '\S+/tail.jsonl'"):
+    with pytest.raises(OSError, match=r"No space left on device: '\S+/_tail.jsonl'"):
         append_metrics(run, record(1))
     assert is_disk_full(full.value)
     write_last_words(run, run.outcome, {"status": "crashed"})
@@ -169,8 +169,8 @@ def test_a_damaged_part_is_set_aside_with_its_bytes_and_a_warning_that_names_it(
         read_metrics(run)
     assert read_metrics(run, sets_aside=True).column("step").to_pylist() == [1, 3] == steps_of(run)
     (warning,) = caplog.messages
-    assert re.search(rf"^{part} is damaged .*; it is now {part.name}\.damaged$", warning)
-    assert set_aside(run) == [part.with_name(f"{part.name}.damaged")]
+    assert re.search(rf"^{part} is damaged .*; it is now _{part.name}\.damaged$", warning)
+    assert set_aside(run) == [part.with_name(f"_{part.name}.damaged")]
     assert set_aside(run)[0].read_bytes() == damage
 
 
@@ -180,7 +180,7 @@ def test_resuming_sets_damaged_metrics_aside(run):
     run.metrics_tail.write_text("damaged\n")
     drop_metrics_after(run, 2)
     assert steps_of(run) == [1]
-    assert [path.name for path in set_aside(run)] == ["part-00001.parquet.damaged", "tail.jsonl.damaged"]
+    assert [path.name for path in set_aside(run)] == ["_part-00001.parquet.damaged", "_tail.jsonl.damaged"]
 
 
 def test_no_file_that_is_set_aside_takes_the_place_of_another(run):

@@ -40,6 +40,7 @@ from llama_core.rehearsal.communications import (
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.schedules.actions import Action, Kind, Schedule
 from llama_core.schedules.registry import schedule_names, schedule_type
+from llama_core.training import engine
 
 ADAPTERS = st.fixed_dictionaries(
     {
@@ -248,7 +249,7 @@ def wider_activations(patch):
 
 
 def no_sequence_parallelism(patch):
-    patch.setattr(communications, "ParallelModel", partial(build_without_sequence_parallelism, ParallelModel))
+    patch.setattr(engine, "ParallelModel", partial(build_without_sequence_parallelism, ParallelModel))
 
 
 def build_without_sequence_parallelism(build, spec, plan, **options):

@@ -8,7 +8,7 @@ from llama_core.config import models
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.compose import Hosting, Walk, compose, renamed_layers, steps, telling_actions
+from llama_core.rehearsal.compose import Change, Hosting, compose, covering_actions, renamed_layers, steps
 from llama_core.rehearsal.folding import FoldedStage
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.schedules.registry import schedule_names
@@ -103,8 +103,8 @@ def test_a_step_of_which_equal_layers_are_left_out_matches_that_of_all_layers(pl
     assert parts(compose(few.recording, whole.met)) == traced_in_full(whole)
 
 
-def walk(growth, layer):
-    return Walk(
+def change(growth, layer):
+    return Change(
         Counter(activations=growth), {"forward": (Counter(activations=growth + 1), f"layers.{layer}.w2")}, 5, Counter()
     )
 
@@ -112,26 +112,26 @@ def walk(growth, layer):
 def test_layers_that_are_left_out_change_what_both_layers_beside_the_gap_change():
     stage = FoldedStage(range(10), [range(3, 7)])
     assert list(stage) == [0, 1, 2, 7, 8, 9]
-    begun, forward = (None, walk(9, 0)), [(layer, walk(4, layer)) for layer in (2, 7)]
+    begun, forward = (None, change(9, 0)), [(layer, change(4, layer)) for layer in (2, 7)]
     whole = stage.unfolded([begun, *forward])
     assert (whole.growth["activations"], whole.flops) == (9 + 6 * 4, 7 * 5)
     assert whole.rises["forward"] == (Counter(activations=9 + 6 * 4 + 1), "layers.7.w2")
-    shrinking = stage.unfolded([begun, *((layer, walk(-4, layer)) for layer in (7, 2))])
+    shrinking = stage.unfolded([begun, *((layer, change(-4, layer)) for layer in (7, 2))])
     assert shrinking.rises["forward"] == (Counter(activations=10), "layers.0.w2")
-    assert stage.unfolded([begun, (2, walk(4, 2)), (7, walk(5, 7))]) is None
+    assert stage.unfolded([begun, (2, change(4, 2)), (7, change(5, 7))]) is None
 
 
 @pytest.mark.parametrize("plan", [*PLANS, plan_of("1f1b", pp=8, num_microbatches=64)], ids=ParallelPlan.summary)
 def test_the_traced_actions_cover_every_step_of_a_ranks_work(plan):
     for actions, hosting in actions_of(plan):
-        kept = telling_actions(actions, hosting)
+        kept = covering_actions(actions, hosting)
         assert set(steps(kept, hosting)) >= set(steps(actions, hosting))
         assert kept == [action for action in actions if action in set(kept)]
 
 
 def test_the_traced_actions_of_1f1b_do_not_grow_with_the_number_of_microbatches():
     kept = [
-        [len(telling_actions(*rank)) for rank in actions_of(plan_of("1f1b", pp=4, num_microbatches=count))]
+        [len(covering_actions(*rank)) for rank in actions_of(plan_of("1f1b", pp=4, num_microbatches=count))]
         for count in (16, 64)
     ]
     assert kept[0] == kept[1]

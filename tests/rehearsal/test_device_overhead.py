@@ -2,8 +2,9 @@
 
 import pytest
 
-from llama_core.config.run import RunConfig
+from llama_core.config.models import model_spec
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.work import Work
 from llama_core.rehearsal.device_overhead import held_messages_bytes, num_connections
 
 WORLD, GROUP, DIRECTION = 2, 2, 1
@@ -38,6 +39,6 @@ def test_connections_are_those_of_the_groups_that_communicate(degrees, pp_rank, 
     ],
 )
 def test_two_tensors_of_each_direction_outlive_their_transfer(degrees, pp_rank, messages):
-    config = RunConfig.from_mapping({"model": "llama3_8b", "training": {"seq_len": 2048, "precision": "bf16"}})
+    work = Work(model_spec("llama3_8b"), ParallelPlan(**degrees), 2048, "bf16")
     stream = 2048 * 4096 * 2
-    assert held_messages_bytes(config, ParallelPlan(**degrees), pp_rank) == messages * stream
+    assert held_messages_bytes(work, pp_rank) == messages * stream

@@ -5,6 +5,7 @@ from toy_objective import MASKED
 from weighted_objective import WEIGHTED
 
 from llama_core.config.run import RunConfig
+from llama_core.objectives.preferences import DPO, SIMPO
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import ParallelPlan
@@ -18,7 +19,7 @@ PLANS = {
     "tp2": ParallelPlan(tp=2, num_microbatches=2),
     "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
 }
-KINDS = (MASKED, WEIGHTED)
+KINDS = (MASKED, WEIGHTED, DPO, SIMPO)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMAR
 
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.files import read_json, write_json
+from llama_core.records.held_out import HeldOutRows
 from llama_core.records.job import JobRecord
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import ElementRecord, SweepDirectory, SweepRecord, read_record, write_record
@@ -122,27 +123,58 @@ def write_planned_sweep(path, grid):
     return sweep
 
 
-def write_loss_sweep(path, losses=(2.6, 2.4, 2.9), *, batch_sizes=(8,)):
-    """Write a sweep ranked by held-out loss: elements with these losses, and one that diverged."""
+def write_loss_sweep(
+    path, losses=(2.6, 2.4, 2.9), *, batch_sizes=(8,), models=(), noise=0.01, last_loss=None, objective="loss"
+):
+    """Write a sweep ranked by held-out loss: elements with these losses, and one whose loss was not finite.
+
+    Args:
+        path: its directory.
+        losses: the held-out loss of each element; the last learning rate has none.
+        batch_sizes: the last key of the grid.
+        models: the first key of the grid, if there are any.
+        noise: how much the loss of a row differs between elements, beyond the difference of their means.
+        last_loss: the training loss that the last of these elements ends with.
+        objective: what ranks them; the held-out loss of ``code`` falls where that of all, and of ``wiki``, rises.
+    """
+    num_rates = -(-len(losses) // max(1, len(models))) + 1
     grid = {
-        "training.learning_rate": [10.0**-i for i in range(len(losses) + 1, 0, -1)],
+        **({"model": list(models)} if models else {}),
+        "training.learning_rate": [10.0**-i for i in range(num_rates, 0, -1)],
         "training.batch_size": list(batch_sizes),
     }
-    base = {"training": {"steps": 40}, "launch": {"device": "cpu"}}
-    config = SweepConfig.from_mapping({"name": path.name, "base": base, "grid": grid, "objective": "loss"})
+    data = {"validation": {"code": "code.jsonl", "wiki": "wiki.jsonl"}}
+    base = {"training": {"steps": 40}, "launch": {"device": "cpu"}, "data": data}
+    config = SweepConfig.from_mapping({"name": path.name, "base": base, "grid": grid, "objective": objective})
     sweep, elements = SweepDirectory(path), config.elements()
     write_record(
         sweep, SweepRecord(config.model_dump(), tuple(ElementRecord(one.name, one.settings) for one in elements))
     )
-    for element, loss in zip(elements, losses, strict=False):
+    for number, (element, loss) in enumerate(zip(elements, losses, strict=False)):
         tokens = 100 * element.settings["training.batch_size"]
+        named = {"code": 5 - loss, "wiki": 2 * loss - 2}
+        evaluated = {"eval_loss": loss, "eval_losses": named}
         records = [
-            step_record(step, loss=loss + 3 / step, tokens=step * tokens, eval_loss=loss if step % 20 == 0 else None)
+            step_record(step, loss=loss + 3 / step, tokens=step * tokens, **(evaluated if step % 20 == 0 else {}))
             for step in range(1, 41)
         ]
+        if last_loss is not None and number == len(losses) - 1:
+            records = [replace(one, loss=last_loss) if one.step > 1 else one for one in records]
         run = write_run(sweep.run(element.name).path, records=records)
         run.benchmark.unlink()
-        write_json(run.training, replace(SUMMARY, eval_loss=loss, train_loss=records[-1].loss, tokens=40 * tokens))
+        run.config.write_text(f"model: {element.settings.get('model', 'tiny_llama3_50m')}\nlaunch: {{device: cpu}}\n")
+        of_rows = [16 * (loss + 0.1 * row + noise * number * (-1) ** row - 0.15) for row in range(4)]
+        summary = replace(
+            SUMMARY,
+            steps=40,
+            tokens=40 * tokens,
+            train_loss=records[-1].loss,
+            eval_loss=loss,
+            eval_tokens=64,
+            eval_rows=HeldOutRows.of(of_rows, [16] * 4),
+            named_eval_rows={name: HeldOutRows.of([16 * mean] * 2, [16] * 2) for name, mean in named.items()},
+        )
+        write_json(run.training, summary)
     diverged = [step_record(step, loss=9.0 * step, tokens=800 * step) for step in range(1, 24)]
     outcome = replace(FAILED, status="non-finite", reason="the loss is not finite", attempts=())
     run = write_run(sweep.run(elements[-1].name).path, outcome=outcome, records=diverged)

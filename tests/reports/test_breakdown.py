@@ -6,6 +6,7 @@ import pytest
 from synthetic_run import BENCHMARK, step_record, write_run
 
 from llama_core.records.files import write_json
+from llama_core.records.measurements import ExpectedStep
 from llama_core.records.profiles import ProfileRecord, write_profile
 from training_reports.breakdown import step_breakdown
 from training_reports.contents import RunContents
@@ -43,12 +44,18 @@ def test_the_measured_bar_is_the_mean_step_without_the_first(run):
 
 def test_a_prediction_has_a_bar_of_its_own_with_all_its_time(run):
     assert list(bars(run)) == ["measured"]
-    assert "No prediction: the planner has no time model of a CPU." in notes(run)
+    assert "No expected time yet" in notes(run)
     write_json(run.choice, {"step": STEP})
     predicted = bars(run)["predicted"]
     assert predicted == {"computing": 2.0, "communication": 0.5, "pipeline bubble": 0.25, "optimizer": 0.25}
     assert sum(predicted.values()) == STEP["step_seconds"]
     assert "No prediction" not in notes(run)
+
+
+def test_the_bar_of_a_cpu_is_the_expected_time(run):
+    write_json(run.expected, ExpectedStep(seconds=4.0, flops=2e11, flops_per_second=1e11))
+    assert bars(run)["predicted"] == {"computing": 4.0}
+    assert "Predicted before the run, roughly: 0.2 TFLOP at half of this machine's rate" in notes(run)
 
 
 def test_a_run_of_several_ranks_without_a_profile_says_how_to_measure_communication(run):

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from synthetic_run import FAILED, step_records, write_run
-from synthetic_sweep import write_sweep
+from synthetic_sweep import write_loss_sweep, write_sweep
 from toy_objective import MASKED
 
 from llama_core.config.run import RunConfig
 from llama_core.objectives.registry import OBJECTIVES
+from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from training_infra.cli import main
 from training_reports.compare import write_comparison
@@ -98,6 +99,69 @@ def test_timed_steps_that_overlap_have_no_winner(tmp_path):
         assert measures(paths)["tokens/s"].winner == winner
 
 
+@pytest.mark.parametrize(("noise", "winner"), [(0.001, 0), (0.1, None)])
+def test_a_held_out_loss_within_the_spread_of_its_rows_has_no_winner(tmp_path, noise, winner):
+    sweep = write_loss_sweep(tmp_path / "sweep", (2.4, 2.42), noise=noise)
+    runs = [sweep.run(f"learning_rate={rate},batch_size=8").path for rate in (0.001, 0.01)]
+    assert measures(runs)["held-out loss"].winner == winner
+
+
+@pytest.fixture
+def named_pair(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "sweep", (2.4, 2.6))
+    return [sweep.run(f"learning_rate={rate},batch_size=8").path for rate in (0.001, 0.01)]
+
+
+def test_held_out_losses_are_compared_by_name(named_pair):
+    found = measures(named_pair)
+    assert found["held-out loss"].winner == 0
+    assert found["held-out loss of code"].values == pytest.approx((2.6, 2.4))
+    assert found["held-out loss of code"].winner == 1
+    assert found["held-out loss of wiki"].cells()[1] == "3.2000 (+0.4000)"
+
+
+def test_a_named_loss_that_only_one_run_has_has_no_winner(named_pair, pair):
+    found = measures([named_pair[0], pair[0]])["held-out loss of code"]
+    assert found.values == (pytest.approx(2.6), None)
+    assert found.winner is None
+
+
+def test_a_run_that_goes_on_is_compared_by_its_newest_named_losses(named_pair):
+    (named_pair[0] / "training.json").unlink()
+    assert measures(named_pair)["held-out loss of code"].values == pytest.approx((2.6, 2.4))
+
+
+def test_the_page_the_table_and_the_record_hold_the_losses_by_name(named_pair, capsys, tmp_path):
+    command = ["compare", *map(str, named_pair), "--out", str(tmp_path / "page.html")]
+    assert main(command) == 0
+    assert re.search(r"^held-out loss of code +2\.6000 +2\.4000 \(-0\.2000\)\*$", capsys.readouterr().out, re.MULTILINE)
+    page = (tmp_path / "page.html").read_text()
+    assert "Held-out loss of code by tokens" in page
+    assert '<th scope="row">held-out loss of wiki</th>' in page
+    assert main([*command, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record["measures"]["held-out loss of code"].values()) == pytest.approx([2.6, 2.4])
+
+
+def test_mixtures_of_other_files_have_other_held_out_tokens_but_not_those_of_other_weights(tmp_path):
+    sources = {"a": "{path: a, weight: 1}", "b": "{path: a, weight: 2}", "c": "{path: c, weight: 1}"}
+    runs = {name: write(tmp_path / name, **{"data.sources.wiki": source}) for name, source in sources.items()}
+    assert not compare_runs([runs["a"], runs["b"]]).notes
+    (note,) = compare_runs([runs["a"], runs["c"]]).notes
+    assert note == "Held-out losses are not over the same tokens: data.sources.wiki.path differ."
+
+
+def test_an_element_of_a_sweep_is_named_as_in_its_report(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "sweep")
+    runs = [sweep.run(f"learning_rate={rate},batch_size=8").path for rate in (0.001, 0.01)]
+    alone = write(tmp_path / "alone")
+    assert [run.name for run in compare_runs([*runs, alone]).runs] == [
+        "learning rate 0.001",
+        "learning rate 0.01",
+        "alone",
+    ]
+
+
 def test_what_makes_results_incomparable_is_said(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     one = write(tmp_path / "one")
@@ -125,10 +189,15 @@ def test_the_page_begins_with_the_settings_and_has_losses_by_tokens_and_by_time(
     assert "tokens/s 1,346 2,692 (+100.0%)" in text
 
 
+def forget_steps(path):
+    run = RunDirectory(path)
+    for file in (run.heartbeat, *run.metrics.iterdir()):
+        file.unlink()
+
+
 def test_a_run_that_only_timed_steps_is_compared_by_them(tmp_path):
     paths = [write(tmp_path / "a"), write(tmp_path / "b")]
-    for part in (tmp_path / "b" / "metrics").iterdir():
-        part.unlink()
+    forget_steps(tmp_path / "b")
     comparison = compare_runs(paths)
     assert {one.name: one.values[1] for one in comparison.measures}["tokens/s"] == pytest.approx(16_384 / 12.1)
     assert write_comparison(tmp_path / "page.html", comparison).exists()
@@ -144,8 +213,7 @@ def told(capsys, *paths):
 def test_wrong_directories_are_refused_in_one_line(pair, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     untrained = write(tmp_path / "untrained", timed=False)
-    for part in (untrained / "metrics").iterdir():
-        part.unlink()
+    forget_steps(untrained)
     (tmp_path / "empty").mkdir()
     write_sweep(tmp_path / "sweep", 1)
     assert "empty holds no run (no config.yaml)" in told(capsys, pair[0], tmp_path / "empty")

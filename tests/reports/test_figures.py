@@ -4,6 +4,7 @@ import math
 from itertools import product
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,12 @@ profiles = st.dictionaries(st.sampled_from([*CATEGORY_COLORS, "unforeseen"]), si
 @pytest.fixture
 def steps():
     return table(step_records()).assign(
-        expert_load=lambda table: 1 + 1 / table["step"], router_entropy=lambda table: 1.3 - 1 / table["step"]
+        expert_load=lambda table: 1 + 1 / table["step"],
+        router_entropy=lambda table: 1.3 - 1 / table["step"],
+        reward_chosen=lambda table: 0.1 * table["step"],
+        reward_rejected=lambda table: -0.2 * table["step"],
+        reward_margin=lambda table: 0.3 * table["step"],
+        reward_accuracy=lambda table: 1 - 0.5 / table["step"],
     )
 
 
@@ -49,6 +55,15 @@ def rows(figure):
             {"learning rate": "learning_rate", "gradient norm": "grad_norm"},
         ),
         (by_step.routing, {"busiest expert": "expert_load", "entropy": "router_entropy"}),
+        (
+            by_step.rewards,
+            {
+                "chosen": "reward_chosen",
+                "rejected": "reward_rejected",
+                "margin": "reward_margin",
+                "accuracy": "reward_accuracy",
+            },
+        ),
         (by_step.throughput, {"training steps": "tokens_per_second"}),
         (
             by_step.step_time,
@@ -190,3 +205,10 @@ def luminance(color):
     channels = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ (0.2126, 0.7152, 0.0722))
+
+
+def test_the_named_held_out_losses_have_a_line_each_with_every_evaluation():
+    recorded = {2: {"wiki": 3.0, "code": 2.0}, 4: {"wiki": 2.5, "code": 1.5}}
+    steps = pd.DataFrame({"step": range(1, 5), "eval_losses": [recorded.get(step, {}) for step in range(1, 5)]})
+    lines = {line.name: (list(line.x), list(line.y)) for line in by_step.named_losses(steps).data}
+    assert lines == {"wiki": ([2, 4], [3.0, 2.5]), "code": ([2, 4], [2.0, 1.5])}

@@ -16,9 +16,11 @@ from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import log_path
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.activity import Activity, append_activities
+from llama_core.records.data_changes import DataChange, record_data_change
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.units import GIB, MIB, format_bytes
+from training_reports.by_step import panels_by_step
 from training_reports.contents import RunContents
 from training_reports.page import write_report
 from training_reports.peak_memory import memory_comparison_panel
@@ -121,6 +123,11 @@ def test_predictions_of_memory_carry_their_signed_error(run):
     assert "Rehearsed 3 B (-100.0 %)." in text
 
 
+def test_a_run_that_ended_early_says_why(run):
+    write_json(run.training, replace(SUMMARY, ended_early="no lower held-out loss in 3 evaluations"))
+    assert "Ended early: no lower held-out loss in 3 evaluations." in report(run).text
+
+
 def test_a_run_with_experts_shows_their_routing(run, tmp_path):
     assert "Routing to experts" not in report(run).text
     records = [replace(record, expert_load=1.25, router_entropy=0.5) for record in step_records()]
@@ -128,6 +135,15 @@ def test_a_run_with_experts_shows_their_routing(run, tmp_path):
     assert "Routing to experts" in page.text
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "the busiest expert got 1.25 times the tokens of an average one; the routers' entropy was 0.5" in captions
+
+
+def test_a_run_on_pairs_of_answers_shows_their_rewards(run, tmp_path):
+    assert "Rewards of the answers" not in report(run).text
+    values = {"reward_chosen": 0.5, "reward_rejected": -1.0, "reward_margin": 1.5, "reward_accuracy": 0.75}
+    page = report(write_run(tmp_path / "pairs", records=[replace(record, **values) for record in step_records()]))
+    assert "Rewards of the answers" in page.text
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "exceeded that of the rejected ones by 1.5, and it was higher in 75.0% of the pairs" in captions
 
 
 def test_a_known_peak_rate_gives_the_mfu(run):
@@ -381,3 +397,28 @@ def test_an_older_report_is_replaced(run):
     write_report(run)
     write_json(run.outcome, replace(FINISHED, status="cancelled"))
     assert "cancelled" in report(run).text
+
+
+def test_stages_and_other_data_are_lines_in_the_figures_of_losses_and_sentences_below_them(tmp_path):
+    names = ("code", "wiki")
+    records = [replace(one, eval_losses=dict.fromkeys(names, 2.0)) if one.eval_loss else one for one in step_records()]
+    run = write_run(tmp_path / "run", records=records)
+    stages = [{"from_tokens": 16_384 * step, "weights": {"code": 3}} for step in (10, 90)]
+    sources = {name: {"path": name, "weight": 1} for name in names}
+    config = {
+        "data": {"sources": sources, "stages": stages},
+        "training": {"steps": 40, "batch_size": 8, "seq_len": 2048},
+    }
+    run.config.write_text(RunConfig.from_mapping(config).to_yaml())
+    record_data_change(run, DataChange(176, {"code": 44}, new=("wiki",), step=22))
+    loss, *others = panels_by_step(RunContents.read(run))
+    (named,) = [panel for panel in others if panel.title == "Held-out loss by name"]
+    for panel in (loss, named):
+        lines = {one.text: line.x0 for one, line in zip(panel.figure.layout.annotations, vertical(panel), strict=True)}
+        assert lines == {"stage 2": 10, "other data": 22}
+    assert "Stage 2 begins after step 10 (163.84K tokens): code 75 %, wiki 25 %." in loss.notes
+    assert "The data changed after step 22: code goes on after 44 sequences; wiki is new." in loss.notes
+
+
+def vertical(panel):
+    return [shape for shape in panel.figure.layout.shapes if shape.x0 == shape.x1]

@@ -62,9 +62,9 @@ def test_a_sweep_of_losses_is_drawn_with_a_line_for_each_element(tmp_path):
     sweep = write_loss_sweep(tmp_path / "sweep")
     drawn = drawn_figures(write_sweep_report(sweep), tmp_path / "profile")
     assert {title: (figure["trace"], figure["point"]) for title, figure in drawn.items()} == {
-        "Training loss": (4, 0),
+        "Held-out loss by learning rate": (1, 3),
         "Held-out loss": (3, 3 * 2),
-        "Peak memory by element": (3, 3 * 4),
+        "Training loss": (4, 0),
     }
 
 
@@ -109,18 +109,18 @@ def test_a_click_on_a_header_sorts_the_elements_and_unknown_values_stay_last(bro
         tab.evaluate("document.querySelector('.elements th:nth-child(1) button').focus()")
         tab.press("Enter", 13, "\r")
         assert orders(tab) == {"Element": "ascending"}
-        assert column(tab, 0)[0] == "gpus=1,tp=1,microbatch_size=1,recompute=full,compile=false"
-        assert column(tab, 0)[-1] == "gpus=16,tp=2,microbatch_size=16,recompute=none,compile=true"
+        assert column(tab, 0)[0] == "gpus 1, tp 1, microbatch size 1, recompute full, compile off"
+        assert column(tab, 0)[-1] == "gpus 16, tp 2, microbatch size 16, recompute none, compile on"
 
 
 @one_browser
-def test_typed_words_and_a_state_leave_only_the_rows_that_have_them(browser, large):
+def test_typed_settings_and_a_state_leave_only_the_rows_that_have_them(browser, large):
     with browser.open(large, width=390, height=844, phone=True) as tab:
         tab.evaluate("document.querySelector('.choose input').focus()")
-        tab.type("TP=2 recompute=full")
+        tab.type("TP 2, recompute full")
         shown = column(tab, 0)
         assert len(shown) == 50
-        assert all("tp=2" in name and "recompute=full" in name for name in shown)
+        assert all("tp 2" in name and "recompute full" in name for name in shown)
         tab.evaluate(
             "(() => { const one = document.querySelector('.choose select'); one.value = 'skipped';"
             " one.dispatchEvent(new Event('change')); })()"
@@ -129,9 +129,52 @@ def test_typed_words_and_a_state_leave_only_the_rows_that_have_them(browser, lar
         assert tab.evaluate("document.querySelector('.choose output').textContent") == "10 of 200 elements"
 
 
+CUT = """
+[
+  // what scrolls sideways without saying so
+  ...[...document.querySelectorAll("body *")]
+    .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== "visible")
+    .filter((one) => !(one.previousElementSibling?.matches(".scrolls") && one.previousElementSibling.checkVisibility()))
+    .map((one) => one.className),
+  // what a figure writes beyond its edge
+  ...[...document.querySelectorAll(".plot")].flatMap((plot) => {
+    const edge = plot.getBoundingClientRect();
+    return [...plot.querySelectorAll("svg text")]
+      .filter((text) => text.textContent.trim() && text.checkVisibility())
+      .map((text) => [text.textContent, text.getBoundingClientRect()])
+      .filter(([_, box]) => box.left < edge.left - 1 || box.right > edge.right + 1)
+      .map(([text]) => text);
+  }),
+]
+"""
+"""What is cut off in a page, as far as a reader would notice: names of classes and texts of figures."""
+
+
+@pytest.fixture(scope="module")
+def by_model(tmp_path_factory):
+    """The page of a sweep over models and learning rates in which one element diverged."""
+    models = ("tiny_llama3_50m", "tiny_llama3_150m")
+    losses = (2.6, 2.4, 2.9, 2.8, 2.5, 2.3)
+    return write_sweep_report(
+        write_loss_sweep(tmp_path_factory.mktemp("sweeps") / "models", losses, models=models, last_loss=90)
+    )
+
+
 @one_browser
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_the_page_of_a_large_sweep_is_drawn_and_no_wider_than_its_window(browser, large, width, dark):
-    with browser.open(large, width=width, height=844, phone=width < 500, dark=dark) as tab:
+@pytest.mark.parametrize("which", ["large", "by_model"])
+def test_the_page_of_a_sweep_is_drawn_no_wider_than_its_window_and_nothing_in_it_is_cut(
+    browser, request, which, width, dark
+):
+    with browser.open(request.getfixturevalue(which), width=width, height=844, phone=width < 500, dark=dark) as tab:
         assert tab.evaluate("document.documentElement.scrollWidth") == width
         assert tab.evaluate("[...document.querySelectorAll('.plot')].every((one) => one.querySelector('.main-svg'))")
+        assert tab.evaluate(CUT) == []
+
+
+@one_browser
+def test_the_table_of_a_small_sweep_fits_a_wide_window(browser, by_model):
+    with browser.open(by_model) as tab:
+        assert tab.evaluate(
+            "(({scrollWidth, clientWidth}) => scrollWidth <= clientWidth)(document.querySelector('.tall'))"
+        )

@@ -2,6 +2,7 @@ import json
 import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from synthetic_sweep import (
     DOES_NOT_FIT,
@@ -15,29 +16,32 @@ from synthetic_sweep import (
 from llama_core.errors import RunDirectoryError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.files import read_json
+from llama_core.sweep.best import best_lines
 from llama_core.sweep.comparison import Comparison, ComparisonRow
 from llama_core.sweep.directory import SweepDirectory, read_record, write_record
 from llama_core.sweep.grid import SweepConfig
-from llama_core.units import GIB
+from llama_core.units import GIB, MIB
 from training_reports.contents import RunContents
 from training_reports.prediction import write_prediction
 from training_reports.sweep import write_report
 from training_reports.sweep_figures import (
     MOST_DRAWN,
+    loss_curves,
     memory_by_element,
     throughput_against_memory,
     throughput_by_element,
 )
 from training_reports.sweep_loss import rank
-from training_reports.sweep_pareto import pareto_front
-from training_reports.sweep_rows import measured_row, short_names
+from training_reports.sweep_pareto import are_alike, pareto_front
+from training_reports.sweep_rows import measured_row
 from training_reports.sweep_scaling import Sized, scaling_lines
 
 
 def text_of(page, heading):
     """Return the text of the part of the page under ``heading``, tags replaced by spaces, without scripts."""
-    part = page.split(f"<h2>{heading}", 1)[1].split("<h2>", 1)[0].replace("<wbr>", "")
+    part = page.split(f"<h2>{heading}", 1)[1].split("<h2>", 1)[0]
     part = re.sub(r"<script.*?</script>", "", part, flags=re.DOTALL)
+    part = re.sub(r"</?span[^>]*>", "", part)
     return " ".join(re.sub(r"<[^>]+>", " ", part).split())
 
 
@@ -53,25 +57,21 @@ def page(sweep):
 
 def test_the_fastest_element_comes_first_and_those_without_a_speed_last(page):
     table = text_of(page, "Every element")
-    names = re.findall(r"microbatch_size=\d+,recompute=\w+", table)
+    names = re.findall(r"microbatch size \d+, recompute \w+", table)
     assert names == [
-        "microbatch_size=2,recompute=none",
-        "microbatch_size=1,recompute=selective",
-        "microbatch_size=1,recompute=none",
-        "microbatch_size=2,recompute=selective",
-        "microbatch_size=4,recompute=none",
-        "microbatch_size=4,recompute=selective",  # skipped
+        "microbatch size 2, recompute none",
+        "microbatch size 1, recompute selective",
+        "microbatch size 1, recompute none",
+        "microbatch size 2, recompute selective",
+        "microbatch size 4, recompute none",
+        "microbatch size 4, recompute selective",  # skipped
     ]
 
 
-def test_a_row_holds_speed_spread_and_the_three_peaks(page):
-    row = re.search(r"microbatch_size=2,recompute=none (.*?) microbatch", text_of(page, "Every element"))[1]
-    assert row == "finished 2,031 1,998 to 2,048 32.0% 8.067 s 1.70 GiB 1.70 GiB 2.25 GiB —"
-
-
-def test_the_row_of_an_element_that_failed_holds_what_was_predicted_of_it(page):
-    row = re.search(r"microbatch_size=2,recompute=selective (.*?) microbatch", text_of(page, "Every element"))[1]
-    assert row == "oom — — — — 1.70 GiB — — —"
+def test_a_row_holds_speed_spread_and_memory_and_what_all_share_stands_above(page):
+    row = re.search(r"microbatch size 2, recompute none (.*?) microbatch", text_of(page, "Every element"))[1]
+    assert row == "finished 2,031 1,998 to 2,048 32.0% 8.067 s 2.25 GiB"
+    assert "The same in all: memory estimated 1.70 GiB; memory rehearsed 1.70 GiB." in text_of(page, "Every element")
 
 
 def test_the_predicted_step_stands_beside_the_measured_one_with_its_error(tmp_path):
@@ -95,9 +95,9 @@ def test_the_front_is_the_most_throughput_within_each_amount_of_memory():
 def test_the_front_is_drawn_and_those_without_a_point_are_named_below(page):
     panel = text_of(page, "Throughput against memory")
     assert "(2,031 tokens/s, 2.25 GiB)" in panel
-    assert "failed: microbatch_size=2,recompute=selective (oom)" in panel
-    assert "skipped because they cannot run: microbatch_size=4,recompute=selective" in panel
-    assert "without a result: microbatch_size=4,recompute=none (submitted)" in panel
+    assert "failed: microbatch size 2, recompute selective (oom)" in panel
+    assert "skipped because they cannot run: microbatch size 4, recompute selective" in panel
+    assert "without a result: microbatch size 4, recompute none (submitted)" in panel
 
 
 def test_labels_overlap_neither_each_other_nor_a_dot():
@@ -115,11 +115,11 @@ def test_scaling_is_measured_against_as_many_times_the_smallest(tmp_path):
     page = write_report(sweep).read_text()
     panel = text_of(page, "Scaling")
     assert f"data parallel: {2**-0.1:.1%} on 2, {4**-0.1:.1%} on 4" in panel
-    assert f"data parallel, tp=2: {2**-0.1:.1%} on 4" in panel
+    assert f"data parallel, tp 2: {2**-0.1:.1%} on 4" in panel
     assert f"tensor parallel: {0.9 * 2**-0.1:.1%} on 2" in panel
-    assert f"tensor parallel, dp=2: {0.9 * 2**-0.1:.1%} on 4" in panel
+    assert f"tensor parallel, dp 2: {0.9 * 2**-0.1:.1%} on 4" in panel
     assert "skipped" in text_of(page, "Every element")
-    row = re.search(r"gpus=4,tp=2 (.*?) gpus", text_of(page, "Every element"))[1]
+    row = re.search(r"gpus 4, tp 2 (.*?) gpus", text_of(page, "Every element"))[1]
     assert f"{2**-0.1:.1%} data; {0.9 * 2**-0.1:.1%} tensor" in row
 
 
@@ -140,10 +140,10 @@ def test_the_fastest_element_stands_out_whether_measured_or_predicted(sweep, tmp
         for tp, rate in ((1, 100.0), (2, 200.0))
     ]
     predicted = write_prediction(tmp_path / "predicted.html", config, Comparison(tuple(rows), None))
-    for path, fastest in ((predicted, "tp=2"), (write_report(sweep), "microbatch_size=2,recompute=none")):
-        table = path.read_text().split("<h2>Every element", 1)[1].split("</table>", 1)[0].replace("<wbr>", "")
-        (row,) = re.findall(r'class="emphasised">\s*<th scope="row">(?:<a [^>]*>)?([^<]*)<', table)
-        assert row == fastest
+    for path, fastest in ((predicted, "tp 2"), (write_report(sweep), "microbatch size 2, recompute none")):
+        table = path.read_text().split("<h2>Every element", 1)[1].split("</table>", 1)[0]
+        (row,) = re.findall(r'class="emphasised">\s*<th scope="row">(.*?)</th>', table)
+        assert re.sub(r"<[^>]+>", "", row) == fastest
 
 
 def test_two_hundred_elements_make_one_light_page_with_a_row_for_each(tmp_path):
@@ -153,7 +153,8 @@ def test_two_hundred_elements_make_one_light_page_with_a_row_for_each(tmp_path):
     page = path.read_text()
     table = page.split("<h2>Every element", 1)[1].split("</table>", 1)[0]
     assert table.count("<tr data-state=") == 200
-    assert all(f"{one.name.replace(',', ',<wbr>')}<" in table for one in read_record(sweep).elements)
+    headings = [re.sub(r"<[^>]+>", "", row) for row in re.findall(r'<th scope="row">(.*?)</th>', table)]
+    assert sorted(headings) == sorted(read_record(sweep).names.shown.values())
     assert path.stat().st_size < 5_000_000
     figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     assert len(figures) == 5
@@ -165,9 +166,9 @@ def test_two_hundred_elements_make_one_light_page_with_a_row_for_each(tmp_path):
 
 
 def test_skipped_and_failed_elements_are_listed_with_the_reason(page):
-    assert f"microbatch_size=4,recompute=selective {DOES_NOT_FIT}" in text_of(page, "Skipped")
+    assert f"microbatch size 4, recompute selective {DOES_NOT_FIT}" in text_of(page, "Skipped")
     failed = text_of(page, "Ended without being timed")
-    assert "microbatch_size=2,recompute=selective oom: the step asked for 2.1 GiB where 1.3 GiB were free" in failed
+    assert "microbatch size 2, recompute selective oom: the step asked for 2.1 GiB where 1.3 GiB were free" in failed
 
 
 def test_the_header_counts_the_timed_elements(page):
@@ -192,22 +193,108 @@ def test_a_sweep_without_timed_elements_has_a_page(tmp_path):
 def test_trained_elements_are_ranked_by_their_held_out_loss(tmp_path):
     page = write_report(write_loss_sweep(tmp_path / "losses")).read_text()
     table = text_of(page, "Every element, lowest held-out loss first")
-    assert re.findall(r"learning_rate=(\S+)", table) == ["0.001", "0.0001", "0.01", "0.1"]
-    assert "learning_rate=0.0001 finished 2.6000 0.2000 2.6750 40 32.00K 1,346" in table
+    assert re.findall(r"learning rate (\S+)", table) == ["0.001", "0.0001", "0.01", "0.1"]
+    assert "learning rate 0.0001 finished 2.6000 0.2000 ± 0.0115 2.6750" in table
+    assert "The same in all: steps 40; tokens 32.00K; tokens/s 1,346" in table
     assert "3 of 4 trained" in page
-    assert re.search(r"In all elements\s*</dt>\s*<dd[^>]*>batch_size=8<", page)
-    assert "learning_rate=0.001 0.2000 below the next" in text_of(page, "Lowest held-out loss")
+    assert re.search(r"In all elements\s*</dt>\s*<dd[^>]*>batch size 8<", page)
+    assert "learning rate 0.001 0.2000 ± 0.0115 below the next." in text_of(page, "Lowest held-out loss")
     assert "non-finite: the loss is not finite" in text_of(page, "Ended without being trained")
+
+
+def test_elements_are_ranked_by_the_held_out_loss_of_one_name(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "losses", objective="eval_loss/code")
+    page = write_report(sweep).read_text()
+    table = text_of(page, "Every element, lowest held-out loss of code first")
+    assert re.findall(r"learning rate (\S+)", table) == ["0.01", "0.0001", "0.001", "0.1"]
+    assert "learning rate 0.0001 finished 2.4000 0.3000 ± 0.0000 2.6750" in table
+    assert "learning rate 0.01: held-out loss of code 2.1000." in text_of(page, "In short")
+    assert "Held-out loss of code by learning rate" in page
+    assert dict(best_lines(sweep))["best"].startswith("learning rate 0.01: held-out loss of code 2.1000, 0.3000")
+
+
+def test_a_lead_that_chance_explains_is_not_called_best_without_saying_so(tmp_path):
+    page = write_report(write_loss_sweep(tmp_path / "noisy", (2.42, 2.4, 2.9), noise=0.05)).read_text()
+    assert "below the next, within the spread" in text_of(page, "Lowest held-out loss")
+    summary = text_of(page, "In short")
+    assert "The next (learning rate 0.0001) is 0.0200 ± 0.0577 above, within the spread of the held-out rows" in summary
+    assert "evaluate on more rows (training.eval_sequences, here 4), and add training.seed: [0, 1, 2]" in summary
+    clear = text_of(write_report(write_loss_sweep(tmp_path / "clear", (2.6, 2.4, 2.9))).read_text(), "In short")
+    assert "within the spread" not in clear
+    assert "One seed each, 40 steps" in clear
+
+
+def test_a_run_that_ended_far_above_its_start_diverged_and_is_not_ranked(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "sweep", (2.6, 2.4, 2.2), last_loss=50.0)
+    page = write_report(sweep).read_text()
+    assert "3 of 4 trained, 1 diverged" in page
+    assert "learning rate 0.01 diverged 2.2000 — 50.0000" in text_of(page, "Every element")
+    assert "learning rate 0.001: held-out loss 2.4000" in text_of(page, "In short")
+    assert "the training loss ended at 50, far above the 5.2 of its first step" in text_of(page, "Diverged")
+
+
+def test_a_larger_model_that_wins_is_said_to_be_one(tmp_path):
+    models = ("tiny_llama3_50m", "tiny_llama3_150m")
+    losses = (2.6, 2.5, 2.7, 2.4)
+    page = write_report(
+        write_loss_sweep(tmp_path / "large", (*losses[:2], 2.9, *losses[2:]), models=models)
+    ).read_text()
+    summary = text_of(page, "In short")
+    assert re.search(
+        r"The best is the larger model \(1\d\d\.\d+M parameters\), which need not be a better setting", summary
+    )
+    assert "Of those with less, the best is tiny_llama3_50m, learning rate 0.001 (2.5000)" in summary
+    assert re.search(r"Model\s*</dt>\s*<dd[^>]*>tiny_llama3_50m, tiny_llama3_150m<", page)
+
+
+def test_a_run_on_more_tokens_that_wins_is_said_to_be_one(tmp_path):
+    page = write_report(write_loss_sweep(tmp_path / "long", (2.6, 2.4), batch_sizes=(4, 8))).read_text()
+    assert (
+        "The best was trained on more tokens (32.00K), which need not be a better setting. Of those with less, the "
+        "best is learning rate 0.001, batch size 4 (2.6000)."
+    ) in text_of(page, "In short")
+
+
+def test_the_page_says_how_to_go_on_with_the_best_element(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "sweep")
+    summary = text_of(write_report(sweep).read_text(), "In short")
+    best = sweep.run("learning_rate=0.001,batch_size=8").path
+    assert f"training-infra train --run-dir {best} --resume --steps 80" in summary
+    assert f"training-infra export-hf {best} --out sweep-best" in summary
+
+
+def test_the_title_is_the_name_of_the_sweep_whatever_its_folder(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "rates")
+    sweep.path.rename(tmp_path / "rates-20261121")
+    page = write_report(SweepDirectory(tmp_path / "rates-20261121")).read_text()
+    assert "<h1>rates</h1>" in page
+
+
+def test_memory_is_drawn_only_where_it_differs(tmp_path):
+    assert "<h2>Peak memory" not in write_report(write_loss_sweep(tmp_path / "losses")).read_text()
+    assert "<h2>Peak memory" in write_report(write_sweep(tmp_path / "sweep", 3)).read_text()
+
+
+def test_peaks_are_alike_that_differ_by_no_more_than_measurements_of_one_step_do():
+    assert are_alike([44.9 * MIB, 48.7 * MIB])
+    assert are_alike([10.0 * GIB, 10.4 * GIB])
+    assert not are_alike([10.0 * GIB, 10.6 * GIB])
+
+
+def test_a_column_in_which_no_element_has_a_value_is_left_out(page):
+    assert '<th scope="col">Plan' not in page
+    assert '<th scope="col">MFU' in page
 
 
 def test_the_page_begins_with_a_summary_in_words(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", 4)
     write_history(sweep)
     summary = text_of(write_report(sweep).read_text(), "In short")
-    assert "microbatch_size=2,recompute=selective is the fastest, with 2,370 tokens/s." in summary
-    assert f"2 of 8 could not run: microbatch_size=8,recompute=none ({DOES_NOT_FIT})" in summary
-    assert "1 of 8 failed: microbatch_size=4,recompute=none (oom, the step asked for" in summary
-    assert re.search(r"microbatch_size=1,recompute=none is slower: 14\.\d% below the 1,5\d\d tokens/s of 9", summary)
+    assert summary.startswith("Compared. 8 elements: microbatch size (1, 2, 4, 8) x recompute (none, selective).")
+    assert "Best. microbatch size 2, recompute selective: 2,370 tokens/s. The next (microbatch size 2" in summary
+    assert f"2 of 8 could not run: microbatch size 8, recompute none ({DOES_NOT_FIT})" in summary
+    assert "1 of 8 failed: microbatch size 4, recompute none (oom, the step asked for" in summary
+    assert re.search(r"microbatch size 1, recompute none is slower: 14\.\d% below the 1,5\d\d tokens/s of 9", summary)
     assert "2 of 4 are as fast as before" in summary
     assert "git log ba9876543210..0123456789ab" in summary
     assert f"--sweep-dir {sweep.path} --resume" in summary
@@ -215,7 +302,7 @@ def test_the_page_begins_with_a_summary_in_words(tmp_path):
 
 def test_a_best_value_at_the_end_of_the_grid_calls_for_more(tmp_path):
     summary = text_of(write_report(write_loss_sweep(tmp_path / "low", (2.4, 2.6, 2.9))).read_text(), "In short")
-    assert "The best learning_rate, 0.0001, is the smallest in the grid: try smaller ones." in summary
+    assert "The best learning rate, 0.0001, is the smallest in the grid: try 1e-5." in summary
     middle = text_of(write_report(write_loss_sweep(tmp_path / "middle", (2.6, 2.4, 2.9))).read_text(), "In short")
     assert "in the grid" not in middle
 
@@ -231,49 +318,78 @@ def test_a_setting_that_only_an_element_without_a_result_has_is_no_advice(tmp_pa
     assert "in the grid" not in text_of(write_report(sweep).read_text(), "In short")
 
 
-def test_short_names_are_unique_and_keep_every_setting_in_which_elements_differ():
-    names = ["model=a,tp=1,batch_size=8", "model=a,tp=2,batch_size=8", "model=a,tp=2,batch_size=8,run=2"]
-    short, shared = short_names(names)
-    assert (list(short.values()), shared) == (["tp=1", "tp=2", "tp=2,run=2"], ["model=a", "batch_size=8"])
-    skipped = "model=a,tp=1,batch_size=9"
-    assert short_names(names, [skipped])[0][skipped] == "tp=1,batch_size=9"
-    assert short_names(names[1:]) == ({name: name for name in names[1:]}, [])  # the first would have no name
-    assert short_names(names[:1]) == ({names[0]: names[0]}, [])
-
-
 def test_the_history_is_a_table_with_verdicts_and_a_list_of_changes(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", 4)
     write_history(sweep)
     page = write_report(sweep).read_text()
     table = text_of(page, "What changed since last time")
-    assert re.search(r"microbatch_size=1,recompute=none slower 1,354 1,59\d \(of 9\) -14\.\d%", table)
-    assert "microbatch_size=2,recompute=none no verdict" in table
+    assert re.search(r"microbatch size 1, recompute none slower 1,354 1,59\d \(of 9\) -14\.\d%", table)
+    assert "microbatch size 2, recompute none no verdict" in table
     assert "torch 2.12.0 2.13.0 all" in table
     assert "Throughput since the first result" in page
 
 
-def curves(sweep):
-    """Return the figure of the training losses of a sweep."""
-    elements = read_record(sweep).elements
-    rows = [measured_row(one.name, one, RunContents.read(sweep.run(one.name))) for one in elements]
-    return rank(rows).panels[0].figure
+def panels(sweep):
+    """Return the panels of a sweep ranked by loss, by title."""
+    record = read_record(sweep)
+    contents = [RunContents.read(sweep.run(one.name)) for one in record.elements]
+    rows = [measured_row(record.names[one.name], one, of) for one, of in zip(record.elements, contents, strict=True)]
+    return {panel.title: panel for panel in rank(rows, "held-out loss").panels}
 
 
-def test_loss_curves_of_all_elements_share_a_figure_that_one_diverging_does_not_flatten(tmp_path):
-    figure = curves(write_loss_sweep(tmp_path / "losses"))
-    assert figure.data[0].name == "learning_rate=0.001,batch_size=8"
+@pytest.mark.parametrize("last_loss", [None, 500.0])
+def test_loss_curves_of_all_elements_share_a_figure_that_diverging_ones_do_not_flatten(tmp_path, last_loss):
+    panel = panels(write_loss_sweep(tmp_path / "losses", last_loss=last_loss))["Training loss"]
+    figure = panel.figure
+    assert figure.data[0].name == "learning rate 0.001"
     assert len(figure.data) == 4
-    assert max(figure.data[-1].y) == 9 * 23
     low, high = figure.layout.yaxis.range
-    assert low < 2.4
-    assert 6 < high < 12
+    sound = [line.y for line in figure.data if max(line.y) < 9]
+    assert len(sound) == (3 if last_loss is None else 2)
+    assert low < min(map(min, sound)) < max(map(max, sound)) < high < 7
+    assert any("are cut off: those of" in note and "learning rate 0.1" in note for note in panel.notes)
     assert figure.layout.xaxis.title.text == "optimizer step"
 
 
 def test_losses_of_unequal_batches_are_drawn_by_tokens(tmp_path):
-    figure = curves(write_loss_sweep(tmp_path / "losses", (2.6, 2.4), batch_sizes=(4, 8)))
+    figure = panels(write_loss_sweep(tmp_path / "losses", (2.6, 2.4), batch_sizes=(4, 8)))["Training loss"].figure
     assert figure.layout.xaxis.title.text == "tokens"
     assert sorted(max(line.x) for line in figure.data[:2]) == [40 * 400, 40 * 800]
+
+
+def test_a_name_that_holds_markup_is_text_in_a_figure():
+    figure = loss_curves({"<b>a</b>": pd.Series([1.0], index=[1])}, x_title="tokens", unit="nats")
+    bars = memory_by_element({"<b>a</b>": {"measured": GIB}})
+    assert figure.data[0].name == bars.data[0].y[0] == "&lt;b&gt;a&lt;/b&gt;"
+
+
+def test_the_steps_of_few_evaluations_have_whole_ticks():
+    losses = {"a": pd.Series([3.0, 2.5], index=[3, 6])}
+    assert loss_curves(losses, x_title="optimizer step", unit="nats").layout.xaxis.dtick == 1
+
+
+def test_the_held_out_loss_is_drawn_against_each_setting(tmp_path):
+    losses = (2.6, 2.4, 2.9, 2.5, 2.3, 2.8)
+    sweep = write_loss_sweep(tmp_path / "losses", losses, models=("tiny_llama3_50m", "tiny_llama3_150m"), last_loss=90)
+    drawn = panels(sweep)
+    by_rate = drawn["Held-out loss by learning rate"].figure
+    assert by_rate.layout.xaxis.type == "log"
+    assert {line.name: (line.x, line.y) for line in by_rate.data} == {
+        "tiny_llama3_50m": ((1e-4, 1e-3, 1e-2, 0.1), (2.6, 2.4, 2.9, 2.5)),
+        "tiny_llama3_150m": ((1e-4,), (2.3,)),
+        "diverged": ((1e-3,), by_rate.data[2].y),
+    }
+    assert by_rate.data[2].y[0] < by_rate.layout.yaxis.range[1] < 4
+    by_model = drawn["Held-out loss by model"].figure
+    assert by_model.layout.xaxis.categoryarray == ("tiny_llama3_50m", "tiny_llama3_150m")
+    # the best has no bar: the others have two standard errors of their distance to it
+    errors = {
+        name: error
+        for line in by_model.data[:4]
+        for name, error in zip(line.hovertext, line.error_y.array, strict=True)
+    }
+    assert errors["tiny_llama3_150m, learning rate 0.0001"] == 0
+    assert errors["tiny_llama3_50m, learning rate 0.0001"] == pytest.approx(2 * 0.04 / 3**0.5)
 
 
 def test_names_and_reasons_are_text_not_markup(tmp_path):

@@ -42,8 +42,8 @@ def put(kind, path):
 
 KINDS = ["pipe", wide("sparse"), pytest.param("device", marks=[pytest.mark.root, pytest.mark.wide])]
 RECORDS = [
-    *("config.yaml", "plan.json", "job.json", "outcome.json", "estimate.json", "data.json", "metrics/heartbeat.json"),
-    *("metrics/tail.jsonl", "metrics/part-00000.parquet", "logs/activities.jsonl", "logs/attempt.json"),
+    *("config.yaml", "plan.json", "job.json", "outcome.json", "estimate.json", "data.json", "heartbeat.json"),
+    *("metrics/_tail.jsonl", "metrics/part-00000.parquet", "logs/activities.jsonl", "logs/attempt.json"),
     *("checkpoints/step-00000020/state.json", "checkpoints/step-00000020/manifest.json", "trace/rank-00000.json"),
 ]
 

@@ -227,7 +227,7 @@ def test_what_the_user_names_may_be_a_link(tmp_path, link, capsys):
         "logs/submitit",
         "logs/submitit/submission-00000",
         "metrics",
-        "metrics/tail.jsonl",
+        "metrics/_tail.jsonl",
     ],
 )
 def test_a_run_from_an_archive_is_submitted_through_no_link(tmp_path, name):

@@ -9,7 +9,7 @@ from corpora import write_jsonl
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
-from llama_core.data.datasets import _tokens
+from llama_core.data.tokenising import tokenised
 from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 
@@ -33,12 +33,14 @@ def shared(request, tmp_path):
     return folder
 
 
-def cache(source, folder):
-    return _tokens(source, DataConfig(source=source, cache_dir=str(folder)), ByteTokenizer(), SPEC, None)[0]
+def shard(source, folder):
+    data = DataConfig(source=source, cache_dir=str(folder))
+    (only,) = tokenised(source, data, ByteTokenizer(), SPEC, None).cache.shards
+    return only
 
 
 def text(source, folder):
-    return ByteTokenizer().decode(cache(source, folder).tokens.tolist())
+    return ByteTokenizer().decode(shard(source, folder).tokens.tolist())
 
 
 def plant(entry, folder):
@@ -54,7 +56,7 @@ def plant(entry, folder):
 
 
 def test_tokens_of_somebody_else_are_not_trained_on(source, shared, tmp_path):
-    planted = plant(cache(source, tmp_path / "private").path, shared)
+    planted = plant(shard(source, tmp_path / "private").path, shared)
     assert text(source, shared) == "what the user wrote"
     assert text(source, shared) == "what the user wrote"
     assert planted.exists()
@@ -63,7 +65,7 @@ def test_tokens_of_somebody_else_are_not_trained_on(source, shared, tmp_path):
 def test_nobody_else_may_change_what_is_kept_there(source, shared):
     before = os.umask(0)
     try:
-        kept = cache(source, shared).path
+        kept = shard(source, shared).path
     finally:
         os.umask(before)
     assert not kept.parent.stat().st_mode & 0o077
@@ -77,8 +79,8 @@ def test_a_folder_of_ours_that_somebody_else_has_made_first_is_one_line(source, 
     {"folder": own.mkdir, "link": lambda: own.symlink_to(tmp_path / "theirs")}[kind]()
     os.lchown(own, NOBODY, NOBODY)
     with pytest.raises(DataError, match=r"user-0 is not ours alone.*choose another data\.cache_dir"):
-        cache(source, shared)
+        shard(source, shared)
 
 
 def test_a_cache_directory_of_ones_own_is_used_as_it_is(source, tmp_path):
-    assert cache(source, tmp_path / "mine").path.parent == tmp_path / "mine"
+    assert shard(source, tmp_path / "mine").path.parent == tmp_path / "mine"

@@ -1,6 +1,7 @@
 """A chat template comes with somebody's tokenizer: no filter of it takes more time or memory than it may."""
 
 import gc
+import signal
 import sys
 from datetime import date
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_after_an_interrupt_the_answer_is_that_to_the_next_conversation(monkeypa
         interrupted.setattr(confined, "_receive", _interrupted)
         theirs.render(CHAT[1:])
     assert theirs.render(CHAT) == "hello"
+
+
+def test_ctrl_c_in_the_terminal_does_not_end_its_process():
+    theirs = template("{{ messages[0].content }}")
+    theirs.render(CHAT)
+    process = theirs._renderer._process
+    process.send_signal(signal.SIGINT)
+    assert theirs.render(CHAT) == "hello"
+    assert theirs._renderer._process is process
 
 
 def _interrupted(process, ends_at):

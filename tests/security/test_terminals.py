@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import subprocess
 
 import pytest
 from synthetic_run import FAILED, write_run
@@ -11,7 +12,7 @@ from synthetic_run import FAILED, write_run
 from llama_core.chain.console import say
 from llama_core.records.files import write_json
 from llama_core.records.job import Outcome
-from llama_core.redaction import one_line
+from llama_core.redaction import one_line, shell_word
 from training_infra import cli
 from training_infra.lines import for_standard_output
 
@@ -95,6 +96,24 @@ def test_a_step_of_the_chain_says_one_line():
         say("rank 0", HOSTILE)
     assert told.get().count("\n") == 1
     assert is_harmless(told.get())
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "it's", "\n", HOSTILE.replace(chr(0), ""), "\\n", "caf\udce9", "é 你好"]
+)
+def test_a_printed_command_is_harmless_and_a_shell_reads_the_name_from_it(name):
+    command = shell_word(name)
+    assert one_line(command) == command
+    read = subprocess.run(["bash", "-c", f"printf %s {command}"], capture_output=True, check=True).stdout
+    assert os.fsdecode(read) == name
+
+
+def test_the_command_that_continues_a_run_can_be_copied_whatever_its_name(run, capsys):
+    cli.main(["doctor", str(run.path)])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "training-infra train --run-dir" in line)
+    word = line.partition("--run-dir ")[2].partition(" --resume")[0]
+    read = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True).stdout
+    assert os.fsdecode(read) == str(run.path)
 
 
 def test_colours_are_left_out_and_other_scripts_kept():

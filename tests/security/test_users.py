@@ -105,7 +105,7 @@ def test_a_user_trains_stops_and_resumes_and_another_user_gets_one_line_and_chan
     outcome = read_json(run.outcome)
     assert outcome["status"] == "cancelled"
     again = "training-infra train --run-dir mine --resume"
-    assert told == f"mine: stopped after step {outcome['step']}; continue with: {again}\n"
+    assert told == f"mine: stopped after step {outcome['step']}, with a checkpoint of it; continue with: {again}\n"
     code, _, errors = user.infra("train", "--resume", "--run-dir=mine", f"--steps={outcome['step'] + 2}")
     assert (code, read_json(run.outcome)["status"]) == (0, "finished"), errors
     reading = [["doctor", str(run.path)], ["logs", str(run.path)], ["generate", str(run.path), "--prompt=x"]]

@@ -1,4 +1,3 @@
-import json
 import signal
 import subprocess
 import sys
@@ -72,7 +71,7 @@ def test_cancelling_a_running_job_lets_its_ranks_stop_cleanly(submit, run):
         job.worker(rank)
     outcome = job.handle.cancel()
     assert (outcome.status, outcome.reason) == ("cancelled", "stopped by a signal")
-    assert json.loads((run.path / "received.json").read_text())[-1] == signal.SIGTERM
+    assert read_json(run.path / "received.json")["signals"][-1] == signal.SIGTERM
     assert job.handle.record.job_id not in cluster.states()
 
 

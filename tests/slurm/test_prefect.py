@@ -26,7 +26,7 @@ SLURM = {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10, "opt
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
-    started = Serving(tmp_path_factory.mktemp("serving"))
+    started = Serving(tmp_path_factory.mktemp("serving"), PREFECT_LOGGING_LEVEL="INFO")  # the worker reports crashes
     yield started
     started.stop()
     for left in started.processes():
@@ -39,7 +39,7 @@ def serving(tmp_path_factory):
 def log(serving):
     """Show the last output of ``make serve`` beside a failure."""
     yield
-    sys.stdout.write(serving.log.read_text()[-8000:])
+    sys.stdout.write(serving.log_file.read_text()[-8000:])
 
 
 def request(seed, steps):
@@ -85,7 +85,7 @@ def test_a_job_survives_kills_of_prefect_and_is_never_submitted_twice(serving):
     with suspended(run):
         serving.kill("prefect.engine")
         assert serving.end(flow_run) == "Crashed"
-        until(lambda: "flow_runs.worker - Check whether" in serving.log.read_text())  # it reports a crash twice
+        until(lambda: "flow_runs.worker - Check whether" in serving.log_file.read_text())  # it reports a crash twice
         assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
         assert serving.followed(flow_run, times=2) == run
         serving.kill("worker")

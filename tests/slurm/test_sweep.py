@@ -68,13 +68,13 @@ def test_eight_queued_elements_of_one_array_all_appear_in_one_report(prepare, ca
     jobs = sweeps.submit(sweep)
     assert list(arrays(jobs).values()) == [8]
     sweeps.follow(sweep, jobs)
-    names = [element.name for element in read_record(sweep).elements]
-    said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("element")]
-    assert sorted(said) == sorted(f"{name}:" for name in names)
-    assert all(is_timed(sweep.run(name)) for name in names)
+    names = read_record(sweep).names.shown
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("element")]
+    assert sorted(line.removeprefix("element").split(":")[0].strip() for line in lines) == sorted(names.values())
+    assert all(is_timed(sweep.run(folder)) for folder in names)
     page = write_report(sweep).read_text()
     assert "8 of 8 timed" in page
-    assert all(name in page for name in names)
+    assert all(name in page for name in names.values())
     assert sweeps.submit(sweep) == []
 
 

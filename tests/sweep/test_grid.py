@@ -8,6 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.sweep.grid import LONGEST_NAME, SweepConfig
@@ -20,7 +21,7 @@ VALUES = {
     "data.validation_fraction": st.floats(0, 1, exclude_max=True),
     "parallel.microbatch_size": st.none() | st.integers(1, 64),
     "parallel.recompute": st.sampled_from(["none", "selective", "full"]),
-    "data.source": st.text(),
+    "data.source": st.text(min_size=1),
     "data.tokenizer": st.text(),
 }
 TEN_KEYS = [f"parallel.{key}" for key in ("tp", "pp", "cp", "ep", "gpus", "microbatch_size")] + [
@@ -113,6 +114,32 @@ def test_an_element_is_the_base_with_its_values():
     assert element.config(RunConfig.from_mapping(base)) == RunConfig.from_mapping(expected)
 
 
+def test_overrides_change_the_base_before_it_is_judged():
+    mapping = {"name": "x", "objective": "loss", "grid": {"training.learning_rate": [1e-3, 1e-4]}}
+    with pytest.raises(ConfigError, match="needs the length of training"):
+        SweepConfig.from_mapping(mapping)
+    longer = SweepConfig.from_mapping(mapping, ["training.steps=5", Override("data.source", "2024")])
+    assert (longer.base.training.steps, longer.base.data.source) == (5, "2024")
+    again = SweepConfig.from_mapping(longer.model_dump(), ["training.steps=7"])
+    assert (again.base.training.steps, again.base.data.source) == (7, "2024")
+
+
+def test_a_base_of_a_file_of_its_own_takes_overrides(tmp_path):
+    (tmp_path / "base.yaml").write_text("training: {seq_len: 64}\n")
+    (tmp_path / "sweep.yaml").write_text("name: x\nbase: base.yaml\ngrid: {parallel.microbatch_size: [1, 2]}\n")
+    training = SweepConfig.load(tmp_path / "sweep.yaml", ["training.steps=5"]).base.training
+    assert (training.seq_len, training.steps) == (64, 5)
+
+
+def test_an_override_of_a_key_of_the_grid_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        SweepConfig.from_mapping({"name": "x", "grid": {"training.seq_len": [32]}}, ["training.seq_len=64", "x"])
+    assert caught.value.problems == (
+        "override 'x' is not of the form section.key=value",
+        "training.seq_len is a key of the grid, which sets it in each element; change it there",
+    )
+
+
 def test_contradictory_values_make_only_their_element_impossible():
     good, bad = sweep({"training.batch_size": [4, 5]}, base={"parallel": {"microbatch_size": 2}}).elements()
     base = RunConfig.from_mapping({"parallel": {"microbatch_size": 2}})
@@ -152,6 +179,7 @@ def test_a_wrong_sweep_is_refused_with_the_reason(mapping, complaint):
     assert complaint in refusal(**mapping)
 
 
+DOMAINS = {name: {"path": f"{name}.jsonl", "weight": 1} for name in ("wiki", "code")}
 LENGTH = {"objective": "loss", "base": {"training": {"steps": 5, "batch_size": 4}}}
 
 
@@ -174,7 +202,19 @@ LENGTH = {"objective": "loss", "base": {"training": {"steps": 5, "batch_size": 4
             {"objective": "loss", "tokens": 9, "base": {"data": {"validation_fraction": 0.0}}},
             "objective=loss needs held-out documents",
         ),
-        ({"objective": "speed"}, "objective='speed'"),
+        ({"objective": "speed"}, "objective='speed': choose one of throughput, loss, eval_loss/NAME"),
+        (LENGTH | {"objective": "eval_loss/code"}, "the held-out documents have no names"),
+        (
+            {"objective": "eval_loss/cod", "base": {**LENGTH["base"], "data": {"sources": DOMAINS}}},
+            "objective=eval_loss/cod: choose one of eval_loss/code, eval_loss/wiki; did you mean 'code'?",
+        ),
+        (
+            {
+                "objective": "eval_loss/math",
+                "base": {**LENGTH["base"], "data": {"validation": {"wiki": "a", "code": "b"}}},
+            },
+            "objective=eval_loss/math: choose one of eval_loss/code, eval_loss/wiki",
+        ),
     ],
 )
 def test_a_grid_that_cannot_change_what_ranks_it_is_refused(mapping, complaint):

@@ -1,6 +1,7 @@
 """Results are kept, and a new one is judged against the earlier ones by the noise between them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -251,8 +252,10 @@ def test_a_damaged_part_is_left_out_with_a_warning(tmp_path, capsys):
 def test_a_history_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
     (tmp_path / "file").write_text("")
     check_folder(tmp_path / "new" / "history")
-    with pytest.raises(EnvironmentMismatchError, match="choose another --history"):
-        check_folder(tmp_path / "file" / "history")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    for folder in (tmp_path / "file" / "history", Path("/proc/history")):  # the second one is refused even to root
+        with pytest.raises(EnvironmentMismatchError, match="choose another --history"):
+            check_folder(folder)
 
 
 def test_work_is_the_same_whatever_is_learnt_and_wherever_it_is_tracked():

@@ -6,16 +6,27 @@ import subprocess
 import sys
 
 import pytest
+from step_record import record as step_record
 
 from llama_core.chain.runs import load_config
-from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError, TrainingFailedError
+from llama_core.errors import (
+    ConfigError,
+    EnvironmentMismatchError,
+    RunDirectoryError,
+    StoppedError,
+    TrainingFailedError,
+)
 from llama_core.records.files import read_json, write_json
+from llama_core.records.held_out import HeldOutRows
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.records.metrics import write_metrics_part
 from llama_core.sweep import steps as sweeps
+from llama_core.sweep.best import CHANCE
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record, unfinished
 from llama_core.sweep.grid import SweepConfig
+from llama_core.sweep.lock import unlock
 
 TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128, "vocab_size": 512}
 
@@ -74,7 +85,7 @@ def test_an_element_that_does_not_fit_is_skipped_with_the_arithmetic():
 def test_a_sweep_without_a_possible_element_is_refused_with_every_reason():
     with pytest.raises(ConfigError) as refused:
         sweeps.prepare(config({"parallel.microbatch_size": [3, 5]}))
-    assert [problem.split(":")[0] for problem in refused.value.problems] == ["microbatch_size=3", "microbatch_size=5"]
+    assert [problem.split(":")[0] for problem in refused.value.problems] == ["microbatch size 3", "microbatch size 5"]
 
 
 def test_each_sweep_has_its_own_directory():
@@ -124,10 +135,10 @@ def test_a_sweep_belongs_to_nobody_after_it_was_refused_or_has_run(tmp_path):
                 return False
             return True
 
+    (tmp_path / "sweep").mkdir()
     with pytest.raises(ConfigError):
         sweeps.prepare(config({"parallel.microbatch_size": [3]}), tmp_path / "sweep")
-    assert is_free()
-    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1]}), tmp_path / "sweep", resume=True)
+    sweep = sweeps.prepare(config({"parallel.microbatch_size": [1]}), tmp_path / "sweep")
     assert not is_free()
     nothing = SweepSteps(*[lambda *_: None] * 5, report=lambda sweep: sweep.report)
     run_sweep(sweep, nothing)
@@ -171,12 +182,13 @@ def rehearsed(sweep, capsys):
     """Rehearse, and return the element and the first word of each printed line."""
     capsys.readouterr()
     sweeps.rehearse(sweep)
-    return [re.fullmatch(r"dry-run +(\S+): (\w+).*", line).groups() for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    return [re.fullmatch(r"dry-run +([^:]+): (\w+).*", line).groups() for line in lines]
 
 
 def test_rehearsal_counts_the_bytes_of_every_element_once(capsys):
     sweep = sweeps.prepare(config())
-    assert rehearsed(sweep, capsys) == [("microbatch_size=1", "peak"), ("microbatch_size=2", "peak")]
+    assert rehearsed(sweep, capsys) == [("microbatch size 1", "peak"), ("microbatch size 2", "peak")]
     assert all(run.dry_run.exists() for run in unfinished(sweep))
     assert rehearsed(sweep, capsys) == []
 
@@ -185,10 +197,10 @@ def test_an_element_rehearsed_not_to_fit_is_skipped_and_rehearsed_again_on_resum
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}))
     run = sweep.run("microbatch_size=1")
     run.config.write_text(load_config(run).with_overrides("architecture.hidden_size=1073741824").to_yaml())
-    assert rehearsed(sweep, capsys)[0] == (run.name, "skipped")
+    assert rehearsed(sweep, capsys)[0] == ("microbatch size 1", "skipped")
     assert [run.name for run in unfinished(sweep)] == ["microbatch_size=2"]
     sweeps.prepare(read_record(sweep).sweep_config, sweep.path, resume=True)
-    assert [name for name, _ in rehearsed(sweep, capsys)] == [run.name]
+    assert [name for name, _ in rehearsed(sweep, capsys)] == ["microbatch size 1"]
 
 
 def test_a_machine_without_slurm_is_refused_before_anything_is_submitted(monkeypatch):
@@ -212,21 +224,95 @@ def test_the_fastest_element_is_named_at_the_end_with_how_far_ahead_it_is(second
     capsys.readouterr()
     sweeps.follow(sweep, [])
     assert capsys.readouterr().out == (
-        f"best      microbatch_size=4: 20 tokens/s, 4.2% more than the next, microbatch_size=2{noise}; "
+        f"best      microbatch size 4: 20 tokens/s, 4.2% more than the next (microbatch size 2){noise}; "
         "3 elements timed\n"
+        "next      The best microbatch size, 4, is the largest in the grid: try 8.\n"
     )
 
 
-def test_the_element_of_the_lowest_loss_is_named_at_the_end_with_how_far_ahead_it_is(capsys):
+def trained(rows):
+    """Return the summary of a run with these held-out losses of its rows; None of one that was not evaluated."""
+    held_out = None if rows is None else HeldOutRows.of(rows, [1] * len(rows))
+    loss = held_out.mean if held_out else None
+    return TrainingSummary(2, 64, 2.0, loss, 16, None, None, 0, 0, 1.0, eval_rows=held_out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lead"),
+    [
+        ([2.5, 3.5, 4.5], "0.2500 ± 0.0000 below the next (batch size 4)"),
+        ([2.75, 3.25, 4.5], "0.2500 ± 0.2887 below the next (batch size 4)" + CHANCE[False]),
+        ([3.5], "0.2500 below the next (batch size 4), of unknown spread"),
+    ],
+)
+def test_the_element_of_the_lowest_loss_is_named_at_the_end_with_how_far_ahead_it_is(rows, lead, capsys):
     sweep = sweeps.prepare(config({"training.batch_size": [4, 8, 16]}, objective="loss", launch={"launcher": "slurm"}))
-    for run, loss in zip(list(unfinished(sweep)), [2.5, 2.25, None], strict=True):
+    best = [2.25, 3.25, 4.25] if len(rows) > 1 else [3.25]
+    for run, of_run in zip(list(unfinished(sweep)), [rows, best, None], strict=True):
         end(run)
-        write_json(run.training, TrainingSummary(2, 64, 2.0, loss, 16, None, None, 0, 0, 1.0))
+        write_json(run.training, trained(of_run))
+    capsys.readouterr()
+    sweeps.follow(sweep, [])
+    mean = sum(best) / len(best)
+    assert capsys.readouterr().out == f"best      batch size 8: held-out loss {mean:.4f}, {lead}; 3 elements trained\n"
+
+
+def test_a_run_that_diverged_is_not_the_best_however_low_its_held_out_loss(capsys):
+    sweep = sweeps.prepare(config({"training.learning_rate": [1e-3, 0.1]}, objective="loss"))
+    for run, rows, last in zip(list(unfinished(sweep)), [[3.0, 4.0], [2.0, 3.0]], [4.0, 90.0], strict=True):
+        end(run)
+        write_json(run.training, trained(rows))
+        write_metrics_part(run, [step_record(step, loss=loss) for step, loss in ((1, 5.0), (2, last))])
     capsys.readouterr()
     sweeps.follow(sweep, [])
     assert capsys.readouterr().out == (
-        "best      batch_size=8: held-out loss 2.2500, 0.2500 below the next, batch_size=4; 3 elements trained\n"
+        "best      learning rate 0.001: held-out loss 3.5000, the only one to compare; 2 elements trained, "
+        "1 of them diverged\n"
     )
+
+
+def test_an_interrupted_sweep_names_the_best_of_what_has_a_result(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    sweep = sweeps.prepare(config({"training.batch_size": [4, 8]}, objective="loss"))
+    for run, rows in zip(list(unfinished(sweep)), [[3.0, 4.0], [2.0, 3.0]], strict=True):
+        end(run)
+        write_json(run.training, trained(rows))
+    monkeypatch.setattr(sweeps, "_run_here", interrupt)
+    with pytest.raises(StoppedError, match="stopped after all 2 elements were trained"):
+        sweeps.follow(sweep, [])
+    assert "best      batch size 8: held-out loss 2.5000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_sweep_that_cannot_start_leaves_nothing_behind_and_the_corrected_one_starts(existed, tmp_path, monkeypatch):
+    place = tmp_path / "results" / "sweep"
+    if existed:
+        place.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "file").write_text("")
+    steps = SweepSteps(sweeps.validate, *[lambda *_: None] * 4, report=lambda sweep: sweep.report)
+    grid = {"parallel.microbatch_size": [1]}
+    wrong = config(grid).model_copy(
+        update={"base": config(grid).base.with_overrides(f"benchmark.history={tmp_path / 'file' / 'history'}")}
+    )
+    with pytest.raises(EnvironmentMismatchError, match="choose another --history"):
+        run_sweep(sweeps.prepare(wrong, place), steps)
+    (tmp_path / "file").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    run_sweep(sweeps.prepare(config(grid), place), steps)
+    assert place.is_dir()
+
+
+def test_a_resumed_sweep_that_cannot_start_keeps_its_results(tmp_path):
+    grid = {"parallel.microbatch_size": [1]}
+    sweep = sweeps.prepare(config(grid), tmp_path / "sweep")
+    end(sweep.run("microbatch_size=1"))
+    unlock(sweep)
+    with pytest.raises(ConfigError):
+        sweeps.prepare(config({"parallel.microbatch_size": [3]}), sweep.path, resume=True)
+    assert sweep.run("microbatch_size=1").benchmark.exists()
 
 
 @pytest.mark.parametrize("objective", ["throughput", "loss"])
@@ -245,7 +331,7 @@ def test_a_sweep_whose_elements_all_failed_fails_with_every_reason():
     sweep = sweeps.prepare(config({"parallel.microbatch_size": [1, 2]}, launch={"launcher": "slurm"}))
     for run in list(unfinished(sweep)):
         end(run, "oom")
-    with pytest.raises(TrainingFailedError, match="microbatch_size=1: oom, it did; microbatch_size=2: oom"):
+    with pytest.raises(TrainingFailedError, match="microbatch size 1: oom, it did; microbatch size 2: oom"):
         sweeps.follow(sweep, [])
 
 

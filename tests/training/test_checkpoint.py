@@ -24,6 +24,7 @@ from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.checksums import file_sum
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
+from llama_core.records.retention import Retention
 from llama_core.training.checkpoint import Checkpointer, lacks_room
 from llama_core.training.engine import train_step
 from llama_core.training.reading import PlainReader
@@ -51,7 +52,7 @@ def trained(steps, seed=0):
 
 
 def save(run, *steps, keep=5):
-    checkpointer = Checkpointer(run, keep=keep, num_bytes=977 * 2**10)
+    checkpointer = Checkpointer(run, keep=Retention(keep), num_bytes=977 * 2**10)
     for step in steps:
         checkpointer.save(step, trained(step), {"tokens": 10 * step})
     checkpointer.finish()
@@ -64,14 +65,14 @@ def names(run):
 def test_a_checkpoint_loads_bit_for_bit(run):
     save(run, 3)
     loaded, expected = trained(0, seed=1), trained(3)
-    state = Checkpointer(run, keep=1).load(loaded)
+    state = Checkpointer(run, keep=Retention(1)).load(loaded)
     assert state == {"step": 3, "tokens": 30}
     assert_equal(loaded.model.state_dict(), expected.model.state_dict())
     assert_equal(loaded.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
 
 
 def test_training_while_a_checkpoint_is_written_does_not_change_it(run):
-    checkpointer = Checkpointer(run, keep=1)
+    checkpointer = Checkpointer(run, keep=Retention(1))
     engine = trained(2)
     checkpointer.save(2, engine, {})
     with torch.no_grad():
@@ -79,7 +80,7 @@ def test_training_while_a_checkpoint_is_written_does_not_change_it(run):
             parameter.zero_()
     checkpointer.finish()
     loaded = trained(0, seed=1)
-    Checkpointer(run, keep=1).load(loaded)
+    Checkpointer(run, keep=Retention(1)).load(loaded)
     assert_equal(loaded.model.state_dict(), trained(2).model.state_dict())
 
 
@@ -87,17 +88,35 @@ def test_a_deepspeed_checkpoint_is_not_mistaken_for_a_damaged_one(run):
     save(run, 1, 2)
     (run.checkpoints / "step-00000002" / "deepspeed.json").write_text("{}")
     with pytest.raises(PlanError, match=r"step-00000002 was written by DeepSpeed.*parallel.zero_backend=deepspeed"):
-        Checkpointer(run, keep=1).load(trained(0))
+        Checkpointer(run, keep=Retention(1)).load(trained(0))
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(run):
-    assert Checkpointer(run, keep=1).load(trained(0)) is None
+    assert Checkpointer(run, keep=Retention(1)).load(trained(0)) is None
 
 
 def test_only_the_newest_checkpoints_are_kept_and_latest_names_the_last(run):
     save(run, 1, 2, 3, 4, keep=2)
     assert names(run) == ["latest", "step-00000003", "step-00000004"]
     assert (run.checkpoints / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_process_killed_while_it_deletes_a_checkpoint_leaves_the_others_intact(run, monkeypatch):
+    save(run, 1, 2)
+
+    def killed(path):
+        next(path.glob("*.distcp")).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(run, 3, keep=1)
+    monkeypatch.undo()
+    left = records.list_checkpoints(run)
+    assert [path.name for path in left] == ["step-00000002", "step-00000003"]
+    assert [records.find_problem(path) for path in left] == ["", ""]
+    assert Checkpointer(run, keep=Retention(1)).load(trained(0))["step"] == 3
+    assert names(run) == ["latest", "step-00000002", "step-00000003"]
 
 
 def test_a_checkpoint_carries_the_configuration_of_its_run(run):
@@ -135,7 +154,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(run, caplog, damage):
     save(run, 1, 2)
     damage(run.checkpoints / "step-00000002")
     with caplog.at_level(logging.WARNING):
-        state = Checkpointer(run, keep=2).load(trained(0))
+        state = Checkpointer(run, keep=Retention(2)).load(trained(0))
     assert state["step"] == 1
     assert "step-00000002 is damaged" in caplog.text
     assert records.find_problem(run.checkpoints / "step-00000002")
@@ -151,7 +170,7 @@ def test_the_line_on_a_damaged_checkpoint_names_the_file_and_what_is_wrong_with_
     flip(run.checkpoints / "step-00000003" / "__0_0.distcp")
     truncate(run.checkpoints / "step-00000002" / "__0_0.distcp")
     with caplog.at_level(logging.WARNING):
-        Checkpointer(run, keep=2).load(trained(0))
+        Checkpointer(run, keep=Retention(2)).load(trained(0))
     first, second = said(caplog)
     assert re.fullmatch(
         r"checkpoint step-00000003 is damaged \(__0_0.distcp has the checksum [0-9a-f]{8}, but [0-9a-f]{8} was "
@@ -190,7 +209,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_line(run, caplog):
     (path / "manifest.json").unlink()
     (path / "index.jsonl").unlink()
     with caplog.at_level(logging.WARNING):
-        assert Checkpointer(run, keep=1).load(trained(0)) == {"step": 1, "tokens": 10}
+        assert Checkpointer(run, keep=Retention(1)).load(trained(0)) == {"step": 1, "tokens": 10}
     assert said(caplog) == [
         "checkpoint step-00000001 has no checksums, because an earlier version wrote it; only sizes were checked"
     ]
@@ -201,7 +220,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_line(run, caplog):
 def test_a_damaged_checkpoint_does_not_take_the_place_of_a_good_one(run):
     save(run, 10, 20)
     flip(run.checkpoints / "step-00000020" / "__0_0.distcp")
-    checkpointer, engine = Checkpointer(run, keep=2), trained(0)
+    checkpointer, engine = Checkpointer(run, keep=Retention(2)), trained(0)
     assert checkpointer.load(engine)["step"] == 10
     for step, kept in ((15, (10, 15, 20)), (30, (15, 30))):
         checkpointer.save(step, engine, {})
@@ -213,7 +232,7 @@ def ranks_and_a_damaged_shard(path):
     """Save two steps on each rank, damage a shard of the other rank in the second, and load."""
     run = RunDirectory(path)
     engine = native_engine(ParallelPlan(dp_shard=2, zero_stage=3), SPEC)
-    checkpointer = Checkpointer(run, keep=2)
+    checkpointer = Checkpointer(run, keep=Retention(2))
     for step in (1, 2):
         checkpointer.save(step, engine, {})
     checkpointer.finish()
@@ -223,7 +242,7 @@ def ranks_and_a_damaged_shard(path):
     wait_for_all()
     lines = io.StringIO()
     logging.basicConfig(stream=lines, format="%(message)s", force=True)
-    return Checkpointer(run, keep=2).load(engine)["step"], lines.getvalue()
+    return Checkpointer(run, keep=Retention(2)).load(engine)["step"], lines.getvalue()
 
 
 @pytest.mark.wide
@@ -238,7 +257,7 @@ def test_a_checkpoint_with_corrupt_metadata_is_skipped(run, caplog):
     save(run, 1, 2)
     file = run.checkpoints / "step-00000002" / ".metadata"
     file.write_bytes(b"\0" * file.stat().st_size)
-    assert Checkpointer(run, keep=2).load(trained(0))["step"] == 1
+    assert Checkpointer(run, keep=Retention(2)).load(trained(0))["step"] == 1
 
 
 def test_a_checkpoint_is_not_deleted_in_favour_of_a_later_damaged_one(run):
@@ -256,7 +275,7 @@ def test_a_run_without_a_readable_checkpoint_does_not_silently_start_over(run):
     (run.checkpoints / ".step-00000003.writing").mkdir()
     before = sorted(run.path.rglob("*"))
     with pytest.raises(CheckpointError) as caught:
-        Checkpointer(run, keep=1).load(trained(0))
+        Checkpointer(run, keep=Retention(1)).load(trained(0))
     assert re.fullmatch(
         rf"none of the 2 checkpoints in {run.checkpoints} can be read \(step-00000002: __0_0.distcp has the checksum "
         r".*; step-00000001: __0_0.distcp is missing\); restore one from a backup, or move them away to start over, "
@@ -269,7 +288,7 @@ def test_a_run_without_a_readable_checkpoint_does_not_silently_start_over(run):
 def test_a_half_written_checkpoint_is_removed(run):
     save(run, 1)
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / ".step-00000002.writing")
-    assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
+    assert Checkpointer(run, keep=Retention(1)).load(trained(0))["step"] == 1
     assert names(run) == ["latest", "step-00000001"]
 
 
@@ -344,7 +363,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_
         str(caught.value),
     )
     assert names(run) == ["latest", "step-00000001"]
-    assert Checkpointer(run, keep=1).load(trained(0))["step"] == 1
+    assert Checkpointer(run, keep=Retention(1)).load(trained(0))["step"] == 1
 
 
 @pytest.mark.wide
@@ -352,8 +371,8 @@ def test_a_process_killed_while_saving_leaves_the_earlier_checkpoints(run):
     """The process saves repeatedly and is killed in the middle of a save."""
     program = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
-        "from test_checkpoint import Checkpointer, RunDirectory, trained\n"
-        "checkpointer, engine = Checkpointer(RunDirectory(Path(sys.argv[1])), keep=2), trained(1)\n"
+        "from test_checkpoint import Checkpointer, Retention, RunDirectory, trained\n"
+        "checkpointer, engine = Checkpointer(RunDirectory(Path(sys.argv[1])), keep=Retention(2)), trained(1)\n"
         "for step in range(1, 10_000):\n"
         "    checkpointer.save(step, engine, {}); print(step, flush=True)\n"
     )
@@ -365,4 +384,4 @@ def test_a_process_killed_while_saving_leaves_the_earlier_checkpoints(run):
             process.kill()
             break
     process.wait()
-    assert Checkpointer(run, keep=2).load(trained(0))["step"] >= 3
+    assert Checkpointer(run, keep=Retention(2)).load(trained(0))["step"] >= 3

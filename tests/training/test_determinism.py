@@ -21,6 +21,7 @@ SETTINGS = {
     "a checkpoint after every step": {"training": {"checkpoint_every": 1, "keep_checkpoints": 1}},
     "a checkpoint after every third step": {"training": {"checkpoint_every": 3}},
     "checkpoints when they lose the least time": {"training": {"checkpoint_every": "auto"}},
+    "the best checkpoint kept": {"training": {"checkpoint_every": 2, "keep_best": 1}},
     "evaluation after every step": {"training": {"eval_every": 1}},
     "rollbacks that do not happen": {"training": {"on_bad_step": "rollback"}},
     "TensorBoard": {"tracking": {"tensorboard": True}},
@@ -44,7 +45,7 @@ def trained(path, plan=None, **sections):
         settings,
         replace(PLAN, **plan or {}),
         batches=Counting(),
-        validation=lambda: [batch(99)],
+        validation={"": lambda: [batch(99)]},
         total_steps=5,
     )
     trainer.fit()

@@ -1,15 +1,19 @@
+import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from step_record import record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llama_core.config.run import RunConfig
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
+from llama_core.records.evaluations import Score
+from llama_core.records.files import now, read_json
 from llama_core.records.measurements import StepRecord
-from llama_core.records.metrics import read_metrics
-from llama_core.training.metrics import MetricsSinks, ParquetSink, format_record
+from llama_core.records.metrics import read_metrics, set_aside
+from llama_core.training.metrics import HeartbeatSink, MetricsSinks, ParquetSink, format_record
+from llama_core.training.score_sinks import show_scores
 
 
 @pytest.fixture
@@ -19,17 +23,21 @@ def run(tmp_path):
     return run
 
 
-def write(run, steps, *, resumed_at=0, **tracking):
-    sinks = MetricsSinks.open(run, RunConfig.from_mapping({"tracking": tracking}), resumed_at=resumed_at)
+def config(**tracking):
+    return RunConfig.from_mapping({"tracking": tracking})
+
+
+def write(run, steps, *, resumed_at=0, named=(), **tracking):
+    sinks = MetricsSinks.open(run, config(**tracking), resumed_at=resumed_at)
     for step in steps:
-        sinks.write(record(step))
+        sinks.write(record(step, eval_losses={name: step + number for number, name in enumerate(named)}))
     sinks.close()
 
 
-def events(run):
+def events(run, tag="loss"):
     accumulator = EventAccumulator(str(run.logs / "tensorboard"))
     accumulator.Reload()
-    return [event.step for event in accumulator.Scalars("loss")]
+    return {event.step: event.value for event in accumulator.Scalars(tag)}
 
 
 def test_parquet_parts_are_written_as_they_fill_and_at_the_end(run):
@@ -42,6 +50,22 @@ def test_parquet_parts_are_written_as_they_fill_and_at_the_end(run):
     assert read_metrics(run).column("step").to_pylist() == [1, 2, 3, 4, 5]
 
 
+def test_the_call_of_pandas_in_the_docs_reads_the_parts_of_a_run_that_trains(tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path / "runs" / "mine")
+    run.create()
+    sinks = MetricsSinks(ParquetSink(run, part_size=2), HeartbeatSink(run))
+    for step in range(1, 6):
+        sinks.write(record(step))
+    (run.metrics / "part-00000.parquet").write_bytes(b"damaged")
+    read_metrics(run, sets_aside=True)
+    assert run.metrics_tail.exists()
+    assert set_aside(run)
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    (call,) = re.findall(r"pandas: `(.+?)`", page)
+    monkeypatch.chdir(tmp_path)
+    assert list(eval(call, {"read_parquet": pd.read_parquet}).step) == [3, 4]
+
+
 def test_the_heartbeat_is_the_newest_record(run):
     write(run, range(1, 4))
     assert StepRecord(**read_json(run.heartbeat)) == record(3)
@@ -50,7 +74,83 @@ def test_the_heartbeat_is_the_newest_record(run):
 def test_a_resumed_run_shows_each_step_once_in_tensorboard(run):
     write(run, range(1, 8))
     write(run, range(5, 10), resumed_at=4)
-    assert events(run) == list(range(1, 10))
+    assert list(events(run)) == list(range(1, 10))
+
+
+def test_each_named_held_out_loss_is_a_line_of_its_own_in_tensorboard(run):
+    write(run, (10, 20), named=("code", "wiki"))
+    assert events(run, "eval_loss/code") == {10: 10, 20: 20}
+    assert events(run, "eval_loss/wiki") == {10: 11, 20: 21}
+
+
+def test_each_named_held_out_loss_is_a_line_of_its_own_in_weights_and_biases(run, monkeypatch):
+    lines = {}
+
+    class Recorder:
+        def log(self, values, step):
+            lines[step] = {name: value for name, value in values.items() if name.startswith("eval_loss")}
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr("wandb.init", lambda **_: Recorder())
+    write(run, (10, 20), named=("code", "wiki"), wandb="offline", tensorboard=False)
+    assert lines == {
+        10: {"eval_loss/code": 10, "eval_loss/wiki": 11},
+        20: {"eval_loss/code": 20, "eval_loss/wiki": 21},
+    }
+
+
+@pytest.fixture
+def scores():
+    common = {
+        "standard_error": None,
+        "higher_is_better": True,
+        "examples": 9,
+        "version": "",
+        "settings": "",
+        "time": now(),
+    }
+    return [
+        Score(step=20, tokens=640, task="arc", metric=metric, value=0.5, **common) for metric in ("acc", "acc_norm")
+    ]
+
+
+def test_the_scores_of_a_checkpoint_are_lines_of_tensorboard_beside_those_of_the_steps(run, scores):
+    write(run, (10, 20))
+    show_scores(run, config(), scores, print)
+    accumulator = EventAccumulator(str(run.tensorboard / "evaluations")).Reload()
+    assert set(accumulator.Tags()["scalars"]) == {"evaluation/arc/acc", "evaluation/arc/acc_norm"}
+    assert [(event.step, event.value) for event in accumulator.Scalars("evaluation/arc/acc")] == [(20, 0.5)]
+    assert list(events(run)) == [10, 20]
+
+
+def test_the_scores_of_a_checkpoint_are_a_run_of_weights_and_biases_by_tokens(run, scores, monkeypatch):
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return lambda *values, **named: calls.append((name, values, named))
+
+    monkeypatch.setattr("wandb.init", lambda **given: calls.append(given["name"]) or Recorder())
+    show_scores(run, config(wandb="offline", tensorboard=False), scores, print)
+    logged = {"tokens": 640, "step": 20, "evaluation/arc/acc": 0.5, "evaluation/arc/acc_norm": 0.5}
+    assert calls == [
+        f"{run.name}-evaluations",
+        ("define_metric", ("evaluation/*",), {"step_metric": "tokens"}),
+        ("log", (logged,), {}),
+        ("finish", (), {}),
+    ]
+
+
+def test_a_service_that_fails_costs_a_line(run, scores, monkeypatch):
+    def refuse(**_):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    told = []
+    show_scores(run, config(wandb="online", tensorboard=False), scores, told.append)
+    assert told == ["Weights & Biases does not get the scores of step 20: ConnectionError: no network"]
 
 
 def test_weights_and_biases_works_offline_without_an_account(run, monkeypatch):
@@ -63,7 +163,6 @@ def test_weights_and_biases_works_offline_without_an_account(run, monkeypatch):
 
 
 @pytest.mark.root
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_ends_tensorboard_and_not_the_run(run, disk_of, caplog):
     run.tensorboard.symlink_to(disk_of("16k"))
     write(run, range(1, 100))

@@ -115,7 +115,7 @@ def test_what_mixtral_cannot_describe_is_not_exported(tmp_path, moe):
     run, other = RunDirectory(tmp_path / "run"), config(moe=MOE | moe)
     run.create()
     save_run(run, native_engine(ParallelPlan(), other.spec), other, 1)
-    with pytest.raises(WeightsError, match="cannot describe: it has experts in every layer"):
+    with pytest.raises(ConfigError, match=r"cannot describe .*: Mixtral has experts in every layer"):
         export_run(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -9,6 +9,7 @@ from width import wide
 
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
+from llama_core.records.retention import Retention
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import train_step
 
@@ -34,7 +35,7 @@ def steps(path, plan, spec, first, last):
     engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64)
     if first:
         engine.set_weights(undefined)
-    checkpointer = Checkpointer(RunDirectory(path), keep=2)
+    checkpointer = Checkpointer(RunDirectory(path), keep=Retention(2))
     state = checkpointer.load(engine)
     assert (state["step"] if state else 0) == first
     loaded = everything(engine)

@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -9,17 +10,22 @@ import pytest
 import torch
 from distributed import run_ranks
 from parity import native_engine
+from test_weights import save_folder
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_objective import MASKED
 from width import cases
 
 from llama_core.config.run import RunConfig
+from llama_core.config.settings import UNNAMED
 from llama_core.errors import DataError, NonFiniteError, StoppedError, WeightsError
 from llama_core.models.batch import Batch
 from llama_core.objectives.registry import OBJECTIVES
+from llama_core.parallel.ranks import is_first_rank
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory
+from llama_core.records.held_out import HeldOutRows
 from llama_core.records.metrics import read_metrics
 from llama_core.records.timelines import read_lanes
 from llama_core.training import saving
@@ -80,7 +86,16 @@ def config(strategy="standard", lora=None, moe=None, num_workers=None, **trainin
     )
 
 
-def trainer(run, steps=10, plan=None, validation=None, batches=None, should_stop=lambda: False, **training):
+def trainer(
+    run,
+    steps=10,
+    plan=None,
+    validation=None,
+    batches=None,
+    timed_batches=None,
+    should_stop=lambda: False,
+    **training,
+):
     settings = config(steps=steps, **training)
     run.config.write_text(settings.to_yaml())
     return Trainer(
@@ -88,7 +103,8 @@ def trainer(run, steps=10, plan=None, validation=None, batches=None, should_stop
         settings,
         plan or ParallelPlan(microbatch_size=BATCH_SIZE),
         batches=batches or Counting(),
-        validation=validation,
+        timed_batches=timed_batches,
+        validation={} if validation is None else {UNNAMED: validation},
         total_steps=steps,
         should_stop=should_stop,
     )
@@ -313,15 +329,17 @@ def test_gradients_are_clipped_to_their_global_norm():
 
 
 def test_an_untrained_model_has_the_loss_of_guessing():
-    loss, num_targets = alone().evaluate([batch(1), batch(2)])
-    assert loss / num_targets == pytest.approx(math.log(SPEC.vocab_size), rel=0.02)
-    assert num_targets == 2 * BATCH_SIZE * (SEQ_LEN - 1)
+    held_out = alone().evaluate([batch(1), batch(2)])
+    assert held_out.mean == pytest.approx(math.log(SPEC.vocab_size), rel=0.02)
+    assert held_out.counts == (SEQ_LEN - 1,) * 2 * BATCH_SIZE
 
 
 def test_the_held_out_loss_does_not_depend_on_how_it_is_batched():
     engine = alone()
     whole = engine.evaluate([batch(1)])
-    assert engine.evaluate(batch(1).split(1)) == (pytest.approx(whole[0], rel=1e-6), whole[1])
+    by_row = engine.evaluate(batch(1).split(1))
+    assert by_row.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert by_row.counts == whole.counts
 
 
 def test_bf16_trains_to_the_loss_of_fp32_within_its_rounding(tmp_path):
@@ -340,6 +358,70 @@ def test_evaluation_happens_when_due_and_after_the_last_step(run):
     assert [row["step"] for row in evaluated if row["eval_loss"] is not None] == [3, 6, 7]
     assert summary.eval_loss == evaluated[-1]["eval_loss"]
     assert summary.eval_tokens == int(batch(99).num_targets())
+
+
+LOSSES = {2: 5.0, 3: 1.0, 4: 2.0, 6: 3.0, 8: 4.0, 9: 6.0}
+"""A held-out loss after each step that is evaluated below: the lowest comes where no checkpoint is saved."""
+
+
+def with_losses(run, losses=LOSSES, **settings):
+    """Return a trainer whose held-out losses after each step are given."""
+    made = trainer(run, validation=lambda: [batch(99)], **settings)
+    made._evaluate = lambda: {UNNAMED: HeldOutRows((losses[made.step],), (1,))}
+    return made
+
+
+def steps_saved(run):
+    return [checkpoint_step(path) for path in list_checkpoints(run)]
+
+
+def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_resumed_after_it(run):
+    settings = {"steps": 9, "checkpoint_every": 2, "eval_every": 3, "keep_best": 1, "keep_checkpoints": 1}
+    first = with_losses(run, **settings)
+    first.should_stop = lambda: first.step == 5
+    with pytest.raises(StoppedError):
+        first.fit()
+    assert steps_saved(run) == [4, 5]
+    with_losses(run, **settings).fit()
+    assert steps_saved(run) == [4, 9]
+    evaluated = read_metrics(run).select(["step", "eval_loss"]).to_pylist()
+    assert {row["step"]: row["eval_loss"] for row in evaluated if row["eval_loss"] is not None} == LOSSES
+
+
+WITHOUT_A_LOWER_LOSS = "no lower held-out loss than 1.0000 of step 3 in 3 evaluations (training.patience=3)"
+IMPATIENT = {"steps": 20, "checkpoint_every": 2, "eval_every": 3, "keep_best": 1, "keep_checkpoints": 1}
+
+
+@pytest.mark.parametrize("stopped_after", [1, 4, 5, 7])
+def test_a_run_ends_early_once_patience_runs_out_however_often_it_is_resumed(run, stopped_after):
+    """After evaluations of steps 2, 3, 4, 6 and 8: the third since the lowest loss is that of step 8."""
+    first = with_losses(run, **IMPATIENT, patience=3)
+    first.should_stop = lambda: first.step == stopped_after
+    with pytest.raises(StoppedError):
+        first.fit()
+    second = with_losses(run, **IMPATIENT, patience=3)
+    summary = second.fit()
+    assert (summary.steps, summary.ended_early) == (8, WITHOUT_A_LOWER_LOSS)
+    assert steps_saved(run) == [4, 8]
+    assert f"ended early: {WITHOUT_A_LOWER_LOSS}" in summary.summary()
+    assert with_losses(run, **IMPATIENT, patience=3).is_over
+    assert not with_losses(run, **IMPATIENT, patience=4).is_over
+
+
+def test_a_run_that_has_used_up_its_patience_at_its_last_step_has_not_ended_early(run):
+    assert with_losses(run, **IMPATIENT | {"steps": 8}, patience=3).fit().ended_early == ""
+
+
+def ranks_with_other_losses(path):
+    run = RunDirectory(path)
+    losses = {step: float(step if is_first_rank() else 20 - step) for step in range(1, 11)}
+    plan = ParallelPlan(dp_shard=2, zero_stage=3, microbatch_size=BATCH_SIZE)
+    made = with_losses(run, losses, steps=10, eval_every=1, patience=2, plan=plan)
+    return made.fit().steps
+
+
+def test_ranks_that_know_other_losses_still_end_after_the_same_step(run):
+    assert run_ranks(2, ranks_with_other_losses, run.path) == [3, 3]
 
 
 def test_batches_without_what_the_objective_reads_are_refused_by_name(run, monkeypatch):
@@ -461,10 +543,15 @@ class Poisoned(Counting):
         return super().next_batch()
 
 
-def test_a_non_finite_step_is_skipped_and_the_run_continues(run):
+def poisoned(run, first, last, **settings):
     box = []
-    one = trainer(run, steps=6, batches=Poisoned(lambda: box[0], 3, 4), max_skipped_steps=2)
+    one = trainer(run, batches=Poisoned(lambda: box[0], first, last), **settings)
     box.append(one)
+    return one
+
+
+def test_a_non_finite_step_is_skipped_and_the_run_continues(run):
+    one = poisoned(run, 3, 4, steps=6, max_skipped_steps=2)
     one.fit()
     rows = read_metrics(run).to_pylist()
     assert [row["step"] for row in rows if row["skipped"]] == [3, 4]
@@ -472,14 +559,79 @@ def test_a_non_finite_step_is_skipped_and_the_run_continues(run):
 
 
 def test_too_many_non_finite_steps_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(run):
-    box = []
-    one = trainer(run, steps=20, batches=Poisoned(lambda: box[0], 7, 20), max_skipped_steps=2)
-    box.append(one)
     with pytest.raises(NonFiniteError, match=r"3 steps in a row, up to step 9; training\.max_skipped_steps=2"):
-        one.fit()
+        poisoned(run, 7, 20, steps=20, max_skipped_steps=2).fit()
     resumed = trainer(run, steps=20)
     assert resumed.step == 5
     assert all(torch.isfinite(tensor).all() for tensor in resumed.engine.model.state_dict().values())
+
+
+@pytest.mark.parametrize("stopped_after", [0, 1])
+def test_a_run_without_one_finite_step_does_not_finish_whatever_it_may_skip(run, stopped_after):
+    if stopped_after:
+        with pytest.raises(StoppedError):
+            poisoned(run, 1, 2, steps=2, max_skipped_steps=5, should_stop=lambda: True).fit()
+    with pytest.raises(NonFiniteError, match=r"not finite in any of the 2 steps, so nothing was trained"):
+        poisoned(run, 1, 2, steps=2, max_skipped_steps=5).fit()
+    assert not (run.checkpoints / "step-00000002").exists()
+
+
+def test_a_resumed_run_finishes_although_only_steps_before_were_finite(run):
+    with pytest.raises(StoppedError):
+        trainer(run, steps=2, should_stop=lambda: True).fit()
+    assert poisoned(run, 1, 2, steps=2).fit().steps == 2
+
+
+NOT_FINITE = "layers.1.attention.wo.weight"
+
+
+def make_not_finite(engine):
+    with torch.no_grad():
+        engine.model.get_parameter(NOT_FINITE)[3, 5] = math.nan
+
+
+@pytest.fixture
+def not_finite(tmp_path):
+    """A folder of weights, one of which has a NaN."""
+    engine = alone()
+    engine.initialize_weights(seed=1)
+    make_not_finite(engine)
+    return save_folder(tmp_path / "folder", engine.model)
+
+
+def words_about(folder):
+    file = rf"{folder}/model-0000\d-of-00002\.safetensors"
+    return f"before any update, because the weights are not finite: model.layers.1.self_attn.o_proj.weight in {file}$"
+
+
+@pytest.mark.parametrize("choices", [{}, {"strategy": "lora"}, {"on_bad_step": "rollback"}], ids=str)
+def test_a_first_loss_that_is_not_finite_names_the_weight_that_made_it_and_its_file(run, not_finite, choices):
+    with pytest.raises(NonFiniteError, match=words_about(not_finite)) as ended:
+        trainer(run, steps=2, init_from=str(not_finite), **choices).fit()
+    assert ended.value.next_action.startswith("start from other weights")
+    assert len(losses(run)) == 1
+
+
+def reason_on_a_rank(path, folder):
+    with pytest.raises(NonFiniteError) as ended:
+        plan = ParallelPlan(tp=2, microbatch_size=BATCH_SIZE)
+        trainer(RunDirectory(path), steps=2, plan=plan, init_from=str(folder)).fit()
+    return str(ended.value)
+
+
+def test_all_ranks_end_with_the_weight_of_the_rank_that_holds_it(run, not_finite):
+    first, second = run_ranks(2, reason_on_a_rank, run.path, not_finite)
+    assert first == second
+    assert re.search(words_about(not_finite), first)
+
+
+def test_weights_of_a_checkpoint_that_are_not_finite_are_named_when_it_is_resumed(run):
+    begun = trainer(run, steps=3, checkpoint_every=2)
+    begun.on_step = lambda record: make_not_finite(begun.engine) if record.step == 2 else None
+    begun.fit()
+    shutil.rmtree(run.checkpoints / "step-00000003")
+    with pytest.raises(NonFiniteError, match=f"not finite: {NOT_FINITE} of {run.checkpoints}/step-00000002$"):
+        trainer(run, steps=3).fit()
 
 
 def test_timed_steps_are_counted_after_warmup_and_leave_no_trace(run):
@@ -607,3 +759,26 @@ def test_resumed_adapters_keep_their_frozen_base_weights(run, tmp_path, begins_w
 def test_weights_missing_when_the_job_starts_are_one_line(run, tmp_path):
     with pytest.raises(WeightsError, match="does not exist; name a folder on this disk"):
         trainer(run, init_from=str(tmp_path / "gone"))
+
+
+def test_timed_steps_take_their_own_batches(run):
+    trained, timed = Counting(), Counting()
+    one = trainer(run, steps=2, batches=trained, timed_batches=timed)
+    one.fit()
+    one.benchmark("a device")
+    timing = one.config.benchmark
+    assert trained.state_dict() == {"taken": 2}
+    assert timed.state_dict() == {"taken": timing.warmup_steps + timing.steps}
+
+
+def test_an_evaluation_has_a_loss_for_each_name_and_one_over_all_their_tokens(run):
+    one = trainer(run, steps=2, eval_every=1)
+    one.validation = {"a": lambda: [batch(99)], "b": lambda: [batch(98), batch(97)]}
+    summary = one.fit()
+    rows = summary.named_eval_rows
+    assert {name: len(held_out.counts) for name, held_out in rows.items()} == {"a": BATCH_SIZE, "b": 2 * BATCH_SIZE}
+    total = sum(held_out.mean * held_out.count for held_out in rows.values())
+    assert summary.eval_loss == pytest.approx(total / summary.eval_tokens, rel=1e-12)
+    recorded = [dict(row) for row in read_metrics(run).column("eval_losses").to_pylist()]
+    assert [set(losses) for losses in recorded] == [{"a", "b"}, {"a", "b"}]
+    assert recorded[-1] == {name: held_out.mean for name, held_out in rows.items()}

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from threading import Event
 
 import pytest
+import sentencepiece
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
@@ -26,16 +27,16 @@ from llama_core.chain.export import export_run, only_one
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
-from llama_core.errors import CheckpointError, RunDirectoryError, WeightsError
-from llama_core.models.llama import Llama, build_llama
-from llama_core.models.lora import with_adapters
-from llama_core.models.peft import adapter_shapes
+from llama_core.data.tokenizer import load_tokenizer
+from llama_core.errors import CheckpointError, RunDirectoryError, TrainingInfraError, WeightsError
+from llama_core.models.llama import Llama, build_llama, with_adapters
 from llama_core.models.pretrained import resolve_pretrained
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import LAYOUT, write_manifest
+from llama_core.records.checkpoints import LAYOUT, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
+from llama_core.records.retention import Retention
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import build_engine, train_step
 from llama_core.training.index import INDEX
@@ -124,7 +125,7 @@ def fill_under_every_plan(folders):
 def save_run(run, engine, config, step):
     run.config.write_text(config.to_yaml())
     # given, not read from the file, which other ranks write
-    checkpointer = Checkpointer(run, keep=3, settings=config.to_yaml())
+    checkpointer = Checkpointer(run, keep=Retention(3), settings=config.to_yaml())
     checkpointer.save(step, engine, {})
     checkpointer.finish()
 
@@ -299,15 +300,15 @@ def test_many_small_files_hold_the_same_weights_as_one(run, tmp_path):
 
 
 def test_the_exported_folder_has_the_files_transformers_needs(run, tmp_path):
-    told = []
-    out = export_run(run, tmp_path / "out", tell=told.append)
+    out = export_run(run, tmp_path / "out")
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 257, "bos_token_id": 256}
-    assert "no tokenizer: the run trained on bytes, for which transformers has no tokenizer" in told
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -336,6 +337,29 @@ def test_the_tokenizer_of_a_run_is_exported_with_its_weights(folders, tmp_path, 
     assert loaded("ab")["input_ids"] == [2, 3]
     assert (loaded.bos_token, loaded.eos_token) == ("<s>", "</s>")
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 1, "bos_token_id": 0}
+
+
+@pytest.mark.parametrize("named", ["", "tokenizer.model"])
+def test_a_sentencepiece_model_is_exported_as_it_is(folders, tmp_path, named):
+    trainer = sentencepiece.SentencePieceTrainer
+    model = BytesIO()
+    trainer.train(
+        sentence_iterator=iter(["some words"]),
+        model_writer=model,
+        vocab_size=20,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    run = run_with(tmp_path, folders[TIED.model]["checkpoint"], tokenizer=str(tmp_path / named))
+    out = export_run(run, tmp_path / "out")
+    assert (out / "tokenizer.model").read_bytes() == model.getvalue()
+    assert not (out / "tokenizer.json").exists()
+    assert (
+        load_tokenizer(str(out)).decode(AutoTokenizer.from_pretrained(out)("some words")["input_ids"]) == "some words"
+    )
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 2, "bos_token_id": 1}
 
 
 @pytest.mark.parametrize(
@@ -368,6 +392,77 @@ def test_an_earlier_checkpoint_can_be_exported(folders, tmp_path):
         export_run(run, tmp_path / "3", step=3)
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A run with checkpoints of steps 1, 2 and 3, of which the second has the lowest held-out loss."""
+    run, engine = new_run(tmp_path_factory.mktemp("several") / "run", TIED), native_engine(ALONE, TIED.spec)
+    checkpointer = Checkpointer(run, keep=Retention(3))
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        train(engine, 1)
+        checkpointer.save(step, engine, {"eval_loss": loss})
+    checkpointer.finish()
+    return run
+
+
+def weights_of(run, *steps):
+    models = [filled(TIED.spec, run.checkpoints / checkpoint_name(step)) for step in steps]
+    return [{name: parameter.detach() for name, parameter in model.named_parameters()} for model in models]
+
+
+@pytest.mark.parametrize(("average", "steps"), [("last:3", (1, 2, 3)), ("last:2", (2, 3)), ("3,1", (1, 3))])
+def test_an_average_is_the_mean_of_the_weights_in_fp32(several, tmp_path, average, steps):
+    exported = filled(TIED.spec, export_run(several, tmp_path / "out", average=average))
+    averaged = weights_of(several, *steps)
+    for name, parameter in exported.named_parameters():
+        exact = torch.stack([weights[name].double() for weights in averaged]).mean(0)
+        torch.testing.assert_close(parameter.detach().double(), exact, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_an_average_in_16_bits_is_rounded_once(several, tmp_path):
+    exact = load_file(export_run(several, tmp_path / "exact", average="last:3") / "model.safetensors")
+    rounded = load_file(export_run(several, tmp_path / "out", average="last:3", dtype="bf16") / "model.safetensors")
+    assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in exact.items())
+
+
+def test_the_best_checkpoint_can_be_exported(several, tmp_path):
+    exported = filled(TIED.spec, export_run(several, tmp_path / "out", step="best"))
+    assert differing(exported, filled(TIED.spec, several.checkpoints / checkpoint_name(2))) == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "problem"),
+    [
+        ({"average": "last:4"}, r"average=last:4: .* has 3 checkpoints \(steps: 1, 2, 3\); give 1 or more"),
+        ({"average": "last:0"}, r"average=last:0: .* give 1 or more, but not more than there are"),
+        ({"average": "1,7"}, r"has no checkpoint of step 7; there are 1, 2, 3$"),
+        ({"average": "1,2,1"}, r"average=1,2,1 names a step twice; name each once$"),
+        ({"average": "newest"}, r"average=newest: give last:5 for the newest five checkpoints, or steps, as in 1000"),
+        ({"average": "last:2", "step": 1}, r"step=1 and average=last:2 choose other checkpoints; give one of them$"),
+    ],
+)
+def test_checkpoints_that_cannot_be_averaged_are_refused_in_one_line(several, tmp_path, choice, problem):
+    with pytest.raises(TrainingInfraError, match=problem) as caught:
+        export_run(several, tmp_path / "out", **choice)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_not_averaged(tmp_path):
+    run, engine = new_run(tmp_path / "run", TIED), native_engine(ALONE, TIED.spec)
+    save_run(run, engine, TIED, 1)
+    with torch.no_grad():
+        engine.model.tok_embeddings.weight[3, 4] = float("nan")
+    save_run(run, engine, TIED, 2)
+    with pytest.raises(WeightsError, match=r"tok_embeddings.weight of .*step-00000002 is not finite; average other"):
+        export_run(run, tmp_path / "out", average="last:2")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_was_not_evaluated_has_no_best_checkpoint(run, tmp_path):
+    with pytest.raises(RunDirectoryError, match=r"has no checkpoint with a held-out loss, so none is the best"):
+        export_run(run, tmp_path / "out", step="best")
+
+
 def test_a_folder_with_files_is_left_alone_and_an_empty_one_is_used(run, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
@@ -389,7 +484,7 @@ def test_of_two_exports_at_the_same_time_one_is_whole_and_the_other_is_refused(r
             second_has_begun.wait(60)
 
     def of_second(text):
-        if text.startswith("no tokenizer"):
+        if text.startswith("wrote"):
             second_has_begun.set()
             first_is_over.wait(60)
 
@@ -513,6 +608,10 @@ folder, more = Path(sys.argv[1]), int(sys.argv[2])
 spec = RunConfig.load(folder / "config.yaml").spec
 limit(more)
 write_hugging_face(folder / "checkpoint", spec, folder / "out", dtype="fp32", shard_bytes=20_000_000)
+(folder / "mean").mkdir()
+checkpoints = [folder / "checkpoint"] * 2
+limit(more + more // 3)
+write_hugging_face(checkpoints[0], spec, folder / "mean", dtype="fp32", others=checkpoints[1:], shard_bytes=20_000_000)
 limit(0)
 model = Llama(spec)
 limit(more)
@@ -522,7 +621,7 @@ Pretrained(spec, folder / "out").fill(model)
 
 @pytest.mark.wide
 def test_import_and_export_hold_only_a_few_weights_in_memory(tmp_path):
-    """The system limits the process to private memory for three of the 58 matrices."""
+    """The system limits the process to private memory for three of the 58 matrices, and for four where it averages."""
     sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
     config = RunConfig.from_mapping(
         {"model": "llama3_8b", "architecture": sizes | {"ffn_size": 640, "vocab_size": 640}}
@@ -537,7 +636,8 @@ def test_import_and_export_hold_only_a_few_weights_in_memory(tmp_path):
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed matrices leave no gaps
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert differing(filled(config.spec, tmp_path / "out"), model) == []
+    for folder in ("out", "mean"):
+        assert differing(filled(config.spec, tmp_path / folder), model) == []
 
 
 def with_deepspeed(sources, spec):
@@ -605,4 +705,4 @@ def test_one_process_reads_and_exports_a_checkpoint_of_two_deepspeed_ranks(tmp_p
         read = dict(filled(config.spec, source).named_parameters())
         for name, weight in weights.items():
             assert torch.equal(read[name], torch.from_numpy(weight)), name
-    assert weights.keys() == (set(adapter_shapes(config.spec)) or set(config.spec.parameter_shapes))
+    assert weights.keys() == (set(config.spec.adapter_shapes) or set(config.spec.parameter_shapes))

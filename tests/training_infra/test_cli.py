@@ -1,6 +1,7 @@
 """The command line as a user sees it: output and exit codes, and real processes where signals and pipes reach them."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -19,6 +20,7 @@ from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.models import model_names
 from llama_core.config.run import RunConfig, config_keys
+from llama_core.config.strict_yaml import parse_yaml
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
@@ -26,7 +28,7 @@ from llama_core.records.metrics import read_metrics
 from llama_core.training.rates import learning_rate
 from training_infra import cli
 from training_infra.commands.configuration import requested_config
-from training_infra.flags import FLAGS, LONG_NAMES
+from training_infra.flags import FLAGS
 
 FEW_PARAMETERS = [
     f"--set=architecture.{size}"
@@ -79,15 +81,16 @@ def only_run(path):
 
 
 def wait_for_a_step(path):
-    while not list(path.glob("runs/*/metrics/heartbeat.json")):
+    while not list(path.glob("runs/*/heartbeat.json")):
         time.sleep(0.05)
 
 
 COMMANDS = (
-    *("models", "estimate-memory", "dry-run", "validate-environment", "train", "benchmark", "profile", "sweep"),
-    *("logs", "cancel", "doctor", "report", "compare", "generate", "export-hf"),
+    *("models", "estimate-memory", "dry-run", "validate-environment", "tokenize", "train", "benchmark", "profile"),
+    *("sweep", "decay"),
+    *("logs", "cancel", "doctor", "report", "compare", "evaluate", "generate", "export-hf"),
 )
-OF_RUNS = COMMANDS[1:6]
+OF_RUNS = COMMANDS[1:7]
 """Commands that take the flags of a run."""
 
 
@@ -126,12 +129,50 @@ def test_the_examples_of_a_command_are_understood(told, command):
 
 def test_the_example_of_every_flag_is_a_valid_value():
     for flag in FLAGS:
-        strategy = ["strategy=lora"] if flag.key.startswith("lora.") else []
-        others = ["launch.launcher=slurm", "launch.nodes=1", "parallel.gpus=8", "training.batch_size=32", *strategy]
-        for value in filter(None, (flag.example, flag.constant)):
-            if not value.startswith("~"):
-                written = LONG_NAMES.get(value, value)
-                assert RunConfig.from_mapping({}, [*others, f"{flag.key}={written}"])
+        strategy = ["--strategy=lora"] if flag.key.startswith("lora.") else []
+        others = ["--launcher=slurm", "--nodes=1", "--gpus=8", "--batch-size=32", *strategy]
+        given = [flag.name] if flag.constant is not None else []
+        given += [f"{flag.name}={flag.example}"] if flag.example and not flag.example.startswith("~") else []
+        for one in given:
+            assert requested_config(cli.make_parser().parse_args(["train", *others, one]))
+
+
+AWKWARD = (
+    "2024",
+    "null",
+    "true",
+    "no",
+    "off",
+    "1e3",
+    "0x10",
+    "010",
+    "~x",
+    "float16",
+    "a#b",
+    "[x]",
+    "{x}",
+    "a: b",
+    "*a",
+)
+AWKWARD += ("&a", "@a", "%a", "!a", "|", ">", "?", "'a", '"a', " a", "a ", "a\nb", "a=b", "2026-01-31", "<<")
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_the_value_of_a_flag_whose_key_is_text_is_that_text(text):
+    flags = {"--data": "source", "--validation-data": "validation", "--tokenizer": "tokenizer"}
+    config = requested_config(
+        cli.make_parser().parse_args(["train", f"--init-from={text}", *(f"{flag}={text}" for flag in flags)])
+    )
+    assert {getattr(config.data, key) for key in flags.values()} == {config.training.init_from} == {text}
+    assert RunConfig.from_mapping(parse_yaml(config.to_yaml(), "recorded")) == config
+
+
+def test_the_value_of_a_flag_whose_key_is_a_number_or_a_choice_has_that_type():
+    given = ["--steps=010", "--learning-rate=1e-4", "--zero-stage=3", "--checkpoint-every=auto", "--wandb=off"]
+    config = requested_config(cli.make_parser().parse_args(["train", *given, "--time=1:30", "--launcher=slurm"]))
+    training = config.training
+    assert (training.steps, training.learning_rate, training.checkpoint_every) == (10, 1e-4, "auto")
+    assert (config.parallel.zero_stage, config.tracking.wandb, config.launch.slurm.time_limit_min) == (3, "off", 2)
 
 
 @pytest.mark.parametrize("command", OF_RUNS)
@@ -154,7 +195,7 @@ def test_help_on_a_group_or_on_a_part_of_a_name_has_only_that(told):
     assert "8 microbatches have 1 sequence each" in " ".join(page.split())
     assert "none, selective, full, or adaptive" in " ".join(told("train", "--help", "recompute").split())
     assert told("train", "--help", "foo") == (
-        "error: no flag or key is called 'foo'; groups: model, data, training, parallel, launch, tracking\n"
+        "error: no flag or key is called 'foo'; groups: model, data, training, parallel, launch, tracking, evaluation\n"
     )
 
 
@@ -313,6 +354,13 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["error: unrecognized arguments: --batchsize 3; did you mean '--batch-size' or '--microbatch-size'?"],
         ),
         (["trian"], ["error: argument COMMAND: invalid choice: 'trian'"]),
+        (["dpo"], ["error: dpo is no command; `training-infra train --objective dpo"]),
+        (["train", "--best"], ["error: unrecognized arguments: --best; --step best of generate and export-hf takes"]),
+        (
+            ["generate", "runs/x", "--prompt", "a", "--best"],
+            ["error: unrecognized arguments: --best; --step best of generate and export-hf takes"],
+        ),
+        (["train", "--optimizer", "lion"], ["error: training.optimizer='lion': choose one of adamw, muon"]),
         (["train", "--data", "no.jsonl", "--device", "cpu"], ["error: data source 'no.jsonl' does not exist"]),
         (
             ["train", "--gpus", "3", "--tensor-parallel", "3", "--device", "cpu"],
@@ -323,13 +371,27 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["train", "--partition", "gpu"],
             ["error: --partition is for Slurm jobs, and this run stays on this machine; add --launcher slurm"],
         ),
-        (["train", "--data", ""], ["error: data.source= has no value; write one, or null for the default"]),
+        (
+            ["train", "--data", "no.jsonl", "nowhere", "--device", "cpu"],
+            ["error: data source 'no.jsonl' does not exist"],
+        ),
+        (["train", "--data", "sample", "--data", "a"], ["error: data.source=['sample', 'a']: 'sample' cannot be"]),
+        (
+            ["train", "--strategy", "dpo"],
+            ["error: strategy='dpo': a strategy says which weights are trained (standard, lora, moe, hybrid); "],
+        ),
+        (["train", "--data", ""], ["error: --data has no value; write one, or leave the flag out for the default"]),
+        (
+            ["train", "--data", "a", ""],
+            ["error: --data has no value; write one, or leave the flag out for the default"],
+        ),
         (["train", "--config", "no.yaml"], ["error: cannot read configuration 'no.yaml'"]),
         (
             ["train", "--strategy", "moe", "--set", "moe.num_experts=1"],
             ["error: experts_per_token=2 is not between 1 and num_experts=1"],
         ),
         (["train", "--resume", "--run-dir", "nowhere"], ["error: nowhere holds no run to continue (no config.yaml)"]),
+        (["train", "--allow-data-change"], ["error: --allow-data-change is for a run on a mixture (data.sources)"]),
         (["--debugg", "models"], ["error: unrecognized arguments: --debugg; did you mean '--debug'?"]),
         (["train", "--set", "training=5"], ["error: training=5: this is a section of keys, not a value"]),
         (
@@ -340,6 +402,11 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
         (["train", "--init-from", "nowhere", "--device", "cpu"], ["error: training.init_from="]),
         (["dry-run", "--init-from", "nowhere"], ["error: training.init_from="]),
         (["export-hf", "nowhere", "--out", "there"], ["error: nowhere holds no run"]),
+        (
+            ["export-hf", "there", "--out", "o", "--step", "bst"],
+            ["error: argument --step: 'bst' is neither a step nor"],
+        ),
+        (["decay", "nowhere", "--steps", "5", "--out", "there"], ["error: nowhere holds no run"]),
         (["export-hf", "nowhere"], ["error: the following arguments are required: --out"]),
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
@@ -392,6 +459,29 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert [(one.step, one.compared, one.problem) for one in found.checkpoints] == [(6, "checksums", "")]
 
 
+def test_a_run_of_some_minutes_chooses_its_steps_and_ends_with_what_it_has_learnt(shell):
+    given = ("training.minutes=0.01", "training.warmup_steps=4", "tracking.prompts=[import , def]")
+    ended = shell("train", *SMALL, *(f"--set={one}" for one in given))
+    assert ended.returncode == 0, ended.stderr
+    run = only_run(shell.path)
+    chosen = read_json(run.length)["num_steps"]
+    assert chosen >= 4
+    assert f"length    {chosen:,} steps fit into 0.6 s (training.minutes): a step takes " in ended.stdout
+    rates = read_metrics(run).column("learning_rate").to_pylist()
+    settings = RunConfig.load(run.config).training
+    assert rates == [learning_rate(step, settings, chosen) for step in range(1, chosen + 1)]
+    assert read_metrics(run).column("eval_loss").null_count == chosen - 1  # only after the last step
+    page = run.report.read_text()
+    texts = [sample["text"] for sample in read_json(run.samples)["samples"]]
+    assert len(texts) == 2
+    assert "What it has learnt" in page
+    assert "<strong>import</strong>" in page
+    assert f"next      training-infra train --resume --run-dir runs/{run.name} --steps {2 * chosen} " in ended.stdout
+    assert f"{read_json(run.expected)['flops_per_second'] / 1e12:.2f} TFLOP/s" in page
+    again = shell("train", "--resume", f"--run-dir=runs/{run.name}")
+    assert f"runs/{run.name}: already finished" in again.stdout
+
+
 @pytest.mark.wide
 def test_train_json_prints_one_record_of_everything(shell):
     ended = shell("train", *SMALL, "--steps", "2", "--json")
@@ -399,7 +489,7 @@ def test_train_json_prints_one_record_of_everything(shell):
     assert record["outcome"]["status"] == "finished"
     assert record["training"]["steps"] == 2
     steps = ("plan", "data", "environment", "estimate", "dry_run", "training", "benchmark", "outcome")
-    assert set(record) == {"run_dir", "goodput", *steps}
+    assert set(record) == {"run_dir", "expected", "goodput", *steps}
     assert sum(record["goodput"]["parts"].values()) == pytest.approx(record["goodput"]["seconds"])
 
 
@@ -426,6 +516,88 @@ def test_data_without_a_document_is_one_line_and_nothing_is_written(shell):
     assert [path.name for path in shell.path.iterdir()] == ["empty.jsonl"]
     assert ended.stderr.startswith("error: no document to train on: unusable lines (1 empty)")
     assert "empty.jsonl:1" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "source"),
+    [
+        (["--data", "wiki"], "wiki"),
+        (["--data", "wiki", "co de", "2026"], ("wiki", "co de", "2026")),
+        (["--data", "wiki", "--data", "code", "papers"], ("wiki", "code", "papers")),
+        (["--data=wiki", "--steps", "3", "--data=co: de"], ("wiki", "co: de")),
+        (["--data", "wiki", "caf\udce9"], ("wiki", "caf\udce9")),
+        (["--data", "caf\udce9"], "caf\udce9"),
+        (["--data", "*.jsonl"], "*.jsonl"),
+        (
+            ["--data", "[ab]/?.json", "**/#1: 'x', \"y\" \\z\t🦙\x7f.md"],
+            ("[ab]/?.json", "**/#1: 'x', \"y\" \\z\t🦙\x7f.md"),
+        ),
+        (["--data", f"{'long words ' * 30}.txt"], f"{'long words ' * 30}.txt"),
+    ],
+)
+def test_data_takes_several_paths_and_may_be_repeated(flags, source):
+    options = cli.make_parser().parse_args(
+        ["train", *flags, *(flag.replace("--data", "--validation-data") for flag in flags)]
+    )
+    data = requested_config(options).data
+    assert (data.source, data.validation) == (source, source)
+
+
+def test_a_dry_run_says_what_is_read_of_several_files_and_what_is_left_out(shell):
+    (shell.path / "in").mkdir()
+    chats = [{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]}] * 9
+    (shell.path / "in" / "chats.json").write_text(json.dumps(chats))
+    (shell.path / "in" / "table.csv").write_text("a,b")
+    (shell.path / "more.jsonl").write_text('{"text": "a text"}\n')
+    ended = shell("train", *SMALL, "--data", "in", "m*.jsonl", "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    notes = [line for line in ended.stdout.splitlines() if line.startswith("note: in, m*.jsonl: ")]
+    assert [note.removeprefix("note: in, m*.jsonl: ") for note in notes] == [
+        "left out 1 file of an unknown kind (table.csv)",
+        "recognised by their fields: 1 texts ('text'), 9 ShareGPT conversations ('conversations' with 'from' and "
+        "'value'; where given, 'system' and 'tools')",
+    ]
+
+
+@pytest.mark.wide
+def test_a_run_trains_on_several_paths_from_anywhere(shell, monkeypatch):
+    for name in ("wiki", "code"):
+        lines = [json.dumps({"text": f"{name} {number} " * 20}) for number in range(30)]
+        (shell.path / f"{name}.jsonl").write_text("\n".join(lines))
+    ended = process("train", *SMALL, "--steps", "2", "--data", "wiki.jsonl", "--data", "co*.jsonl", "--run-dir", "run")
+    assert ended.returncode == 0, ended.stderr
+    record = read_json(RunDirectory(shell.path / "run").data)
+    assert record["num_documents"] + record["num_validation_documents"] == 60
+    monkeypatch.chdir("/")
+    again = process("train", "--resume", "--run-dir", str(shell.path / "run"), "--steps", "3")
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.fixture
+def not_utf8(shell):
+    """A folder of texts whose name is not UTF-8."""
+    folder = shell.path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_text("\n".join(json.dumps({"text": f"{name} {number} " * 20}) for number in range(60)))
+    return folder
+
+
+@pytest.mark.wide
+def test_data_in_a_folder_whose_name_is_not_utf8_are_trained_on_and_reported(not_utf8):
+    run = not_utf8.parent / "run"
+    flags = [*SMALL, "--steps", "2", "--data", "a.jsonl", str(not_utf8 / "b.jsonl"), "--run-dir", str(run)]
+    environment = os.environ | {"LC_ALL": "C"}
+    ended = subprocess.run(command("train", *flags), capture_output=True, cwd=not_utf8, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr.decode(errors="replace")
+    assert "caf\\udce9/a.jsonl" in (run / "report.html").read_text()
+
+
+def test_a_run_directory_whose_name_is_not_utf8_is_refused_before_it_is_made(shell, not_utf8):
+    ended = shell("train", *SMALL, "--steps", "2", "--run-dir", str(not_utf8 / "run"))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: run directory '{shell.path}/caf\\udce9/run' has a name that is not UTF-8")
+    assert not (not_utf8 / "run").exists()
 
 
 @pytest.mark.wide
@@ -479,7 +651,7 @@ def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_conti
     outcome = read_outcome(run)
     assert process.returncode == 130
     assert errors == (
-        f"error: stopped after step {outcome.step}; continue with: "
+        f"stopped after step {outcome.step}, with a checkpoint of it; continue with: "
         f"training-infra train --run-dir runs/{run.name} --resume\n"
     )
     assert (outcome.status, output.splitlines()[-1].split()[0]) == ("cancelled", "report")
@@ -572,7 +744,6 @@ def test_weights_are_exported_to_a_folder_and_loaded_again(shell):
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.splitlines() == [
         "export    first/checkpoints/step-00000002 in fp32",
-        "export    no tokenizer: the run trained on bytes, for which transformers has no tokenizer",
         "export    wrote model.safetensors",
         "export    hub",
     ]
@@ -596,7 +767,7 @@ def test_adapters_are_exported_alone_or_merged_and_loaded_only_with_their_settin
         exported = shell("export-hf", "first", *option)
         assert exported.returncode == 0, exported.stderr
         told = [line.removeprefix("export    ") for line in exported.stdout.splitlines()]
-        assert (told[0], told[2:]) == (f"{checkpoint} in fp32", written)
+        assert (told[0], told[1:]) == (f"{checkpoint} in fp32", written)
     refused = shell("train", *SMALL, *lora, "--lora-rank=8", "--run-dir=second", "--init-from=first")
     assert refused.returncode == 2
     assert refused.stderr == (

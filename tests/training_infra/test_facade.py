@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import training_infra
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, RunDirectoryError, StoppedError
@@ -35,6 +36,7 @@ def test_every_exported_name_of_a_package_exists(package):
     module = __import__(package, fromlist=["__all__"])
     assert set(module.__all__) == set(module._HOMES)
     assert all(getattr(module, name) is not None for name in module.__all__)
+    assert set(dir(module)) > set(module.__all__)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,9 @@ SPELLINGS = {
     "continue with: training-infra train --run-dir runs/x --resume": (
         "continue with: launch_training(..., run_dir='runs/x', resume=True)"
     ),
+    "continue with: training-infra train --run-dir 'my runs/x' --resume": (
+        "continue with: launch_training(..., run_dir='my runs/x', resume=True)"
+    ),
     "install with pip install --editable .": "install with pip install --editable .",
 }
 
@@ -204,6 +209,20 @@ def test_a_model_and_a_configuration_that_disagree_are_refused():
     model = create_llama_7b_parallel(tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 of the model, but 4 in distributed_config"):
         create_distributed_trainer(model, distributed_config=ConfigurationFactory.create_tensor_parallel_config(4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"model": torch.nn.Linear(3, 3)}, "model is a 'Linear'; make one with ParallelLlama"),
+        ({"model": "tiny_llama3_50m"}, "model is a 'str'; make one with ParallelLlama"),
+        ({"config": {"batch_size": 4}}, "config is a 'dict'; make it with TrainingConfig"),
+        ({"distributed_config": {"tp": 2}}, "distributed_config is a 'dict'; make it with a method of Configuration"),
+    ],
+)
+def test_a_trainer_of_something_else_is_refused_by_name(wrong, problem):
+    with pytest.raises(ConfigError, match=problem):
+        create_distributed_trainer(**({"model": create_tiny_llama3_parallel()} | wrong))
 
 
 def test_an_adaptive_trainer_searches_open_settings_and_a_standard_one_fixes_them():

@@ -1,11 +1,16 @@
 """Fine-tuning as a user does it, from a Hugging Face folder to exports that PEFT and transformers load."""
 
 import json
+import math
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,8 +19,7 @@ from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_core.config.run import RunConfig
-from llama_core.models.llama import Llama
-from llama_core.models.lora import with_adapters
+from llama_core.models.llama import Llama, with_adapters
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
@@ -55,6 +59,14 @@ def folder(tmp_path_factory):
             asked = {"role": "user", "content": f"{number} + 1?"}
             file.write(json.dumps({"messages": [asked, {"role": "assistant", "content": str(number + 1)}]}) + "\n")
     return path
+
+
+def write_pairs(path):
+    """Write 24 pairs, each of which prefers the sum."""
+    with path.open("w") as file:
+        for number in range(24):
+            pair = {"prompt": f"{number} + 1?", "chosen": str(number + 1), "rejected": "Hard to say."}
+            file.write(json.dumps(pair) + "\n")
 
 
 def command(*arguments):
@@ -133,6 +145,27 @@ def test_exports_compute_the_trained_logits_in_peft_and_transformers(tuned, fold
         for theirs in (PeftModel.from_pretrained(base, folder / "adapters").eval(), merged):
             torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-4)
     assert (ours - untuned).abs().max() > 0.01
+
+
+def test_the_commands_from_a_base_to_a_tuned_model_do_what_the_page_says(folder):
+    page = Path(__file__).parents[2] / "docs" / "finetuning.md"
+    (block,) = re.findall(r"## From a base to a tuned model\n.*?```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    sizes = ["--steps=4", "--seq-len=128", "--batch-size=4", "--device=cpu", "--set=training.checkpoint_every=2"]
+    write_pairs(folder / "pairs.jsonl")
+    shutil.copy(folder / "chats.jsonl", folder / "held-out-chats.jsonl")
+    said = []
+    for line in block.strip().splitlines():
+        words = shlex.split(line.replace("~/Llama-3.2-1B", "base").replace("~/", ""))[1:]
+        more = {"train": sizes, "evaluate": ["--device=cpu"], "generate": ["--max-new-tokens=4"]}.get(words[0], [])
+        done = shell(folder, *words, *more)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    _, preferences, losses, _, _ = said
+    assert "24 pairs" in preferences
+    assert [line.split("  ")[:2] for line in losses.splitlines()] == [["step 2", "chats"], ["step 4", "chats"]]
+    steps = read_metrics(RunDirectory(folder / "runs" / "dpo"))
+    assert steps.column("loss")[0].as_py() == pytest.approx(math.log(2), abs=1e-3), "of equal rewards"
+    LlamaForCausalLM.from_pretrained(folder / "my-llama")
 
 
 def test_adapters_save_the_estimated_memory(folder):

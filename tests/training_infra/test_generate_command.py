@@ -1,5 +1,8 @@
 """``training-infra generate`` as a user meets it."""
 
+import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -48,13 +51,15 @@ def test_a_seed_repeats_a_text(shell):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["mine", "--prompt="], "error: the prompt is empty; give some text to continue"),
+        (["mine", "--prompt="], "error: the prompt is empty; give some text"),
         (
             ["mine", "--prompt=a", "--top-p=2", "--temperature=1"],
             "error: top_p=2: use a probability above 0 and up to 1",
         ),
         (["nowhere", "--prompt=a"], "error: nowhere is no folder here; name a run's directory, or a folder of Hugging"),
-        (["mine"], "error: the following arguments are required: --prompt"),
+        (["mine"], "error: nothing to continue; give a text with --prompt, or converse with --chat"),
+        (["mine", "--prompt=a", "--system=b"], "error: --system has no effect without --chat"),
+        (["mine", "--chat"], "error: mine/checkpoints/step-00000002 has no chat template"),
     ],
 )
 def test_a_wrong_request_is_one_line(shell, arguments, line):
@@ -62,3 +67,50 @@ def test_a_wrong_request_is_one_line(shell, arguments, line):
     assert ended.returncode == 2
     assert ended.stderr.startswith(line)
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def chatting(shell, tmp_path_factory):
+    """A run on conversations, whose model has learnt next to nothing and hardly ends an answer."""
+    folder = tmp_path_factory.mktemp("chat")
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 9}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (folder / "template").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    settings = (f"data.source={folder / 'chats.jsonl'}", f"data.chat_template={folder / 'template'}")
+    sizes = ("architecture.max_context=4096", "data.validation_fraction=0")
+    flags = [f"--set={setting}" for setting in (*settings, *sizes)]
+    trained = shell("train", *SMALL, *flags, "--steps=2", f"--run-dir={folder / 'run'}")
+    assert trained.returncode == 0, trained.stderr
+    return folder / "run"
+
+
+def test_lines_of_standard_input_are_turns_with_a_system_prompt_before_them(shell, chatting):
+    asked = ["generate", str(chatting), "--chat", "--max-new-tokens=1", "--device=cpu"]
+    answered = shell(*asked, "--system=Be brief.", input=b"one\ntwo\n")
+    assert answered.returncode == 0, answered.stderr
+    assert answered.stderr.count(b"\n") == 1
+    assert len(answered.stdout.splitlines()) >= 2
+
+
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(chatting):
+    command = [sys.executable, "-m", "training_infra.cli", "generate", str(chatting), "--chat", "--device=cpu"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(command[0], [*command, "--max-new-tokens=4000"])
+    shown = read_up_to(terminal, b"> ")
+    os.write(terminal, b"q\n")
+    shown += read_up_to(terminal, b"q\r\n") + os.read(terminal, 1)
+    os.write(terminal, b"\x03")
+    shown += read_up_to(terminal, b"\n> ")
+    os.write(terminal, b"\x04")
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert b"Traceback" not in shown
+
+
+def read_up_to(terminal, mark):
+    shown = b""
+    while mark not in shown:
+        shown += os.read(terminal, 1)
+    return shown

@@ -1,4 +1,4 @@
-"""The fewest GPUs that can train each model, as listed and as shown in the README."""
+"""The fewest GPUs that can train each model, as listed and as shown in docs/models.md."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from llama_core.planning.search.auto import search
 from llama_core.planning.search.leanest import NothingFitsError, least_devices
 from training_infra.cli import main
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 H100 = gpu_spec("h100")
 MODELS = [("llama2_7b", "standard"), ("llama2_13b", "standard"), ("llama3_70b", "lora")]
 
@@ -43,7 +43,7 @@ def test_a_model_that_fits_one_device_needs_one():
 
 def test_the_readmes_table_is_the_computed_one(capsys):
     assert main(["models", "--markdown"]) == 0
-    assert capsys.readouterr().out in README.read_text(), "training-infra models --markdown makes the README's table"
+    assert capsys.readouterr().out in PAGE.read_text(), "training-infra models --markdown makes the page's table"
 
 
 def test_no_model_needs_more_of_a_larger_device(capsys):

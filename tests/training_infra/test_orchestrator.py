@@ -1,3 +1,9 @@
+import inspect
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -89,6 +95,8 @@ LOADERS = {
     "mappings": [{"input_ids": one} for one in batches()],
     "labelled": [{"input_ids": one, "labels": one.clone()} for one in batches()],
     "masked": [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in batches()],
+    "lists": [{"input_ids": one.tolist(), "labels": one.tolist()} for one in batches()],
+    "numpy": [one.numpy().astype("uint16") for one in batches()],
     "loader": DataLoader(TensorDataset(tokens()[:, :-1], tokens()[:, 1:]), batch_size=4),
 }
 
@@ -146,29 +154,67 @@ def test_training_without_a_loader_is_a_job_on_the_sample():
     assert RunDirectory(one.run_dir).job.exists()
 
 
-def test_an_interrupted_run_continues_where_it_stopped(tmp_path):
-    class Interrupted(list):
-        """Raises a real interrupt after some batches, as Ctrl-C does."""
+class Interrupted(list):
+    """Raises a real interrupt after some batches, as Ctrl-C does."""
 
-        def __iter__(self):
-            import os
-            import signal
+    def __iter__(self):
+        for number, one in enumerate(super().__iter__()):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield one
 
-            for number, one in enumerate(super().__iter__()):
-                if number == 3:
-                    os.kill(os.getpid(), signal.SIGINT)
-                yield one
 
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path, monkeypatch):
     whole = orchestrator()
     whole.launch_training(batches(6))
 
     one = orchestrator()
-    with pytest.raises(StoppedError, match="stopped after step 4"):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # and put it back
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 4, with a checkpoint of it; continue") as stop:
         one.launch_training(Interrupted(batches(6)), run_dir=tmp_path / "run")
+    assert isinstance(stop.value, StoppedError)
     assert read_outcome(RunDirectory(tmp_path / "run")).status == "cancelled"
     again = orchestrator()
     again.launch_training(batches(6), run_dir=tmp_path / "run", resume=True)
     assert losses(again) == losses(whole)
+
+
+SCRIPT = f"""
+import os
+import signal
+import torch
+import training_infra
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with it ignored
+{FEW_PARAMETERS = }
+{"".join(map(inspect.getsource, (Interrupted, orchestrator, tokens, batches)))}
+"""
+
+
+@pytest.mark.parametrize(
+    ("launch", "code", "told"),
+    [
+        (
+            "orchestrator().launch_training(Interrupted(batches(6)), run_dir='run')",
+            130,
+            "stopped after step 4, with a checkpoint of it; continue with: "
+            "launch_training(..., run_dir='run', resume=True)\n",
+        ),
+        (
+            "orchestrator().launch_training(lambda: signal.raise_signal(signal.SIGINT), run_dir='run')",
+            130,
+            "interrupted\n",
+        ),
+        (
+            "try: orchestrator().launch_training(Interrupted(batches(6)))\nexcept KeyboardInterrupt: pass",
+            0,
+            "",
+        ),
+    ],
+    ids=["while training", "before", "caught"],
+)
+def test_an_interrupted_script_ends_in_one_line_unless_it_handles_interrupts(launch, code, told):
+    ended = subprocess.run([sys.executable, "-c", SCRIPT + launch], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (code, told)
 
 
 @pytest.mark.parametrize(

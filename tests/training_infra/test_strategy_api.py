@@ -40,8 +40,14 @@ def test_hybrid_takes_the_parameters_of_both():
         (
             "lora",
             {"lora_rnk": 8},
-            "strategy 'lora' takes lora_rank, lora_alpha, lora_dropout, target_modules, trainable, not lora_rnk; "
-            "did you mean 'lora_rank'?",
+            "strategy 'lora' takes method, lora_rank, lora_alpha, rslora, initial_values, lora_dropout, "
+            "target_modules, trainable, not lora_rnk; did you mean 'lora_rank'?",
+        ),
+        (
+            "DPO",
+            {},
+            "unknown strategy 'DPO'; a strategy says which weights are trained (standard, lora, moe, hybrid); what "
+            "they are trained for is training.objective=dpo (--objective)",
         ),
         ("standard", {"lora_rank": 8}, "strategy 'standard' takes no parameters, not lora_rank"),
     ],

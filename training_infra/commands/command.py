@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_core.config.hugging_face import DTYPES
 from llama_core.units import parse_count
-from training_infra.flags import Flag
+from training_infra.flags import LONG_NAMES, Flag
 from training_infra.parser import Parser
 
 
@@ -67,8 +68,13 @@ NEW_RUN_DIR = Argument(
 RESUME = Argument(
     "--resume",
     action="store_true",
-    help="continue the run in --run-dir, or else the newest unfinished run of this configuration, or with --steps "
-    "the newest that took fewer",
+    help="continue the run in --run-dir, or the newest unfinished or shorter one",
+)
+
+ALLOW_DATA_CHANGE = Argument(
+    "--allow-data-change",
+    action="store_true",
+    help="with --resume: change a mixture's sources, weights or stages",
 )
 
 TOKENS = Argument(
@@ -83,3 +89,39 @@ FAIL_ON_REGRESSION = Argument(
     action="store_true",
     help="exit with 4 if a result is slower than earlier ones of the same work on this kind of machine",
 )
+
+
+def _step(text: str) -> int | str:
+    try:
+        return "best" if text == "best" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor 'best'") from None
+
+
+STEP = Argument(
+    "--step",
+    type=_step,
+    metavar="400",
+    help="the checkpoint's step, or best: the one with the lowest held-out loss; default: the newest that is not "
+    "damaged",
+)
+"""The checkpoint of a run that a command is about."""
+
+SOURCE = Argument(
+    "source", metavar="RUN_DIR|FOLDER", help="a run, a Hugging Face or PEFT folder, or org/name on the Hub"
+)
+"""The weights that a command is about."""
+
+TOKENIZER = Argument("--tokenizer", metavar="bytes", help="'bytes' or a path; default: the run's or the folder's")
+
+DEVICE = Argument("--device", choices=("cpu", "cuda"), metavar="cpu", help="cpu or cuda; default: cuda if present")
+
+DTYPE = Argument(
+    "--dtype",
+    type=lambda name: LONG_NAMES.get(name, name),
+    choices=tuple(DTYPES),
+    metavar="bf16",
+    default="fp32",
+    help=f"dtype of the weights: {', '.join(DTYPES)}; default: fp32, as in training",
+)
+"""The dtype of weights that a command reads."""

@@ -4,12 +4,15 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from llama_core.config.overrides import Override
 from llama_core.config.recorded import load_recorded
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
-from training_infra.flags import LONG_NAMES, Flag
+from training_infra.flags import Flag
+
+FlagValue = str | int | float | list[str]
 
 
 def requested_config(options: argparse.Namespace) -> RunConfig:
@@ -19,7 +22,7 @@ def requested_config(options: argparse.Namespace) -> RunConfig:
         ConfigError: if it is wrong, with every problem.
     """
     flags = dict(_flags_given(options))
-    overrides = [*(f"{flag.key}={LONG_NAMES.get(value, value)}" for flag, value in flags.items()), *options.overrides]
+    overrides = [*(Override(flag.key, value) for flag, value in flags.items()), *options.overrides]
     file = _file(options)
     config = RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
     if config.launch.is_here:
@@ -35,11 +38,22 @@ def requested_config(options: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _flags_given(options: argparse.Namespace) -> Iterator[tuple[Flag, str]]:
+def _flags_given(options: argparse.Namespace) -> Iterator[tuple[Flag, FlagValue]]:
+    """Yield each flag that was given with its value; only ``--set`` is YAML.
+
+    Raises:
+        ConfigError: if one has an empty value, as from a variable of the shell that is not set.
+    """
+    known = {key.name: key for key in RunConfig.known_keys()}
     for flag in options.command.flags:
-        value = getattr(options, flag.key)
-        if value is not None:
-            yield flag, value
+        given = getattr(options, flag.key)
+        words = given if isinstance(given, list) else [given]
+        if any(isinstance(word, str) and not word.strip() for word in words):
+            raise ConfigError(f"{flag.name} has no value; write one, or leave the flag out for the default")
+        if isinstance(given, str):
+            yield flag, known[flag.key].value_of(flag.long_names.get(given, given))
+        elif given is not None:  # texts, or the constant of a flag without a value
+            yield flag, given
 
 
 def _file(options: argparse.Namespace) -> Path | None:

@@ -13,13 +13,14 @@ from llama_core.records.owners import stranger
 _REPOSITORY = Path(__file__).parents[2]
 
 
-def run_flow(config: RunConfig, run_dir: Path | None, *, resume: bool, debug: bool) -> None:
+def run_flow(config: RunConfig, run_dir: Path | None, *, resume: bool, allow_data_change: bool, debug: bool) -> None:
     """Run the steps under Prefect, on the server of PREFECT_API_URL or on one that stops with the run.
 
     Args:
         config: what to run.
         run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
         resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
+        allow_data_change: let the run in ``run_dir`` go on with other sources, weights or stages of its mixture.
         debug: let Prefect log too.
 
     Raises:
@@ -44,7 +45,7 @@ def run_flow(config: RunConfig, run_dir: Path | None, *, resume: bool, debug: bo
         raise EnvironmentMismatchError(
             "--flow needs the repository's flows/ folder; install with pip install -e ."
         ) from None
-    train_through_the_flow(config, run_dir, resume=resume)
+    train_through_the_flow(config, run_dir, resume=resume, allow_data_change=allow_data_change)
 
 
 def _refuse_settings_of_others() -> None:

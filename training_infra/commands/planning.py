@@ -39,19 +39,24 @@ MODELS = Command(
     examples=("--gpu-type h200",),
     arguments=(
         Argument("--gpu-type", metavar="h200", default=DEFAULT_GPU_TYPE, help=f"default: {DEFAULT_GPU_TYPE}"),
-        Argument("--markdown", action="store_true", help="print the README's table"),
+        Argument("--markdown", action="store_true", help="print the table of docs/models.md"),
         Argument("--json", action="store_true", help="print JSON"),
     ),
 )
 
 
 def _estimate_memory(options: argparse.Namespace) -> int:
+    from llama_core.chain.downloads import DOCUMENTS, resolve
     from llama_core.chain.planned import plan_for_gpu
     from llama_core.data.check import check_data
 
-    planned = plan_for_gpu(requested_config(options))
+    asked = resolve(requested_config(options))
+    planned = plan_for_gpu(asked.config)
     data = planned.config.data
-    checked = None if data.source == SAMPLE else check_data(data, planned.config.spec)
+    no_data = asked.waits_for(*DOCUMENTS)
+    checked = None
+    if data.source != SAMPLE and not no_data:
+        checked = check_data(data, planned.config.spec, reads=planned.config.objective.reads)
     cost = planned.cost(options.tokens, checked)
     code = 0 if planned.estimate.fits else DoesNotFitError.exit_code
     if options.json:
@@ -68,7 +73,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
         print_line("time: unknown until something runs; dry-run with the same flags measures this CPU and predicts it")
     print_line(planned.estimate.summary())
     print_host(planned.estimate)
-    for note in planned.estimate.notes:
+    for note in (*asked.notes, *no_data, *planned.estimate.notes):
         print_line(f"note: {note}")
     return code
 

@@ -4,10 +4,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llama_core.config.overrides import Override
 from llama_core.errors import ConfigError
 from training_infra.commands.command import FAIL_ON_REGRESSION, Argument, Command
 from training_infra.flags import LAUNCHERS
 from training_infra.lines import print_json
+from training_infra.parser import SET
 from training_infra.tables import print_comparison
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def _predict(options: argparse.Namespace) -> None:
     from training_reports.prediction import write_prediction
 
     # A prediction reads neither --resume nor --objective.
-    config = _config(options.config, options.sweep_dir, resume=False, objective=None)
+    config = _config(options, resume=False, objective=None)
     comparison = predict(config)
     folder = options.sweep_dir or SWEEPS / f"{config.name}-predicted"
     page = write_prediction(folder / "predicted.html", config, comparison)
@@ -47,34 +49,32 @@ def _run(options: argparse.Namespace) -> None:
     from llama_core.chain.console import say
     from llama_core.sweep import steps
     from llama_core.sweep.chain import run_sweep
-    from llama_core.sweep.judgement import Judgement, refuse_regressions
+    from llama_core.sweep.judgement import read_judgement, refuse_regressions
     from training_infra.local import local_sweep_steps
 
-    config = _config(options.config, options.sweep_dir, resume=options.resume, objective=options.objective)
-    overrides = {"launch.launcher": options.launcher, "benchmark.history": options.history}
-    given = [f"{key}={value}" for key, value in overrides.items() if value is not None]
-    if given:
-        config = config.model_copy(update={"base": config.base.with_overrides(*given)})
+    config = _config(options, resume=options.resume, objective=options.objective)
     with say.silenced(options.json):
         sweep = steps.prepare(config, options.sweep_dir, resume=options.resume)
         run_sweep(sweep, local_sweep_steps())
     if options.json:
         print_json(steps.records(sweep))
     if options.fail_on_regression:
-        refuse_regressions(Judgement.read(sweep.history))
+        refuse_regressions(read_judgement(sweep))
 
 
-def _config(file: Path | None, sweep_dir: Path | None, *, resume: bool, objective: str | None) -> "SweepConfig":
-    """Return the sweep of a file, or else of the directory of a sweep to resume."""
+def _config(options: argparse.Namespace, *, resume: bool, objective: str | None) -> "SweepConfig":
+    """Return the sweep of a file, or else of the directory of a sweep to resume, with the settings of the flags."""
     from llama_core.sweep.directory import SweepDirectory, read_record
     from llama_core.sweep.grid import SweepConfig
 
     settings = {} if objective is None else {"objective": objective}
-    if file is not None:
-        return SweepConfig.load(file, **settings)
-    if sweep_dir is None or not resume:
+    flags = {"launch.launcher": options.launcher, "benchmark.history": options.history}
+    overrides = [Override(key, value) for key, value in flags.items() if value is not None] + options.overrides
+    if options.config is not None:
+        return SweepConfig.load(options.config, overrides, **settings)
+    if options.sweep_dir is None or not resume:
         raise ConfigError("no sweep given; add --config FILE, or --sweep-dir DIR --resume to continue one")
-    return SweepConfig.from_mapping({**read_record(SweepDirectory(sweep_dir)).config, **settings})
+    return SweepConfig.from_mapping({**read_record(SweepDirectory(options.sweep_dir)).config, **settings}, overrides)
 
 
 SWEEP = Command(
@@ -105,6 +105,7 @@ SWEEP = Command(
         Argument(
             "--predict", action="store_true", help="compare the elements by arithmetic, without hardware; run nothing"
         ),
+        Argument("--set", **SET),
         Argument("--launcher", metavar="slurm", help=f"launcher of all elements: {LAUNCHERS}"),
         Argument(
             "--history",

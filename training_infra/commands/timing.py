@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
@@ -29,11 +30,11 @@ def _benchmark(options: argparse.Namespace) -> None:
 
 def _compare_batch_sizes(options: argparse.Namespace) -> None:
     from llama_core.chain.console import say
-    from llama_core.sweep.judgement import Judgement, refuse_regressions
+    from llama_core.sweep.judgement import read_judgement, refuse_regressions
     from training_infra.benchmarking import compare_batch_sizes
 
     config = requested_config(options)
-    batch_sizes = options.batch_sizes or [config.batch_size]
+    batch_sizes = options.batch_sizes or [config.first_batch_size]
     with say.silenced(options.json):
         comparison = compare_batch_sizes(config, batch_sizes, options.run_dir, resume=options.resume)
         record = {"model": config.model, "gpus": config.parallel.gpus} | comparison.as_dict()
@@ -45,7 +46,7 @@ def _compare_batch_sizes(options: argparse.Namespace) -> None:
     else:
         print_comparison(comparison)
     if options.fail_on_regression and comparison.sweep is not None:
-        refuse_regressions(Judgement.read(comparison.sweep.history))
+        refuse_regressions(read_judgement(comparison.sweep))
 
 
 def _save(file: Path, record: Mapping[str, Any]) -> None:
@@ -131,9 +132,9 @@ def _profiled_config(options: argparse.Namespace) -> RunConfig:
         options.config = earlier.config
     asked = requested_config(options)
     name = options.like.resolve().name if options.like else asked.spec.name
-    options.overrides += ["benchmark.profile=true", f"tracking.run_name=profile-{name}"]
+    options.overrides += [Override("benchmark.profile", True), Override("tracking.run_name", f"profile-{name}")]
     if not asked.benchmark.steps:  # the run that this one is like times none
-        options.overrides += ["benchmark.steps=3"]
+        options.overrides += [Override("benchmark.steps", 3)]
     return requested_config(options)
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from llama_core.config.run import RunConfig
-from training_infra.commands.command import NEW_RUN_DIR, RESUME, Argument, Command
+from training_infra.commands.command import ALLOW_DATA_CHANGE, NEW_RUN_DIR, RESUME, Argument, Command
 from training_infra.commands.configuration import requested_config
 from training_infra.commands.planning import rehearse
 from training_infra.flags import FLAGS
@@ -21,7 +21,13 @@ def _train(options: argparse.Namespace) -> int:
     elif options.flow:
         from training_infra.commands.flow import run_flow
 
-        run_flow(config, options.run_dir, resume=options.resume, debug=options.debug)
+        run_flow(
+            config,
+            options.run_dir,
+            resume=options.resume,
+            allow_data_change=options.allow_data_change,
+            debug=options.debug,
+        )
     else:
         _run_chain(config, options)
     return 0
@@ -33,8 +39,9 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
     from llama_core.chain.console import say
     from training_infra.local import local_steps
 
+    own = local_steps(config, options.run_dir, resume=options.resume, allow_data_change=options.allow_data_change)
     with say.silenced(options.json):
-        run = run_chain(local_steps(config, options.run_dir, resume=options.resume))
+        run = run_chain(own)
     if options.json:
         print_json(steps.records(run))
 
@@ -52,6 +59,7 @@ TRAIN = Command(
     arguments=(
         NEW_RUN_DIR,
         RESUME,
+        ALLOW_DATA_CHANGE,
         Argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing"),
         Argument("--print-sbatch", action="store_true", help="print the Slurm script of the job; submit nothing"),
         Argument("--flow", action="store_true", help="run the steps as a Prefect flow"),

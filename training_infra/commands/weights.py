@@ -5,35 +5,27 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from llama_core.config.hugging_face import DTYPES
+from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
-from training_infra.commands.command import RUN_DIR, Argument, Command
-from training_infra.flags import LONG_NAMES
-from training_infra.lines import for_standard_output, print_line, print_text
-
-_STEP = Argument(
-    "--step", type=int, metavar="400", help="the checkpoint's step; default: the newest that is not damaged"
-)
-_DTYPE = Argument(
-    "--dtype",
-    type=lambda name: LONG_NAMES.get(name, name),
-    choices=tuple(DTYPES),
-    metavar="bf16",
-    default="fp32",
-    help=f"dtype of the weights: {', '.join(DTYPES)}; default: fp32, as in training",
-)
+from training_infra.commands.command import DEVICE, DTYPE, RUN_DIR, SOURCE, STEP, TOKENIZER, Argument, Command
+from training_infra.conversation import converse
+from training_infra.lines import print_line, print_pieces
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from llama_core.chain.generate import generate
+    from llama_core.chain.console import say
+    from llama_core.chain.conversation import Conversation
+    from llama_core.chain.downloads import fetch_weights
+    from llama_core.chain.generate import TextModel
 
-    prompt = options.prompt
-    if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")
-    pieces = generate(
-        options.source,
-        prompt,
-        chat=options.chat,
+    if options.prompt is None and not options.chat:
+        raise ConfigError("nothing to continue; give a text with --prompt, or converse with --chat")
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system has no effect without --chat; add it, or drop --system")
+    with say.silenced(True):  # standard output holds only the text
+        source = fetch_weights(options.source)
+    model = TextModel(
+        source,
         step=options.step,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -43,12 +35,17 @@ def _generate(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         device=options.device,
         dtype=options.dtype,
-        tell=partial(print_line, file=sys.stderr),  # standard output holds only the text
+        tell=partial(print_line, file=sys.stderr),
     )
-    shown = for_standard_output()
-    for piece in pieces:
-        print_text(shown(piece))
-    print_line()
+    conversation = Conversation(model, options.system) if options.chat else None
+    if options.prompt is None and conversation is not None:
+        model.read_weights()
+        converse(conversation.answer)
+        return
+    prompt = options.prompt
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")
+    print_pieces(model.continue_text(prompt) if conversation is None else conversation.answer(prompt))
 
 
 GENERATE = Command(
@@ -58,11 +55,18 @@ GENERATE = Command(
     examples=(
         'runs/mine --prompt "Once upon a time"',
         'runs/mine --prompt "Capital of France?" --chat --temperature 0.8 --top-p 0.95',
+        'runs/mine --chat --system "Answer in one sentence."',
     ),
     arguments=(
-        Argument("source", type=Path, metavar="RUN_DIR|FOLDER", help="a run, or a Hugging Face or PEFT folder"),
-        Argument("--prompt", metavar='"Once upon"', required=True, help="the text to continue; - reads standard input"),
-        Argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template"),
+        SOURCE,
+        Argument("--prompt", metavar='"Once upon"', help="the text to continue; - reads standard input"),
+        Argument(
+            "--chat",
+            action="store_true",
+            help="the prompt is a user's message; use the chat template. Without --prompt: converse, until Ctrl-D; if "
+            "standard input is no terminal, each of its lines is a message",
+        ),
+        Argument("--system", metavar='"Be brief."', help="with --chat: the system prompt, which comes first"),
         Argument("--max-new-tokens", type=int, metavar="64", default=128, help="most new tokens; default: 128"),
         Argument("--temperature", type=float, metavar="0.8", default=0.0, help="draw tokens if above 0; default: 0"),
         Argument("--top-k", type=int, metavar="50", help="draw from this many of the likeliest tokens"),
@@ -73,10 +77,10 @@ GENERATE = Command(
             help="draw from the likeliest tokens that together have this probability",
         ),
         Argument("--seed", type=int, metavar="1", help="draw the same each time; default: draw anew"),
-        Argument("--tokenizer", metavar="bytes", help="'bytes' or a path; default: the run's or the folder's"),
-        Argument("--device", choices=("cpu", "cuda"), metavar="cpu", help="cpu or cuda; default: cuda if present"),
-        _STEP,
-        _DTYPE,
+        TOKENIZER,
+        DEVICE,
+        STEP,
+        DTYPE,
     ),
 )
 
@@ -87,7 +91,15 @@ def _export_hf(options: argparse.Namespace) -> None:
 
     run = RunDirectory(options.run_dir)
     tell = partial(say, "export")
-    exported = export_run(run, options.out, step=options.step, dtype=options.dtype, merged=options.merged, tell=tell)
+    exported = export_run(
+        run,
+        options.out,
+        step=options.step,
+        average=options.average,
+        dtype=options.dtype,
+        merged=options.merged,
+        tell=tell,
+    )
     tell(str(exported))
 
 
@@ -95,12 +107,21 @@ EXPORT_HF = Command(
     "export-hf",
     "write a run's weights and tokenizer for transformers or PEFT",
     _export_hf,
-    examples=("runs/mine --out ~/my-llama --dtype bf16", "runs/mine --out ~/merged --merged"),
+    examples=(
+        "runs/mine --out ~/my-llama --dtype bf16",
+        "runs/mine --out ~/mean --average last:5",
+        "runs/mine --out ~/merged --merged",
+    ),
     arguments=(
         RUN_DIR,
         Argument("--out", type=Path, metavar="~/my-llama", required=True, help="the folder; new or empty"),
-        _STEP,
-        _DTYPE,
+        STEP,
+        Argument(
+            "--average",
+            metavar="last:5",
+            help="the mean of several checkpoints: the newest, as in last:5, or those of steps, as in 1000,1200,1400",
+        ),
+        DTYPE,
         Argument(
             "--merged",
             action="store_true",

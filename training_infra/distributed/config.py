@@ -8,6 +8,9 @@ from training_infra.spelling import python_spelling
 
 __all__ = ["ConfigurationFactory", "DistributedConfig"]
 
+MADE_BY_FACTORY = "make it with a method of ConfigurationFactory"
+"""What to do about an argument that is no ``DistributedConfig``."""
+
 
 class ConfigurationFactory:
     """Makes values for ``distributed_config``. The planner chooses the settings that a method leaves open.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
-from training_infra.distributed.config import DistributedConfig
+from training_infra.config import check_kind
+from training_infra.distributed.config import MADE_BY_FACTORY, DistributedConfig
 from training_infra.spelling import python_spelling
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ class ParallelLlama:
         """Return ``config`` with the sizes of this model; without one, a request for as many devices as they need.
 
         Raises:
-            ConfigError: if the two disagree.
+            ConfigError: if the two disagree, or ``config`` is something else.
         """
+        check_kind("distributed_config", config, DistributedConfig | None, MADE_BY_FACTORY)
         asked = {key: value for key, value in self.asked.items() if value is not None}
         if config is None:
             gpus = (asked.get("tp") or 1) * (asked.get("pp") or 1)

@@ -42,6 +42,7 @@ class Request:
     num_ranks: int
     hang_timeout_s: int
     save_timeout_s: int
+    companion: tuple[str, ...]
 
     def as_json(self) -> str:
         """Return the request as the argument of this module's command line."""
@@ -64,7 +65,14 @@ def start_controller(request: Request) -> None:
         stderr_to_stdout=True,
     )
     submitted_at = timestamp()
-    supervisor = Supervisor(run.path, tuple(request.command), request.device, request.hang_timeout_s, environment)
+    supervisor = Supervisor(
+        run.path,
+        tuple(request.command),
+        request.device,
+        request.hang_timeout_s,
+        environment,
+        companion=tuple(request.companion),
+    )
     log = Path(request.folder, CONTROLLER_LOG).stat()
     os.environ.setdefault("PYTHONSAFEPATH", CONTROLLER_ONLY)
     job = executor.submit(supervisor)

@@ -24,9 +24,11 @@ from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.owners import refuse_foreign
+from llama_core.redaction import shell_word
 
 # Command lines, so that submitting needs no torch. -P: with -m, Python would import from the current folder first.
 WORKER = (sys.executable, "-P", "-m", "llama_core.launch.rank.worker")
+EVALUATOR = (sys.executable, "-P", "-m", "llama_core.chain.evaluator")
 PLANNER = (sys.executable, "-P", "-m", "llama_core.chain.elastic")  # planning a run again is the chain's work
 
 LOOKING_SHARE = 0.05
@@ -45,6 +47,8 @@ class Submission:
     """Total number of worker processes."""
     command: tuple[str, ...]
     """The command line that every rank runs."""
+    companion: tuple[str, ...] = ()
+    """The command line of a program that runs beside the first rank; empty for none."""
     is_elastic: bool = False
     """Whether its job may start with fewer nodes than ``launch.nodes``; the run is then planned at each start."""
 
@@ -75,7 +79,7 @@ class JobHandle(ABC):
 
     def describe(self) -> str:
         """Return the job's id, and the command that shows its output."""
-        return f"{self.kind} {self.record.job_id}; training-infra logs {self.run.path} --follow"
+        return f"{self.kind} {self.record.job_id}; training-infra logs {shell_word(self.run.path)} --follow"
 
     @abstractmethod
     def is_running(self) -> bool:

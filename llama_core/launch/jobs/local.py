@@ -108,6 +108,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         submission.num_ranks,
         config.hang_timeout_s,
         config.save_timeout_s,
+        submission.companion,
     )
     log = folder / CONTROLLER_LOG
     # In its own process and session: an interrupt or a hang-up of the terminal must reach the job through

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
@@ -24,6 +24,9 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 
+if TYPE_CHECKING:
+    from submitit import SlurmExecutor
+
 FIRST_POLL_SECONDS = 5.0
 """Time between the first two queries about a job; all users share Slurm's controller."""
 SLOWEST_POLL_SECONDS = 30.0
@@ -31,7 +34,7 @@ SLOWEST_POLL_SECONDS = 30.0
 FILES_SECONDS = 15.0
 """Time that records written on a node may take to appear on this machine through the shared file system."""
 
-_ENDED = frozenset(
+ENDED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
      "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
 )  # fmt: skip
@@ -57,9 +60,9 @@ class SlurmJobHandle(JobHandle):
 
     def is_running(self) -> bool:
         """Return whether Slurm has not yet ended the job for good; no answer counts as no change."""
-        if self._state not in _ENDED and time.monotonic() - self._asked_at >= self._patience():
+        if self._state not in ENDED and time.monotonic() - self._asked_at >= self._patience():
             self._ask()
-        return self._state not in _ENDED
+        return self._state not in ENDED
 
     def _patience(self) -> float:
         """Return the time between two queries, which is short again once the job's outcome is recorded."""
@@ -126,30 +129,26 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     Raises:
         EnvironmentMismatchError: if there is no Slurm here, or it refuses the job.
     """
-    from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    if SlurmExecutor.affinity() < 0:
-        raise EnvironmentMismatchError(
-            "launch.launcher=slurm: this machine has no Slurm commands (srun, sbatch); "
-            "log in to a node of the cluster, or use --launcher local"
-        )
-    if not str(folder).isprintable() or set("%\\") & set(str(folder)):
-        raise EnvironmentMismatchError(
-            f"run directory {str(folder)!r}: Slurm alters paths with '%', a backslash or a line break; "
-            "choose another --run-dir"
-        )
     config = submissions[0].config
     num_ranks = submissions[0].num_ranks
-    executor = SlurmExecutor(folder, python=python_command())
+    executor = slurm_executor(folder, python_command(), f"run directory {str(folder)!r}", "another --run-dir")
     host_bytes = max(_host_bytes(submission.run) for submission in submissions)
     elastic_run = submissions[0].run.path if submissions[0].is_elastic else None
     asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes, elastic_run=elastic_run)
     executor.update_parameters(**asked)
     launch = config.launch
     supervisors = [
-        Supervisor(s.run.path, s.command, launch.device, launch.hang_timeout_s, max_attempts=launch.slurm.max_attempts)
-        for s in submissions
+        Supervisor(
+            submission.run.path,
+            submission.command,
+            launch.device,
+            launch.hang_timeout_s,
+            max_attempts=launch.slurm.max_attempts,
+            companion=submission.companion,
+        )
+        for submission in submissions
     ]
     submitted_at = timestamp()
     try:
@@ -164,6 +163,32 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     unnamed = _record("", submitted_at, folder, name, config)
     for submission, job in zip(submissions, jobs, strict=True):
         write_json(submission.run.job, replace(unnamed, job_id=job.job_id))
+
+
+def slurm_executor(folder: Path, python: str, what: str, other: str) -> "SlurmExecutor":
+    """Return what submits jobs.
+
+    Args:
+        folder: where submitit keeps the jobs' files.
+        python: the shell's words for the Python that a job starts.
+        what: what the folder is, for an error.
+        other: what to choose in place of it.
+
+    Raises:
+        EnvironmentMismatchError: if there is no Slurm here, or it cannot use the folder.
+    """
+    from submitit import SlurmExecutor
+
+    if SlurmExecutor.affinity() < 0:
+        raise EnvironmentMismatchError(
+            "launch.launcher=slurm: this machine has no Slurm commands (srun, sbatch); "
+            "log in to a node of the cluster, or use --launcher local"
+        )
+    if not str(folder).isprintable() or set("%\\") & set(str(folder)):
+        raise EnvironmentMismatchError(
+            f"{what}: Slurm alters paths with '%', a backslash or a line break; choose {other}"
+        )
+    return SlurmExecutor(folder, python=python)
 
 
 def _host_bytes(run: RunDirectory) -> int:

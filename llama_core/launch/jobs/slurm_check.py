@@ -37,11 +37,18 @@ def _look(config: RunConfig | None) -> tuple[str, str | None]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().rpartition("\n")[2]
-        return "the controller does not answer", (
-            f"Slurm's controller does not answer ({detail}); ask its administrators"
-        )
+        return "the controller does not answer", f"launch.launcher=slurm: {_silent(detail)}, or use --launcher local"
     partitions = sorted(set(answer.stdout.split()))
     return f"partitions {', '.join(partitions)}", None if config is None else _problem(config, partitions)
+
+
+def _silent(detail: str) -> str:
+    """Return why there is no answer from Slurm, and what to do, by what ``sinfo`` says."""
+    if "configuration source" in detail:  # it has found neither slurm.conf nor, through the network, somebody who has
+        return (
+            "Slurm's commands are installed here, but no cluster is configured (no slurm.conf); log in to a node of one"
+        )
+    return f"Slurm's controller does not answer ({detail}); wait until `scontrol ping` finds it up"
 
 
 def _problem(config: RunConfig, partitions: list[str]) -> str | None:

@@ -12,7 +12,7 @@ from typing import IO
 from llama_core.config.run import RunConfig
 from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.errors import RunDirectoryError
-from llama_core.launch.jobs.handle import WORKER, JobHandle, Submission
+from llama_core.launch.jobs.handle import EVALUATOR, WORKER, JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.jobs.local import LOCAL
 from llama_core.launch.jobs.slurm import SLURM
@@ -131,7 +131,16 @@ def _submission(
     refuse_links(run)
     refuse_commands_of_others(run.config, by_dotted_key(config.model_dump(mode="json")))
     command = (*worker, str(run.path), *(("--only", only) if only else ()))
-    return Submission(run, config, num_ranks, command, config.launch.is_elastic and only != "benchmark")
+    trains = only != "benchmark"
+    evaluates = trains and config.evaluation.is_asked_for
+    return Submission(
+        run,
+        config,
+        num_ranks,
+        command,
+        companion=(*EVALUATOR, str(run.path)) if evaluates else (),
+        is_elastic=trains and config.launch.is_elastic,
+    )
 
 
 def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobHandle:

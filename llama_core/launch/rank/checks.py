@@ -34,6 +34,7 @@ from llama_core.machine.toolchain import check_can_compile, missing_for_kernels
 from llama_core.machine.validate import FIRST_FOR_SEVERAL_NODES
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, splits_without_gloo
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.units import MIB, format_bytes
@@ -223,7 +224,8 @@ def check_settings(run: RunDirectory, config: RunConfig) -> None:
     problem = ""
     if is_first_rank():
         try:
-            refuse_edited(run, config, trained_settings(run))
+            may_change_data = bool(read_data_changes(run).may_follow)
+            refuse_edited(run, config, trained_settings(run), may_change_data=may_change_data)
         except RunDirectoryError as error:
             problem = str(error)
     if problem := from_first_rank(problem):
@@ -236,7 +238,7 @@ def check_data_agrees(datasets: Datasets) -> None:
     Raises:
         DataError: on every rank, naming one that differs from the first.
     """
-    read = [rows.digest for rows in (datasets.train, datasets.validation) if rows is not None]
+    read = datasets.digests
     other = "" if from_first_rank(read) == read else f"rank {own_rank()} on {own_host()}"
     if other := first_complaint(other):
         raise DataError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_core.config.run import RunConfig
+from llama_core.config.settings import UNNAMED
 from llama_core.data.loaders import LoaderBatches, as_batch, made
 from llama_core.data.supply import BatchSource
 from llama_core.errors import DataError, TrainingInfraError
@@ -78,7 +79,7 @@ def loader_trainer(
         config,
         plan,
         batches=batches,
-        validation=held_out if evaluates else None,
+        validation={UNNAMED: held_out} if evaluates else {},
         total_steps=total_steps,
         should_stop=should_stop,
         on_step=on_step,

@@ -32,7 +32,7 @@ _RETRY_SECONDS = 5.0
 
 _TIME_LIMIT = Verdict("timeout", "the job neared its time limit and saved a checkpoint", RESUME)
 _PREEMPTED = Verdict("preempted", "Slurm gave the job's nodes to another job; a checkpoint was saved first", RESUME)
-_QUEUED_AGAIN = Verdict("preempted", "Slurm stopped the job and queued it again", RESUME)
+_QUEUED_AGAIN = Verdict("preempted", "Slurm stopped the job", RESUME)
 
 
 def begin_attempt(run: RunDirectory, job: JobRecord, restart: int, nodes: str, max_attempts: int) -> bool:

@@ -4,7 +4,6 @@ submitit pickles functions, installs signal handlers and ends processes as it se
 supervisor; the worker is a separate child process that sees nothing but the run directory and its environment.
 """
 
-import ctypes
 import os
 import platform
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from llama_core.launch.attempts import (
     log_path,
     own_host,
 )
+from llama_core.launch.rank.children import companion, die_with_parent
 from llama_core.launch.rank.requeue import begin_attempt, start_again
 from llama_core.launch.rank.start import HELD_SIGNALS
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
@@ -56,8 +56,6 @@ JOB_RECORD_SECONDS = 120
 DUMP_SECONDS = 15
 """How long a hanging rank may take to dump its stacks before it is killed."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 @dataclass(frozen=True)
 class Supervisor:
@@ -76,6 +74,8 @@ class Supervisor:
     """Variables every worker gets in addition to its own rank's."""
     max_attempts: int = 1
     """Starts after which the job gives up."""
+    companion: tuple[str, ...] = ()
+    """The command line of a program that runs beside the first rank; empty for none."""
 
     def __call__(self) -> None:
         """Run the worker of this rank.
@@ -190,23 +190,6 @@ _OLD_NAMES = {
 """Names that torch still reads, but only if the new one is unset."""
 
 
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """Return a function that makes the process that calls it die with ``parent``.
-
-    It has an effect on Linux only. Call ``die_with_parent`` before forking, since it loads the C library.
-    """
-    if sys.platform != "linux":
-        return lambda: None
-    prctl = ctypes.CDLL(None).prctl
-
-    def tie() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the tie
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return tie
-
-
 class _Rank:
     """The worker of one rank while it runs."""
 
@@ -267,7 +250,8 @@ class _Rank:
         if self.rank == 0:
             watchers.append(Successor(self.run_directory, job, self.restart))
         heartbeat = Heartbeat(self.run_directory, self.supervisor.hang_timeout_s)
-        oom_killed, silent_seconds = self._wait(self.worker, heartbeat, watchers)
+        with companion(self.supervisor.companion if self.rank == 0 else (), self.run_directory):
+            oom_killed, silent_seconds = self._wait(self.worker, heartbeat, watchers)
         _kill_group(self.worker.pid)
         code = self.worker.returncode
         rank_exit = RankExit(

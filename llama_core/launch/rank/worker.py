@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from llama_core.launch.verdict import (
 from llama_core.machine.detect import device_label
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import Activity, append_activities, record_activity
+from llama_core.records.data_changes import read_data_changes, record_data_change
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, read_typed, remove_temporaries, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
@@ -69,6 +71,7 @@ with importing_torch():
     )
     from llama_core.launch.rank.loader import loader_trainer, unpickled
     from llama_core.parallel.ranks import (
+        from_first_rank,
         has_lost_the_others,
         is_first_rank,
         joined_ranks,
@@ -76,7 +79,8 @@ with importing_torch():
         own_rank,
     )
     from llama_core.training.checkpoint import lacks_room
-    from llama_core.training.trainer import Trainer
+    from llama_core.training.reference import References
+from llama_core.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +165,7 @@ def run_to_end(
     try:
         with _stop_on_signal(on_signal) as should_stop:
             trainer = build(should_stop)
-            trained = run.training.exists() and trainer.step == trainer.total_steps
+            trained = run.training.exists() and trainer.is_over
             if only != "benchmark" and not trained:
                 summary = trainer.fit()
                 if is_first_rank():
@@ -176,11 +180,15 @@ def run_to_end(
         expected = isinstance(error, TrainingInfraError) or status != "crashed"
         if status == "crashed" and has_lost_the_others(error):
             raise LostPeersError(f"lost the other ranks: {_first_line(error)}") from error
-        logger.error("the run ended: %s", error, exc_info=not expected)
+        level = logging.INFO if isinstance(error, StoppedError) else logging.ERROR
+        logger.log(level, "the run ended: %s", error, exc_info=not expected)
         own = status in {"oom", "crashed"} and not expected
         reason = _of_rank(proof.line if proof else _first_line(error) if expected else _named(run, error))
         return _ended(run, status, reason=reason, next_action=next_action, everywhere=not own)
-    return _ended(run, "finished", reason=f"{trainer.step} steps", step=trainer.step, next_action="", everywhere=True)
+    reason = f"{trainer.step} steps"
+    if trainer.ended_early:
+        reason = f"{reason} of {trainer.total_steps}: {trainer.ended_early}"
+    return _ended(run, "finished", reason=reason, step=trainer.step, next_action="", everywhere=True)
 
 
 def _record_start(run: RunDirectory) -> None:
@@ -243,37 +251,68 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
     if loader is not None:
         return loader_trainer(run, unpickled(loader) if is_first_rank() else None, should_stop)
     tell("reading the data")
+    may_follow = from_first_rank(read_data_changes(run).may_follow if is_first_rank() else ())
     with one_per_machine_first():
-        datasets = load_datasets(config.data, config.spec, seq_len=config.seq_len, seed=training.seed)
+        datasets = load_datasets(
+            config.data,
+            config.spec,
+            seq_len=config.first_seq_len,
+            num_sequences=None if may_follow else config.num_sequences,
+            stages=config.stages,
+            objective=config.objective,
+        )
     check_data_agrees(datasets)
     if is_first_rank():
         write_json(run.data, datasets.statistics.as_dict())
         logger.info("data: %s", "; ".join((datasets.statistics.summary(), *datasets.statistics.notes)))
-    held_out = datasets.validation
     share: dict[str, int] = {"rank": plan.dp_rank(own_rank()), "world_size": plan.dp}
-    validation = None
-    if held_out is not None:
-        validation = partial(
+    validation = {
+        name: partial(
             validation_batches,
             held_out,
-            plan.microbatch_size,
-            max_rows=training.eval_sequences,
+            plan.microbatch_size * config.seq_len // config.first_seq_len,
+            max_rows=-(-training.eval_sequences // len(datasets.validation)),
             fills_batches=plan.compile,
             **share,
         )
-    return Trainer(
+        for name, held_out in datasets.validation.items()
+    }
+    stream = partial(
+        BatchStream,
+        datasets.train,
+        config.first_batch_size,
+        training.seed,
+        num_workers=config.data.num_workers or 0,
+        rank=share["rank"],
+        world_size=share["world_size"],
+    )
+    batches = stream(may_follow=may_follow)
+    timed_batches = None
+    if config.timed_stage is not None:
+        timed_batches = stream()
+        timed_batches.go_to(config.timed_stage.num_steps)
+    trainer = Trainer(
         run,
         config,
         plan,
-        batches=BatchStream(
-            datasets.train, config.batch_size, training.seed, num_workers=config.data.num_workers or 0, **share
-        ),
+        batches=batches,
+        timed_batches=timed_batches,
         validation=validation,
-        total_steps=training.steps or max(1, round(training.epochs * len(datasets.train) / config.batch_size)),
+        total_steps=training.total_steps(datasets.statistics.num_sequences / config.first_batch_size),
         entropies=datasets.statistics.entropies,
         share_of_whole_rows=datasets.train.share_of_whole_rows,
+        references=References.of(
+            run, training.init_from or f"drawn from seed {training.seed}", config.objective, datasets
+        ),
         should_stop=should_stop,
     )
+    if may_follow and config.num_sequences is not None:
+        batches.check_epochs(config.data.limits, config.num_sequences)
+    if batches.change is not None and is_first_rank():
+        change = replace(batches.change, step=trainer.step)
+        record_data_change(run, change)
+        logger.info("%s", change)
+    return trainer
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 The model is this engine: fp32 weights and gradients, and the optimizer's states; activations in the compute dtype;
 attention that keeps its output and log-sum-exp but no scores; a linear cross-entropy that processes the tokens in
-chunks and computes its gradients in the forward; an optimizer without temporaries. A rank steps through its actions of
-the schedule, and at each one holds what the microbatches in flight have kept. Bytes are those of tensors: the
-allocator's rounding, its fragmentation and the device's context come on top.
+chunks and computes its gradients in the forward; an optimizer without temporaries but those of its row. A rank steps
+through its actions of the schedule, and at each one holds what the microbatches in flight have kept. Bytes are those of
+tensors: the allocator's rounding, its fragmentation and the device's context come on top.
 
 ``fully_shard`` handles weights that several ranks share, except in copies of a whole model. Between steps a rank holds
 its shard of weights, gradients and optimizer states: with AdamW, 16 bytes per parameter over N ranks. Within a step it
@@ -16,22 +16,24 @@ recomputation, one copy lasts from update to update instead. DeepSpeed's buffers
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, for the states that each ZeRO stage shards.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
 
+from llama_core.optimizers.traits import Trained
 from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
-from llama_core.planning.memory.situations import Held, Progress, Situation, Turn, situations
-from llama_core.planning.memory.snapshots import Around, ShardedSnapshots, Snapshot, StageSnapshots
-from llama_core.planning.memory.weights import ShardedWeights, Stage, StageWeights, When
+from llama_core.planning.memory.situations import Moment, situations
+from llama_core.planning.memory.snapshots import Snapshot, StageSnapshots
+from llama_core.planning.memory.weights import Position
+from llama_core.planning.memory.whole_matrices import workspace
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.work import Work
 from llama_core.schedules.actions import Kind
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
+from llama_core.schedules.walk import Held, Progress, Situation
 
 STEADY_UNITS = 3
 """Microbatches per pipeline rank, or pairs of them, after which further ones bring no new situation."""
@@ -64,33 +66,6 @@ def steady_plan(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, num_microbatches=min(fewer, plan.num_microbatches))
 
 
-def _stages(work: Work) -> Iterator[Stage]:
-    """Yield every stage of a plan's pipeline."""
-    plan = work.plan
-    spec = work.spec
-    stages = plan.stage_layers(spec)
-    modes = plan.recompute_modes(spec)
-    last = len(stages) - 1
-    both_ends_on_a_rank = any({0, last} <= set(hosted) for hosted in plan.layout.placement)
-    for index, layers in enumerate(stages):
-        yield Stage(
-            modes=modes[index],
-            layers=work.layers[layers.start : layers.stop],
-            embedding=work.embedding if index == 0 else None,
-            final_norm=work.final_norm if index == last else None,
-            head=work.head if index == last else None,
-            tied=spec.tied_embeddings,
-            shares_table=spec.tied_embeddings and index == 0 < last and both_ends_on_a_rank,
-        )
-
-
-def _stage_snapshots(stage: Stage, work: Work) -> StageSnapshots:
-    plan = work.plan
-    if plan.uses_fully_shard:
-        return ShardedSnapshots(ShardedWeights(stage, work.itemsize, plan), work)
-    return StageSnapshots(StageWeights(stage, has_buckets=plan.dp * plan.cp > 1), work)
-
-
 class _Pipeline:
     """The ranks of a pipeline in one optimizer step. Equal stages share one object, and so their peaks.
 
@@ -99,80 +74,83 @@ class _Pipeline:
     """
 
     def __init__(self, work: Work) -> None:
-        stages = list(_stages(work))
-        made = {stage: _stage_snapshots(stage, work) for stage in set(stages)}
         self.work = work
         self.plan = work.plan
-        self.stages = [made[stage] for stage in stages]
+        self.snapshots = {stage: StageSnapshots(stage, work) for stage in set(work.stages)}
         self._situations = _situations_of(work.plan)
         self._states: dict[tuple[StageSnapshots, ...], dict[Category, int]] = {}
 
     def profile(self, pp_rank: int) -> MemoryProfile:
         """Return the peak of every phase on one rank."""
-        hosted = tuple(self.stages[stage] for stage in self.plan.layout.stages_of(pp_rank))
+        hosted = tuple(map(self.snapshots.__getitem__, self.work.hosted(pp_rank)))
         if hosted not in self._states:
             self._states[hosted] = self._states_of(hosted)
         states = self._states[hosted]
         fullest = []
-        for situation, turns in self._situations(pp_rank=pp_rank):
-            turn = max(turns, key=lambda turn: self._held_outside(hosted, turn.held))
-            fullest.append((turn.number, situation, self._fullest_snapshot(hosted, situation, turn.held)))
+        for situation, moments in self._situations(pp_rank=pp_rank):
+            moment = max(moments, key=lambda moment: self._held_outside(hosted, moment.held))
+            fullest.append((moment.number, situation, self._fullest_snapshot(hosted, situation, moment.held)))
         peaks: dict[Phase, Snapshot] = {}
         for _, situation, snapshot in sorted(fullest, key=lambda found: found[0]):
             phase: Phase = "forward" if situation.kind is Kind.FORWARD else "backward"
-            if phase not in peaks or snapshot.total() > peaks[phase].total():
+            if phase not in peaks or sum(snapshot) > sum(peaks[phase]):
                 peaks[phase] = snapshot
-        held: Snapshot = Counter({"weights": states["weights"], "moments": states["moments"]})
-        optimizer = Counter(states | {"activations": self.work.batch_bytes})
-        return MemoryProfile({phase: held + snapshot for phase, snapshot in peaks.items()} | {"optimizer": optimizer})
+        phases: dict[Phase, dict[Category, int]] = {phase: states | peak.categories() for phase, peak in peaks.items()}
+        update: dict[Category, int] = {
+            "activations": self.work.batch_bytes,
+            "temporaries": max(workspace(self.work, pp_rank), self._workspace_of_elements(hosted)),
+        }
+        return MemoryProfile(phases | {"optimizer": states | update})
+
+    def _workspace_of_elements(self, hosted: Iterable[StageSnapshots]) -> int:
+        """Return the most bytes that a rank holds while it updates what it updates without other ranks."""
+        rule = self.work.optimizer.kinds[-1]
+        largest = 0
+        for weights in (stage.weights for stage in hosted):
+            of_stage = weights.stage.largest_trained(with_matrices=rule is self.work.optimizer)
+            largest = max(largest, ceil(of_stage / Fraction(weights.num_shards)))
+        return rule.workspace_bytes(largest)
 
     def _states_of(self, hosted: Iterable[StageSnapshots]) -> dict[Category, int]:
         """Return the bytes of weights, gradients and the optimizer's states between steps."""
         weights = [stage.weights for stage in hosted]
         updated = ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        matrices = round(sum(own.updated_in_matrices for own in weights))
         shard = FP32_BYTES * updated
         frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
         narrow = ceil(frozen) + sum(own.cast for own in weights)
+        states = self.work.optimizer.states_of(Trained(matrices, updated - matrices))
         return {
             "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow,
             "gradients": 0 if self.plan.offload != "none" else shard,
-            "moments": 0 if self.plan.offload != "none" else self.work.optimizer.state_bytes * updated,
+            "moments": 0 if self.plan.offload != "none" else round(states),
         }
 
     def _held_outside(self, hosted: Sequence[StageSnapshots], held: Held) -> int:
         """Return the bytes held outside the microbatch at work that differ between turns of one situation."""
-        kept = sum((stage.kept + stage.kept_loss) * count for stage, count in zip(hosted, held.under_way, strict=True))
+        kept = sum((stage.kept + stage.kept_loss) * count for stage, count in zip(hosted, held.in_flight, strict=True))
         deferred = sum(stage.deferred * count for stage, count in zip(hosted, held.deferred, strict=True))
         return kept + deferred + held.messages * self.work.stream_bytes
 
     def _fullest_snapshot(self, hosted: Sequence[StageSnapshots], situation: Situation, outside: Held) -> Snapshot:
         """Return the snapshot of a rank's action at which it holds most."""
-        at_work = hosted[situation.place]
-        around = Around(
-            when=_when(at_work, situation.progress[situation.place], situation),
-            head=situation.head_gathered and at_work.stage.is_last,
-            # with several stages, other stages' groups release it
-            buffer=at_work.weights.last_buffer if situation.has_reduced and len(hosted) == 1 else 0,
-            head_has_gradient=any(
-                stage.stage.is_last and progress.accumulated != "none"
-                for stage, progress in zip(hosted, situation.progress, strict=True)
-            ),
-        )
-        snapshot = at_work.peak(situation.kind, around).copy()
-        snapshot["activations"] += self.work.batch_bytes
-        snapshot["communication"] += outside.messages * self.work.stream_bytes
-        for place, (stage, progress) in enumerate(zip(hosted, situation.progress, strict=True)):
-            snapshot["activations"] += stage.kept * outside.under_way[place] + stage.deferred * outside.deferred[place]
-            snapshot["loss"] += stage.kept_loss * outside.under_way[place]
-            if place != situation.place:
-                when = _when(stage, progress)
-                snapshot["gradients"] += stage.weights.gradients(when, 0)
-                snapshot["communication"] += _kept_gathered(stage.weights, when, head=situation.head_gathered)
-        return snapshot
+        at_work = hosted[situation.slot]
+        position = _position_at_work(hosted, situation)
+        gradients, activations, loss, communication, temporaries = at_work.peak(situation.kind, position)
+        activations += self.work.batch_bytes
+        communication += outside.messages * self.work.stream_bytes
+        for slot, (stage, progress) in enumerate(zip(hosted, situation.progress, strict=True)):
+            activations += stage.kept * outside.in_flight[slot] + stage.deferred * outside.deferred[slot]
+            loss += stage.kept_loss * outside.in_flight[slot]
+            if slot != situation.slot:
+                other = _position(stage, progress)
+                gradients += stage.weights.gradients(other, 0)
+                communication += stage.weights.kept_gathered(other, head=situation.head_gathered)
+        return Snapshot(gradients, activations, loss, communication, temporaries)
 
 
-def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation, Sequence[Turn]]]]:
-    """Return the function from ``pp_rank`` to a rank's situations in a step of ``plan``, with their turns."""
+def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation, Sequence[Moment]]]]:
+    """Return the function from ``pp_rank`` to a rank's situations in a step of ``plan``, with their moments."""
     shorter = steady_plan(plan)
     holds_all = plan.pp > 1 and schedule_type(plan.schedule).holds_all
     return partial(
@@ -181,23 +159,26 @@ def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation
         num_ranks=plan.pp,
         num_microbatches=shorter.num_microbatches,
         num_chunks=plan.num_chunks,
-        skipped=plan.num_microbatches - shorter.num_microbatches if holds_all else 0,
+        num_skipped=plan.num_microbatches - shorter.num_microbatches if holds_all else 0,
     )
 
 
-def _when(stage: StageSnapshots, progress: Progress, at_work: Situation | None = None) -> When:
-    """Return a stage's position in the step; ``at_work`` is the situation, if the stage is at work."""
-    trained = stage.weights.trained
-    return When(
-        is_first=not progress.has_run,
-        after_forward=at_work is not None and at_work.after_forward,
-        accumulated={"none": 0, "tables": trained.tables, "all": trained.total}[progress.accumulated],
-        final=at_work is not None and at_work.final,
-        repeated=progress.repeated,
+def _position_at_work(hosted: Sequence[StageSnapshots], situation: Situation) -> Position:
+    """Return the position of the stage at work."""
+    at_work = hosted[situation.slot]
+    has_run = any(progress.has_run for progress in situation.progress)
+    progress_of = zip(hosted, situation.progress, strict=True)
+    of_head = next((progress for stage, progress in progress_of if stage.stage.is_last), Progress())
+    return _position(at_work, situation.progress[situation.slot])._replace(
+        root_is_gathered=situation.after_forward or (has_run and not at_work.weights.drops),
+        is_final=situation.is_last,
+        head_gathered=situation.head_gathered and at_work.stage.is_last,
+        head_has_gradient=of_head.accumulated != "none",
+        head_is_averaged=of_head.repeated,
+        buffer=0 if situation.last_backward is None else at_work.weights.last_buffer,
     )
 
 
-def _kept_gathered(weights: StageWeights, when: When, *, head: bool) -> int:
-    """Return the gathered and averaged bytes that a stage keeps while another one runs."""
-    gathered = weights.root_gathered if when.is_first else weights.stay_gathered
-    return weights.averaged(when, 0) + gathered + weights.head_gathered * head
+def _position(stage: StageSnapshots, progress: Progress) -> Position:
+    """Return the position of a stage that is not at work."""
+    return Position(not progress.has_run, stage.weights.accumulated[progress.accumulated], progress.repeated)

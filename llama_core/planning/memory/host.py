@@ -9,11 +9,11 @@ Each part of a rank follows from the code that holds it:
   the microbatches; torch rounds pinned blocks up to a power of two.
 * offloaded states: what ``parallel.deepspeed`` asks DeepSpeed to keep in host memory.
 * freed memory, on the CPU: the C library keeps it in the process.
-* tokenising: ``data.token_cache`` holds one batch of text and its tokens, in one process of a node, before the model is
-  built.
+* tokenising: ``data.shard_writing`` holds one batch of text and its tokens, and some 50 bytes for each document of a
+  shard, in one process of a node, before the model is built.
 
 The page cache of tokens, weights and checkpoints does not count, because the kernel can reclaim it. Neither does what
-depends on the data: 16 bytes per document, 40 per conversation, and a dataloader of your own.
+depends on the data: 24 bytes per conversation, and a dataloader of your own. Texts take nothing per document.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,9 @@ from typing import Any, Self
 
 from llama_core.config.run import RunConfig
 from llama_core.machine.toolchain import COMPILE_WORKERS
-from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_type
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
 from llama_core.units import GIB, MIB, format_bytes
 
 STEPS_AHEAD = 2
@@ -79,8 +78,6 @@ class HostMemory:
     """Memory of a node for these ranks; None if unknown."""
     available_where: str = ""
     """Whose memory that is."""
-    optimizer: str = DEFAULT_OPTIMIZER
-    """Name of the optimizer whose states a checkpoint copies."""
 
     def parts(self, profile: MemoryProfile) -> dict[str, int]:
         """Return the host bytes of a rank at their peak, by part.
@@ -92,7 +89,7 @@ class HostMemory:
         weights = update.get("gradients", 0)  # the trained ones, as the update has a gradient for each
         copy = weights if self.on_cuda else 0
         if self.copies_states:
-            copy = weights // FP32_BYTES * optimizer_type(self.optimizer).saved_bytes
+            copy = weights + update.get("moments", 0)
         parts = {"process": CUDA_PROCESS_BYTES if self.on_cuda else CPU_PROCESS_BYTES}
         if not self.on_cuda:
             states = update.get("weights", 0) + update.get("moments", 0)
@@ -173,7 +170,6 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
         copies_during_steps=training.checkpoint_every == "auto"
         or 0 < training.checkpoint_every < (training.steps or float("inf")),
         compilers_bytes=COMPILERS_BYTES if on_cuda and plan.compile else 0,
-        optimizer=training.optimizer,
     )
 
 
@@ -196,10 +192,10 @@ def _offloaded(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
     if plan.offload == "none":
         return 0
     pinned = _pinned if on_cuda else int
-    itemsize = FP32_BYTES if config.training.precision == "fp32" else FP32_BYTES // 2
+    itemsize = itemsize_of(config.training.precision)
     trained = ceil(config.spec.num_trainable_parameters / plan.dp)
     fp32 = FP32_BYTES * trained
-    states = config.optimizer.state_bytes * trained
+    states = ceil(config.optimizer.states_of(config.spec.trained) / plan.dp)
     if plan.zero_stage == 3:  # weights, two buffers of gradients, states
         held = fp32 + 2 * pinned(fp32) + states
     else:  # weights, gradients, states, and the updated weights on their way to the GPU

@@ -15,176 +15,205 @@ Instants that are hardly ever the peak over a wide range of plans are left out. 
 unless it holds all scores or takes documents.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
+from llama_core.config.run import RecomputeMode
 from llama_core.planning.memory.profile import Category
-from llama_core.planning.memory.weights import ShardedWeights, StageWeights, When
+from llama_core.planning.memory.weights import Position, StageWeights
 from llama_core.planning.program.operations import FP32_BYTES
-from llama_core.planning.work import Work
+from llama_core.planning.program.passes import Passes
+from llama_core.planning.work import Stage, Work
 from llama_core.schedules.actions import Kind
 
-Snapshot = Counter[Category]
-"""The bytes alive at an instant, by category."""
+
+class Snapshot(NamedTuple):
+    """The bytes alive at an instant, by the categories that rise and fall within a forward or a backward."""
+
+    gradients: int
+    activations: int
+    loss: int
+    communication: int
+    temporaries: int
+
+    def categories(self) -> dict[Category, int]:
+        """Return the bytes by category."""
+        return dict(zip(CATEGORIES, self, strict=True))
 
 
-@dataclass(frozen=True)
-class Around:
-    """The state of a rank around one of its actions, as far as the action's own bytes depend on it."""
-
-    when: When
-    """The position in the step."""
-    head: bool
-    """Whether the stage's own head stayed gathered after an earlier forward."""
-    buffer: int
-    """The buffer of the last reduction, which ``fully_shard`` keeps until the next."""
-    head_has_gradient: bool
-    """Whether the rank's last stage has run a backward; its head may be the embedding of the stage at work."""
+CATEGORIES: tuple[Category, ...] = ("gradients", "activations", "loss", "communication", "temporaries")
+"""Those of a ``Snapshot``, in order."""
 
 
 class StageSnapshots:
     """The forward and the backward of one microbatch on one stage of one rank.
 
     Args:
-        weights: the stage's weights and gradients.
+        stage: the stage.
         work: the model, the plan and the sequences.
     """
 
-    def __init__(self, weights: StageWeights, work: Work) -> None:
-        self.weights = weights
-        self.stage = weights.stage
+    def __init__(self, stage: Stage, work: Work) -> None:
+        self.stage = stage
+        self.weights = StageWeights(stage, work)
         self.stream = work.stream_bytes
-        self.layers = weights.stage.layers
+        self.layers = stage.layers
+        self.last = len(stage.layers) - 1
+        """The last layer, counted from the stage's first."""
         self.divides_table = work.plan.tp > 1
         """Whether tensor-parallel ranks divide the embedding."""
-        self.shared = work.shared_bytes
+        self.shared = work.shared_bytes + stage.num_masks * work.mask_bytes
         """Bytes that all layers share, and what a stage keeps of a tensor that it received."""
-        if not self.stage.is_first and self.stage.modes[0] == "none" and work.setting.widens_norms:
+        if not stage.is_first and stage.modes[0] == "none" and work.setting.widens_norms:
             self.shared += self.stream  # of which such a layer keeps only what it widens it to
-        below = self.shared + (self.stage.embedding.kept() if self.stage.embedding else 0)
-        kept = (layer.kept(mode) for layer, mode in zip(self.layers, self.stage.modes, strict=True))
+        below = self.shared + (stage.embedding.kept() if stage.embedding else 0)
+        kept = (layer.kept(mode) for layer, mode in zip(self.layers, stage.modes, strict=True))
         self._kept_below = list(accumulate(kept, initial=below))
         """Bytes kept before each layer (and by all of them)."""
-        self.kept = self._kept_below[-1] + (self.stage.final_norm.kept() if self.stage.final_norm else 0)
+        self.kept = self._kept_below[-1] + (stage.final_norm.kept() if stage.final_norm else 0)
         """Bytes of activations that a forward keeps for its backward."""
-        self.kept_loss = self.stage.head.kept() if self.stage.head else 0
+        self.kept_loss = stage.head.kept() if stage.head else 0
         """Bytes that the loss keeps for its backward."""
         self._deferred_below = list(accumulate((layer.kept_deferred for layer in self.layers), initial=0))
         """Bytes that a split backward keeps for the weight gradients of the layers before each one, and of all."""
         self.deferred = self._deferred_below[-1]
         """Bytes kept for the weight gradients of a split backward."""
-        self._peaks: dict[tuple[Kind, Around], Snapshot] = {}
+        self._gradient_received = 0 if stage.is_last else self.stream
+        """Bytes of the gradient that the backward of a stage before the last starts from, held to the end."""
+        self._peaks: dict[tuple[Kind, Position], Snapshot] = {}
 
-    def _deferred_above(self, layer: int) -> int:
-        """Return the bytes kept for the weight gradients of the layers after the stage's ``layer``-th."""
-        return self.deferred - self._deferred_below[layer + 1]
-
-    def peak(self, kind: Kind, around: Around) -> Snapshot:
+    def peak(self, kind: Kind, at: Position) -> Snapshot:
         """Return the fullest snapshot of an action of this kind, with the bytes of its microbatch and stage."""
-        if (kind, around) not in self._peaks:
+        if (kind, at) not in self._peaks:
             ways = {Kind.FORWARD: self.forward, Kind.WEIGHT_GRADIENT: self.weight_gradients}
-            self._peaks[kind, around] = max(ways.get(kind, self.backward)(around), key=Counter.total)
-        return self._peaks[kind, around]
+            self._peaks[kind, at] = max(ways.get(kind, self.backward)(at), key=sum)
+        return self._peaks[kind, at]
 
-    def forward(self, around: Around) -> Iterator[Snapshot]:
+    # --- a forward
+
+    def forward(self, at: Position) -> Iterator[Snapshot]:
         """Yield the snapshots of a forward, of which one is the peak."""
-        yield from self._embedding_forward(around)
-        weights = self.weights
-        last = weights.num_layers - 1
+        stage = self.stage
+        if self.weights.gathers(at):
+            yield from self._gathering(at)
+        if stage.embedding:
+            yield from self._running(at, stage.embedding, "none", place=-1, below=self.shared)
         # the last layer of every kind, after which most is kept; before the last of all, two layers may be gathered
-        kinds = list(zip(self.layers, self.stage.modes, strict=True))
-        candidates = {*{kind: layer for layer, kind in enumerate(kinds)}.values(), max(0, last - 1)}
-        for layer in candidates:
-            for instant in self.layers[layer].frontier("forward", self.stage.modes[layer]):
-                yield self._snapshot(
-                    around,
-                    activations=self._kept_below[layer] + instant.kept,
-                    communication=self._fetched(around, layer) + weights.at_work(layer) + around.buffer,
-                    temporaries=instant.temporaries,
-                    head=around.head,
+        kinds = list(zip(self.layers, stage.modes, strict=True))
+        for layer in {*{kind: layer for layer, kind in enumerate(kinds)}.values(), max(0, self.last - 1)}:
+            yield from self._running(at, *kinds[layer], place=layer, below=self._kept_below[layer])
+        if stage.final_norm and stage.head:
+            yield from self._running(at, stage.final_norm, "none", place=self.last + 1, below=self._kept_below[-1])
+            for instant in stage.head.frontier("forward", "none"):
+                yield self._in_forward(
+                    at,
+                    self.last + 1,
+                    activations=self.kept,
+                    loss=instant.kept + instant.temporaries - self.stream,
+                    temporaries=self.stream,  # the norm's output is dropped with the last chunk
                 )
-        yield from self._head_forward(around)
 
-    def _embedding_forward(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of the forward of the embedding."""
-        if self.stage.embedding is None:
-            return
+    def _running(
+        self, at: Position, passes: Passes, mode: RecomputeMode, *, place: int, below: int
+    ) -> Iterator[Snapshot]:
+        """Yield the snapshots of the forward of a part.
+
+        Args:
+            at: the stage's position.
+            passes: of the part.
+            mode: its recomputation.
+            place: the layer; -1 for the embedding, and the number of layers for the final norm.
+            below: bytes that the parts before it keep.
+        """
+        for instant in passes.frontier("forward", mode):
+            yield self._in_forward(at, place, activations=below + instant.kept, temporaries=instant.temporaries)
+
+    def _gathering(self, at: Position) -> Iterator[Snapshot]:
+        """Yield the snapshots in which a group has been gathered, with the buffer of the gather before its own."""
         weights = self.weights
-        for instant in self.stage.embedding.frontier("forward", "none"):
-            yield self._snapshot(
-                around,
-                activations=self.shared + instant.kept,
-                temporaries=instant.temporaries,
-                communication=self._fetched(around, -1) + weights.embedding_at_work + around.buffer,
-                head=around.head,
+        itemsize = weights.gathered_itemsize
+        buffers = [itemsize * group for group in weights.groups[:-1]]
+        if not buffers[0]:
+            buffers[0] = weights.root_buffer(at)
+        if at.head_gathered or not buffers[-1]:
+            buffers.pop()
+        end = len(buffers) - 1
+        # if layers stay gathered, the last one finds the most, unless the first group is large
+        for number in ({1, self.last, self.last + 1, end} if weights.drops else {1, end}) - {0}:
+            yield self._in_forward(
+                at,
+                number - 1,
+                activations=self._kept_below[number - 1],
+                temporaries=self.stream,
+                buffers=buffers[number - 1] + buffers[number],
             )
 
-    def _head_forward(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of the forward of the final norm, and of the head and the loss."""
-        norm = self.stage.final_norm
-        head = self.stage.head
-        if norm is None or head is None:
-            return
-        communication = self._fetched(around, self.weights.num_layers) + around.buffer
-        for instant in norm.frontier("forward", "none"):
-            yield self._snapshot(
-                around,
-                activations=self._kept_below[-1] + instant.kept,
-                temporaries=instant.temporaries,
-                communication=communication,
-                head=True,
-            )
-        for instant in head.frontier("forward", "none"):
-            yield self._snapshot(
-                around,
-                activations=self.kept,
-                loss=instant.kept + instant.temporaries - self.stream,
-                temporaries=self.stream,  # the norm's output is dropped with the last chunk
-                communication=communication,
-                head=True,
-            )
+    def _in_forward(
+        self, at: Position, place: int, *, activations: int, temporaries: int, loss: int = 0, buffers: int | None = None
+    ) -> Snapshot:
+        """Return a snapshot of a forward in a group, with the usual buffers of gathers or with these."""
+        weights = self.weights
+        if buffers is None:
+            buffers = weights.gather_buffers(at, place)
+        communication = weights.gathered_in_forward(at, place) + weights.averaged(at, 0) + buffers + at.buffer
+        return Snapshot(weights.gradients(at, 0), activations, loss, communication, temporaries)
 
-    def _fetched(self, around: Around, layer: int) -> int:
-        return self.weights.fetched(around.when, layer, head=around.head)
+    # --- a backward
 
-    def backward(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of a backward, of which one is the peak."""
-        yield from self._in_head(around)
+    def backward(self, at: Position) -> Iterator[Snapshot]:
+        """Yield the snapshots of a backward, of which one is the peak, in their order."""
+        weights = self.weights
+        if weights.drops and not self.stage.is_last:  # on the last stage the head is at work before the layers
+            layer = weights.at_work(self.last)
+            # the layer's own buffer, or the root's if that waits while the layer before is gathered
+            buffers = max(layer, weights.root_buffer(at) + weights.prefetched(self.last))
+            yield self._snapshot(
+                at,
+                activations=self._kept_below[-1],
+                communication=layer + buffers + at.buffer,
+                temporaries=self.stream,
+            )
+        yield from self._in_head(at)
         for layer in self._candidates:
-            yield from self._in_layer(around, layer)
-            yield from self._after_layer(around, layer)
-        yield from self._after_layers(around)
+            yield from self._in_layer(at, layer)
+            if weights.is_sharded:
+                largest = self.layers[layer].program.largest_trained
+                group = weights.trained.layers[layer]
+                yield self._reduction(at, group, layer=layer, done=self._done_above(layer), largest=largest)
+        yield from self._in_embedding(at)
+        if weights.is_sharded:
+            yield from self._last_reductions(at)
 
-    def weight_gradients(self, around: Around) -> Iterator[Snapshot]:
+    def weight_gradients(self, at: Position) -> Iterator[Snapshot]:
         """Yield the snapshots at which deferred gradients are made."""
         weights = self.weights
-        made_before = weights.trained.total - sum(layer.num_deferred for layer in self.layers)
-        for layer in {0, weights.num_layers - 1}:
+        made_before = weights.trained.total - self._num_deferred
+        # before the first one; a stage may have deferred none
+        yield self._snapshot(at, gradients=weights.gradients(at, made_before), activations=self.deferred)
+        for layer in {0, self.last}:
             made_above = made_before + sum(above.num_deferred for above in self.layers[layer + 1 :])
             for instant in self.layers[layer].weight_gradients():
-                beside = FP32_BYTES * instant.making if weights.adds(around.when) else 0
                 yield self._snapshot(
-                    around,
-                    gradients=weights.gradients(around.when, made_above, instant.made + instant.making),
+                    at,
+                    gradients=weights.gradients(at, made_above, instant.made + instant.making),
                     activations=self._deferred_below[layer] + instant.kept,
-                    temporaries=instant.temporaries + beside,
+                    temporaries=instant.temporaries + weights.made_beside(at, instant.making),
                 )
 
     @cached_property
     def _candidates(self) -> list[int]:
         """The layers of which one has the peak of a backward, last first."""
-        last = self.weights.num_layers - 1
         kinds = list(zip(self.stage.modes, self.layers, strict=True))
         with_neighbours = defaultdict(list)
-        for layer in reversed(range(last + 1)):
+        for layer in reversed(range(self.last + 1)):
             with_neighbours[tuple(kinds[max(0, layer - 1) : layer + 2])].append(layer)
         # the last but one is the first to find the buffer of a reduction; the second is the last to prefetch another
         # layer
-        candidates = {0, 1, last - 1, last}.union(*map(self._corners, with_neighbours.values()))
-        return sorted(candidates & set(range(last + 1)), reverse=True)
+        candidates = {0, 1, self.last - 1, self.last}.union(*map(self._corners, with_neighbours.values()))
+        return sorted(candidates & set(range(self.last + 1)), reverse=True)
 
     def _corners(self, layers: list[int]) -> list[int]:
         """Return those of some layers, last first, that have the peak for some bytes per parameter with a gradient."""
@@ -200,58 +229,69 @@ class StageSnapshots:
             corners.append((made, kept, layer))
         return [layer for *_, layer in corners]
 
-    def _in_head(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of the backward of the loss, and of the final norm."""
+    def _in_head(self, at: Position) -> Iterator[Snapshot]:
+        """Yield the snapshots before the layers: in the loss, in the final norm, and in the reduction of both."""
         norm = self.stage.final_norm
         head = self.stage.head
         if norm is None or head is None:
             return
         weights = self.weights
-        when = around.when
-        communication = weights.at_work(weights.num_layers - 1) + around.buffer
+        waiting = weights.at_work(self.last)
         for instant in head.frontier("backward", "none"):
             made = weights.gradient_itemsize * (instant.made + instant.making)
             yield self._snapshot(
-                around,
-                gradients=weights.gradients(when, 0) + made,
+                at,
+                gradients=weights.gradients(at, 0) + made,
                 activations=self.kept,
                 loss=instant.kept,
                 temporaries=instant.temporaries,
-                communication=communication,
+                communication=waiting + at.buffer,
                 head=True,
             )
         for instant in norm.frontier("backward", "none"):
             yield self._snapshot(
-                around,
-                gradients=weights.gradients_in_norm(when),
+                at,
+                gradients=weights.gradients_in_norm(at),
                 activations=self._kept_below[-1] + instant.kept,
                 temporaries=instant.temporaries,
-                communication=communication,
+                communication=waiting + at.buffer,
                 head=True,
             )
+        if weights.is_sharded and weights.trained.head:
+            largest = weights.num_in_head
+            yield self._reduction(
+                at, weights.trained.head, largest=largest, done=0, layer=self.last + 1, waiting=waiting
+            )
 
-    def _in_layer(self, around: Around, layer: int) -> Iterator[Snapshot]:
+    def _in_layer(self, at: Position, layer: int) -> Iterator[Snapshot]:
         weights = self.weights
-        when = around.when
-        is_last = layer == weights.num_layers - 1
+        is_last = layer == self.last
         done = self._done_above(layer)
         above = [*weights.trained.layers, weights.trained.head][layer + 1]
-        buffer = weights.reduction_buffer(when, above) if weights.held.head or not is_last else around.buffer
+        buffer = weights.reduction_buffer(at, above) if weights.held.head or not is_last else at.buffer
         received = 0 if is_last else self._gradient_received  # the last layer begins with it
         for instant in self.layers[layer].frontier("backward", self.stage.modes[layer]):
-            beside = FP32_BYTES * instant.making if weights.adds(when) else 0
             yield self._snapshot(
-                around,
-                gradients=weights.gradients(when, done, instant.made + instant.making) + weights.waiting_head(when),
+                at,
+                gradients=weights.gradients(at, done, instant.made + instant.making) + weights.waiting_head(at),
                 activations=self._kept_below[layer] + self._deferred_above(layer) + instant.kept,
-                temporaries=instant.temporaries + beside + received,
-                communication=weights.at_work(layer) + weights.fetched_ahead(layer) + buffer,
+                temporaries=instant.temporaries + weights.made_beside(at, instant.making) + received,
+                communication=weights.at_work(layer) + weights.prefetched(layer) + buffer,
                 done=done,
             )
+
+    def _deferred_above(self, layer: int) -> int:
+        """Return the bytes kept for the weight gradients of the layers after the stage's ``layer``-th."""
+        return self.deferred - self._deferred_below[layer + 1]
 
     def _done_above(self, layer: int) -> int:
         """Return the number of parameters whose gradients are done when the backward reaches a layer."""
         return self._made_above[layer] + self.weights.head_done
+
+    @cached_property
+    def _num_deferred(self) -> int:
+        """Parameters whose gradients a backward defers."""
+        return sum(layer.num_deferred for layer in self.layers)
 
     @cached_property
     def _made_above(self) -> list[int]:
@@ -259,36 +299,27 @@ class StageSnapshots:
         made = (layer.program.num_trained - layer.num_deferred for layer in reversed(self.layers))
         return list(accumulate(made, initial=0))[-2::-1]
 
-    @property
-    def _gradient_received(self) -> int:
-        """Bytes of the gradient that the backward of a stage before the last starts from, held to the end."""
-        return 0 if self.stage.is_last else self.stream
-
-    def _after_layer(self, around: Around, layer: int) -> Iterator[Snapshot]:
-        """Yield the snapshots between the backward of a layer and that of the one before it."""
-        yield from ()
-
-    def _after_layers(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots at the end of a backward: in the embedding, whose gradient is made in one piece."""
+    def _in_embedding(self, at: Position) -> Iterator[Snapshot]:
+        """Yield the snapshots in the embedding, whose gradient is made in one piece."""
         embedding = self.stage.embedding
         weights = self.weights
         if embedding is None or not weights.num_in_embedding:
             return
-        when = around.when
+        of_embedding = weights.gradient_itemsize * weights.num_in_embedding
         meets_head = self.stage.tied and self.stage.is_last
-        waiting = weights.embedding_gradient if meets_head else 0  # of the head, to which that of the table is added
-        table = 0 if self.stage.tied and self.stage.shares_table else weights.num_in_embedding
-        done = weights.trained.total - table
-        reduced = weights.trained.head + sum(weights.trained.layers)
+        waiting = of_embedding if meets_head else 0  # of the head, to which that of the table is added
+        table = 0 if self.stage.shares_table else weights.num_in_embedding
+        done = weights.trained.total - table - self._num_deferred
+        reduced = weights.trained_above_root
         activations = self.shared + self.deferred
-        buffer = weights.reduction_buffer(when, weights.trained.layers[0])
+        buffer = weights.reduction_buffer(at, weights.trained.layers[0])
         for instant in embedding.frontier("backward", "none"):
             fresh = instant.made + instant.making
-            is_beside = weights.adds(when) or self.stage.shares_table
-            beside = weights.gradient_itemsize * fresh if is_beside else 0
+            shared = self.stage.shares_table
+            beside = weights.gradient_itemsize * fresh if shared else weights.made_beside(at, fresh)
             yield self._snapshot(
-                around,
-                gradients=weights.gradients(when, done, min(fresh, table)) + waiting + beside,
+                at,
+                gradients=weights.gradients(at, done, min(fresh, table)) + waiting + beside,
                 activations=activations + instant.kept,
                 temporaries=instant.temporaries + self._gradient_received,
                 communication=buffer,
@@ -296,16 +327,90 @@ class StageSnapshots:
             )
         if meets_head and self.divides_table:  # autograd sums the gradients of a DTensor in a third one
             yield self._snapshot(
-                around,
-                gradients=weights.gradients(when, done) + 3 * weights.embedding_gradient,
+                at,
+                gradients=weights.gradients(at, done) + 3 * of_embedding,
                 activations=activations,
                 communication=buffer,
                 done=reduced,
             )
 
+    # --- reductions
+
+    def _last_reductions(self, at: Position) -> Iterator[Snapshot]:
+        """Yield the snapshots at the end of a backward: the reductions of the root and of the embedding."""
+        weights = self.weights
+        trained = weights.trained
+        table = weights.num_in_embedding
+        layers = sum(trained.layers)
+        if table and self.stage.shares_table:
+            # from ZeRO 2 on, the head's has been reduced already; else the table's is added to it
+            largest = table if weights.zero_stage >= 2 or not at.head_has_gradient else 0
+            accumulated = at.head_has_gradient
+            waiting = self._beside_shared_table(at)
+            yield self._reduction(at, table, largest=largest, done=layers, waiting=waiting, accumulated=accumulated)
+        elif trained.root:
+            # the final norm comes after the table
+            norm = trained.root - (weights.num_in_head or table)
+            largest = norm if norm and weights.reduces(at) else trained.root - norm
+            yield self._reduction(at, trained.root, largest=largest, done=layers)
+        if trained.embedding:
+            done = weights.trained_above_root + trained.root
+            waiting = weights.prefetched(0)
+            yield self._reduction(at, trained.embedding, largest=table, done=done, waiting=waiting)
+
+    def _beside_shared_table(self, at: Position) -> int:
+        """Return the bytes held in the reduction of a table that is also the rank's head, beyond those of both stages.
+
+        It is negative if the rank holds less than both: this backward drops and replaces what belongs to the head too.
+        """
+        weights = self.weights
+        table = weights.num_in_embedding
+        held = 0
+        if weights.drops:  # the root, which was gathered for both
+            held -= weights.gathered_itemsize * self.stage.root
+        if at.head_is_averaged:
+            held -= weights.average(table)
+        if weights.zero_stage >= 2 and at.accumulated and not at.head_has_gradient:
+            held += int(FP32_BYTES * table // weights.num_shards)
+        return held
+
+    def _reduction(
+        self,
+        at: Position,
+        group: int,
+        *,
+        largest: int,
+        done: int,
+        layer: int = 0,
+        waiting: int = 0,
+        accumulated: bool = False,
+    ) -> Snapshot:
+        """Return the snapshot in which ``fully_shard`` reduces the gradients of a group of parameters.
+
+        Args:
+            at: the stage's position.
+            group: parameters of the group.
+            largest: parameters of the last one, whose gradient is kept a little longer.
+            done: parameters of this stage that were reduced earlier.
+            layer: the layers before this one have not run yet.
+            waiting: bytes of the next group, minus those already dropped.
+            accumulated: whether another stage has made gradients of the group.
+        """
+        weights = self.weights
+        accumulated = accumulated or at.accumulated > 0
+        return self._snapshot(
+            at,
+            gradients=weights.gradients(at, done) + weights.in_reduction(at, group, largest, accumulated=accumulated),
+            activations=self._kept_below[layer],
+            temporaries=self.stream + self._gradient_received,
+            communication=weights.reduction_buffer(at, group) + waiting,
+            done=done,
+            group=group,
+        )
+
     def _snapshot(
         self,
-        around: Around,
+        at: Position,
         *,
         activations: int,
         gradients: int | None = None,
@@ -318,140 +423,6 @@ class StageSnapshots:
     ) -> Snapshot:
         """Return a snapshot in which ``group`` parameters' gradients are reduced after ``done`` others."""
         weights = self.weights
-        when = around.when
-        own = weights.gradients(when, 0) if gradients is None else gradients
-        communication += weights.gathered(when, done + group, head=head) + weights.averaged(when, done, group)
-        return Counter(
-            {
-                "gradients": own,
-                "activations": activations,
-                "loss": loss,
-                "communication": communication,
-                "temporaries": temporaries,
-            }
-        )
-
-
-class ShardedSnapshots(StageSnapshots):
-    """The forward and the backward of a stage whose weights are sharded with ``fully_shard``.
-
-    Args:
-        weights: the stage's weights and gradients.
-        work: the model, the plan and the sequences.
-    """
-
-    def __init__(self, weights: ShardedWeights, work: Work) -> None:
-        super().__init__(weights, work)
-        self.weights: ShardedWeights = weights
-
-    def forward(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of a forward."""
-        yield from self._gathering(around)
-        yield from super().forward(around)
-
-    def backward(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of a backward, in their order."""
-        weights = self.weights
-        last = self.weights.num_layers - 1
-        if weights.drops and not self.stage.is_last:  # on the last stage the head is at work before the layers
-            root = 0 if around.when.after_forward else weights.held.root
-            yield self._snapshot(
-                around,
-                activations=self._kept_below[last + 1],
-                communication=weights.itemsize * root + 2 * weights.at_work(last) + around.buffer,
-                temporaries=self.stream,
-            )
-        yield from super().backward(around)
-
-    def _in_head(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of a backward before the layers: in the loss, in the norm, and the reduction of both."""
-        yield from super()._in_head(around)
-        weights = self.weights
-        last = self.weights.num_layers - 1
-        if weights.trained.head:
-            largest = self.weights.num_in_head
-            waiting = weights.at_work(last)
-            yield self._reduction(
-                around, weights.trained.head, largest=largest, done=0, layer=last + 1, waiting=waiting
-            )
-
-    def _gathering(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots of a forward in which a layer is gathered, with the buffer of the previous gather."""
-        weights = self.weights
-        held = self.weights.held
-        last = self.weights.num_layers - 1
-        if not weights.gathers(around.when):
-            return
-        root = 0 if around.when.after_forward else held.root
-        groups = [held.embedding or root, *held.layers, held.head]
-        if around.head or not held.head:
-            groups.pop()
-        telling = {1, last, last + 1, len(groups) - 1} if weights.drops else {len(groups) - 1}
-        for place in telling - {0}:  # if layers stay gathered, the last one finds the most
-            yield self._snapshot(
-                around,
-                activations=self._kept_below[place - 1],
-                communication=weights.itemsize * (groups[place - 1] + groups[place] * (1 + weights.drops))
-                + around.buffer,
-                temporaries=self.stream,
-                head=around.head or not weights.drops,
-            )
-
-    def _after_layer(self, around: Around, layer: int) -> Iterator[Snapshot]:
-        """Yield the snapshot in which a layer's gradients are reduced."""
-        group = self.weights.trained.layers[layer]
-        largest = self.layers[layer].program.largest_trained
-        yield self._reduction(around, group, layer=layer, done=self._done_above(layer), largest=largest)
-
-    def _after_layers(self, around: Around) -> Iterator[Snapshot]:
-        """Yield the snapshots at the end of a backward: the reductions of the root and of the embedding."""
-        weights = self.weights
-        trained = weights.trained
-        table = weights.num_in_embedding
-        layers = sum(trained.layers)
-        yield from super()._after_layers(around)
-        if table and self.stage.shares_table:
-            largest = 0 if around.head_has_gradient else table  # it has been added to the head's
-            yield self._reduction(around, table, largest=largest, done=layers, accumulated=around.head_has_gradient)
-        elif trained.root:
-            yield self._reduction(around, trained.root, largest=weights.num_in_head or table, done=layers)
-        if trained.embedding:
-            done = trained.head + layers + trained.root
-            waiting = weights.fetched_ahead(0)
-            yield self._reduction(around, trained.embedding, largest=table, done=done, waiting=waiting)
-
-    def _reduction(
-        self,
-        around: Around,
-        group: int,
-        *,
-        largest: int,
-        done: int,
-        layer: int = 0,
-        waiting: int = 0,
-        accumulated: bool = False,
-    ) -> Snapshot:
-        """Return the snapshot in which ``fully_shard`` reduces the gradients of a group of parameters.
-
-        Args:
-            around: the rank around this action.
-            group: parameters of the group.
-            largest: parameters of its last matrix.
-            done: parameters of this stage that were reduced earlier.
-            layer: the layers before this one have not run yet.
-            waiting: bytes of the next group, minus those already dropped.
-            accumulated: whether another stage has made gradients of the group.
-        """
-        weights = self.weights
-        when = around.when
-        accumulated = accumulated or when.accumulated > 0
-        return self._snapshot(
-            around,
-            gradients=weights.gradients(when, done)
-            + weights.in_reduction(when, group, largest, accumulated=accumulated),
-            activations=self._kept_below[layer],
-            temporaries=self.stream + self._gradient_received,
-            communication=weights.reduction_buffer(when, group) + waiting,
-            done=done,
-            group=group,
-        )
+        own = weights.gradients(at, 0) if gradients is None else gradients
+        communication += weights.gathered_in_backward(at, done + group, head=head) + weights.averaged(at, done, group)
+        return Snapshot(own, activations, loss, communication, temporaries)

@@ -37,9 +37,7 @@ class Embedding(ModelProgram):
         table = self.table(is_trained=spec.trains_table)
         out = self.cast(self.look_up(table), self.itemsize)
         if spec.lora and EMBEDDING in spec.adapted_tables:
-            adapter = self.adapter(EMBEDDING, spec.lora)
-            narrow = self.cast(self.look_up(adapter.a), self.itemsize)
-            out = self.add_product(out, self.result("scale", [narrow], self.sizes[narrow]), adapter.b)
+            out = import_module(spec.lora.kind.program).embedding(self, out)
         self.output = self.scatter(out)
 
     def table(self, *, is_trained: bool) -> int:
@@ -85,8 +83,7 @@ class Head(ModelProgram):
         size = Size(elements, self.weight_itemsize if is_trained else self.itemsize)
         pairs = [(whole, self.weight(size, is_trained=is_trained))]
         if spec.lora and HEAD in spec.adapted_tables:
-            adapter = self.adapter(HEAD, spec.lora)
-            pairs.append((self.narrowed(whole, adapter), adapter.b))
+            pairs.append(import_module(spec.lora.kind.program).head(self, whole))
         self.output = self.loss(pairs)
 
     def loss(self, pairs: list[tuple[int, int]]) -> int:

@@ -5,6 +5,7 @@ local variables until they return; ``end`` says so where that makes a tensor liv
 """
 
 from functools import lru_cache
+from importlib import import_module
 
 from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
 from llama_core.config.strategy import MoE
@@ -49,7 +50,10 @@ class Layer(ModelProgram):
     def attention(self, x: int) -> int:
         """Append causal self-attention."""
         whole = self.gather(x)
-        q, k, v = (self.linear(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (self.projection(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
+        if self.spec.qk_norm:
+            q = self.norm_of_heads(q, is_trained="q_norm" in self.traits.trained)
+            k = self.norm_of_heads(k, is_trained="k_norm" in self.traits.trained)
         rotated_q = self.rotate(q)
         rotated_k = self.rotate(k)
         attended = self.attend(rotated_q, rotated_k, v)
@@ -113,7 +117,7 @@ class Layer(ModelProgram):
     # --- their modules
 
     def linear(self, x: int, name: str) -> int:
-        """Multiply by a matrix, and add the product of its adapter."""
+        """Multiply by a matrix, as it is or as its adapter changes that."""
         columns, rows = self.local_shape(name)
         out = self.product(x, self.matrix(name, columns * rows), rows)
         self.matrix_products.add(out)
@@ -121,16 +125,18 @@ class Layer(ModelProgram):
             self.costly.add(out)
         if self.spec.lora is None or name not in self.traits.adapted:
             return out
-        adapter = self.adapter(name, self.spec.lora)
-        narrow = self.narrowed(x, adapter)
-        if self.setting.splits_backward:  # the product of B has a gradient that is deferred
-            added = self.product(narrow, adapter.b, rows)
-            total = self.add(out, added)
-            self.end(x, out, added)
-            return total
-        total = self.add_product(out, narrow, adapter.b)
-        self.end(x, out, narrow)
-        return total
+        adapted: int = import_module(self.spec.lora.kind.program).linear(self, name, x, out)
+        return adapted
+
+    def projection(self, x: int, name: str) -> int:
+        """Multiply by a matrix that may have a bias."""
+        product = self.linear(x, name)
+        if not self.spec.qkv_bias:
+            return product
+        _, rows = self.local_shape(name)
+        out = self.add_bias(product, self.vector(rows, is_trained=f"{name}.bias" in self.traits.trained))
+        self.end(x, product)
+        return out
 
     def matrix(self, name: str, elements: int) -> int:
         """Return a matrix of the block, on this rank."""
@@ -196,6 +202,7 @@ class Layer(ModelProgram):
             sums,
             workspace=self.held_by_kernel(self.num_bytes[q], self.num_bytes[k], sums.num_bytes),
             scores=4 * self.sizes[q].elements * self.setting.seq_len,
+            share_in_window=self.share_in_window(),
             sends=self.gathered_keys(k) if gathers_keys else NO_TRAFFIC,
             traffic=BothWays(moved, moved),
         )
@@ -205,6 +212,15 @@ class Layer(ModelProgram):
             result = (self.num_bytes[q] + sums.num_bytes) // 2
             self.costly.add(self.result("decide", [], Size((cp - 1) * result, 1)))
         return out
+
+    def share_in_window(self) -> float:
+        """Return the share of the causal scores that attention's kernel computes; under a mask it computes all."""
+        length = self.setting.seq_len
+        window = min(self.traits.window or length, length)
+        if self.setting.documents != "varlen":
+            return 1.0
+        # the first queries see fewer tokens than the window has
+        return window * (2 * length - window + 1) / (length * (length + 1))
 
     def passed_around(self, keys: int) -> PassTraffic:
         """Return the hops of keys and values around a ring; in the backward their fp32 gradients follow."""

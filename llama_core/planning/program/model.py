@@ -1,9 +1,9 @@
 """The operations that the parts of a model share: norms, products with cast weights, adapters, collectives."""
 
-from typing import NamedTuple
+import math
 
-from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import EMBEDDING, LoRA
+from llama_core.config.models import DIVIDED_INPUTS, ModelSpec
+from llama_core.config.strategy import LoRA
 from llama_core.planning.program.operations import (
     FP32_BYTES,
     NOTHING,
@@ -14,17 +14,7 @@ from llama_core.planning.program.operations import (
 )
 from llama_core.planning.program.setting import Setting
 from llama_core.planning.transfers import Collective, PassTraffic, Traffic
-
-DIVIDED_INPUT = frozenset({"o_proj", "down_proj", EMBEDDING})
-"""The matrices whose input tensor-parallel ranks divide; of the others they divide the output."""
-
-
-class Adapter(NamedTuple):
-    """The weights of an adapter, ``B A``."""
-
-    a: int
-    b: int
-    lora: LoRA
+from llama_core.weights import INPUTS, OUTPUTS
 
 
 class ModelProgram(Program):
@@ -47,6 +37,12 @@ class ModelProgram(Program):
         """Bytes per element of a trained weight where it is read; ``fully_shard`` gathers in the activations' dtype."""
         return self.itemsize if self.setting.uses_fully_shard else FP32_BYTES
 
+    @property
+    def lora(self) -> LoRA:
+        """The adapters of the model, if there are some."""
+        assert self.spec.lora is not None
+        return self.spec.lora
+
     def stream(self) -> int:
         """Return a new residual stream."""
         return self.tensor(Size(self.setting.stream_tokens * self.spec.hidden_size, self.itemsize))
@@ -54,17 +50,23 @@ class ModelProgram(Program):
     def local_shape(self, name: str) -> tuple[int, int]:
         """Return the columns and rows of a matrix on this rank."""
         columns, rows = self.spec.target_shapes[name]
-        if name in DIVIDED_INPUT:
+        if name in DIVIDED_INPUTS:
             return columns // self.setting.tp, rows
         return columns, rows // self.setting.tp
 
     def norm(self, x: int, *, is_trained: bool) -> int:
         """Normalise every token, in fp32."""
-        hidden = self.spec.hidden_size
-        size = Size(hidden, self.weight_itemsize if is_trained else self.itemsize)
-        weight = self.weight(size, is_trained=is_trained, is_partial=self.setting.sharded_sequence)
-        weight = self.cast(weight, self.itemsize)
-        scales = Size(self.sizes[x].elements // hidden, FP32_BYTES)
+        width = self.spec.hidden_size
+        return self.normalise(x, width, is_trained=is_trained, is_partial=self.setting.sharded_sequence)
+
+    def norm_of_heads(self, x: int, *, is_trained: bool) -> int:
+        """Normalise every head of every token, in fp32; tensor-parallel ranks have some of the heads each."""
+        return self.normalise(x, self.spec.head_dim, is_trained=is_trained, is_partial=self.setting.tp > 1)
+
+    def normalise(self, x: int, width: int, *, is_trained: bool, is_partial: bool) -> int:
+        """Normalise every ``width`` numbers, in fp32."""
+        weight = self.cast(self.vector(width, is_trained=is_trained, is_partial=is_partial), self.itemsize)
+        scales = Size(self.sizes[x].elements // width, FP32_BYTES)
         if self.setting.fuses_norms:
             return self.result("fused_norm", [x, weight], self.sizes[x], scales)
         wide = self.cast(x, FP32_BYTES)
@@ -73,27 +75,30 @@ class ModelProgram(Program):
         normalised = self.result("multiply", [wide, scale], self.sizes[wide])
         return self.cast(self.result("multiply", [normalised, weight], self.sizes[wide]), self.itemsize)
 
-    def adapter(self, name: str, lora: LoRA) -> Adapter:
-        """Return the weights of a matrix's adapter."""
-        columns, rows = self.local_shape(name)
-        rank = lora.lora_rank
-        is_divided = self.setting.tp > 1
-        divides_input = name in DIVIDED_INPUT
-        # one of the two is whole on every rank, and each rank has a part of its gradient
-        size_of_a = Size(columns * rank, self.weight_itemsize)
-        size_of_b = Size(rows * rank, self.weight_itemsize)
-        a = self.weight(size_of_a, is_trained=True, is_partial=is_divided and not divides_input)
-        b = self.weight(size_of_b, is_trained=True, is_partial=is_divided and divides_input)
-        return Adapter(a, b, lora)
+    def vector(self, length: int, *, is_trained: bool, is_partial: bool = False) -> int:
+        """Return a weight that is no matrix: that of a norm, or a bias."""
+        size = Size(length, self.weight_itemsize if is_trained else self.itemsize)
+        return self.weight(size, is_trained=is_trained, is_partial=is_partial, is_vector=True)
 
-    def narrowed(self, x: int, adapter: Adapter) -> int:
-        """Multiply by A, after a dropout, and scale where it is narrow."""
-        dropped = x
-        if adapter.lora.lora_dropout:
-            mask = Size(self.sizes[x].elements, 1)
-            dropped = self.result("dropout", [x], self.sizes[x], mask)
-        narrow = self.product(dropped, adapter.a, adapter.lora.lora_rank)
-        return self.result("scale", [narrow], self.sizes[narrow])
+    def adapter(self, name: str) -> list[int]:
+        """Return the weights of a matrix's adapter, in the order of its rows."""
+        columns, rows = self.local_shape(name)
+        divided_side = INPUTS if name in DIVIDED_INPUTS else OUTPUTS
+        weights = []
+        for weight in self.lora.weights(name):
+            size = Size(math.prod(self.lora.shape(weight, columns, rows)), self.weight_itemsize)
+            # what is whole on every rank gets a part of its gradient on each
+            is_partial = self.setting.tp > 1 and divided_side not in weight.shape
+            is_vector = len(weight.shape) == 1
+            weights.append(self.weight(size, is_trained=True, is_partial=is_partial, is_vector=is_vector))
+        return weights
+
+    def dropped(self, x: int, fraction: float) -> int:
+        """Drop a fraction of some inputs."""
+        if not fraction:
+            return x
+        mask = Size(self.sizes[x].elements, 1)
+        return self.result("dropout", [x], self.sizes[x], mask)
 
     def add_product(self, out: int, x: int, weight: int) -> int:
         """Return ``out`` plus the product of ``x`` and a matrix, made by one kernel."""
@@ -108,6 +113,10 @@ class ModelProgram(Program):
     def add(self, x: int, y: int) -> int:
         """Add two tensors."""
         return self.result("add", [x, y], self.sizes[x])
+
+    def add_bias(self, x: int, bias: int) -> int:
+        """Add a vector to every row."""
+        return self.result("add_bias", [x, self.cast(bias, self.itemsize)], self.sizes[x])
 
     def cast(self, x: int, itemsize: int) -> int:
         """Cast a tensor, unless it has that dtype."""

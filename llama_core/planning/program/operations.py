@@ -8,10 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from llama_core.config.settings import Precision
 from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic
 
 FP32_BYTES = 4
 INT64_BYTES = 8
+
+
+def itemsize_of(precision: Precision) -> int:
+    """Return the bytes per element of activations; ``auto`` counts as bf16."""
+    return FP32_BYTES if precision == "fp32" else FP32_BYTES // 2
+
 
 FIRST_OUTPUT = -1
 SECOND_OUTPUT = -2
@@ -37,6 +44,9 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
         (THIRD_OUTPUT,),
         (FOURTH_OUTPUT,),
     ),  # gradients, but for a factor
+    "linear_losses": ((0, 1), (0, 1)),
+    "frozen_linear_losses": ((0, 1), (0, 1)),
+    "adapted_linear_losses": ((0, 1, 2, 3),) * 4,
     "look_up": ((),),
     "mask": ((1,), ()),
     "dropout": ((SECOND_OUTPUT,),),  # its mask
@@ -51,13 +61,19 @@ of the output alone. Source: ``tools/autograd/derivatives.yaml`` in torch, and `
 FLATTENS = frozenset({"product", "rearrange"})
 """Operations on a matrix with a row per token. The gradient of their first input is a view of that matrix's."""
 
-SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {"add": (0, 1), "add_product": (0,), "sum": (0,)}
+SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {"add": (0, 1), "add_bias": (0,), "add_product": (0,), "sum": (0,)}
 """The inputs of an operation whose gradient is that of the output itself, in the same memory."""
-BACKWARD_PRODUCTS = {"attention": 2.5, "linear_loss": 0.0}
+BACKWARD_PRODUCTS = {
+    "attention": 2.5,
+    "linear_loss": 0.0,
+    "linear_losses": 3.0,
+    "frozen_linear_losses": 2.0,
+    "adapted_linear_losses": 2.0,
+}
 """FLOPs of a backward over those of its forward; of other products, one for each gradient.
 
 Attention's backward has five products, including the scores again, its forward two. A linear loss multiplies for its
-gradients in its forward.
+gradients in its forward. Linear losses, of each token, compute their logits again in the backward.
 """
 WITHOUT_GRADIENT = frozenset({"decide"})
 """Operations that pass no gradient on, such as sorting."""
@@ -114,6 +130,8 @@ class Operation:
     """With weights."""
     scores: int = 0
     """FLOPs of its products with attention's scores, which are no product with a weight."""
+    share_in_window: float = 1.0
+    """Share of the causal scores inside a sliding window; a kernel may skip the others."""
     sends: PassTraffic = NO_TRAFFIC
     """What it sends to other ranks, and what its gradient sends."""
     traffic: BothWays | None = None
@@ -147,6 +165,8 @@ class Program:
     """Bytes of every tensor; 0 for a weight, which is there anyway."""
     trained: dict[int, int] = field(default_factory=dict)
     """Parameters of every weight that gets a gradient."""
+    vectors: set[int] = field(default_factory=set)
+    """Weights that are no matrices: of norms, and biases."""
     partial: dict[int, int] = field(default_factory=dict)
     """Those of them whose gradient is a sum over the tensor-parallel ranks."""
     copied: set[int] = field(default_factory=set)
@@ -170,9 +190,19 @@ class Program:
         return sum(self.trained.values())
 
     @property
+    def num_trained_in_matrices(self) -> int:
+        """Those of them that are elements of matrices."""
+        return sum(elements for weight, elements in self.trained.items() if weight not in self.vectors)
+
+    @property
     def largest_trained(self) -> int:
         """Parameters of the largest weight that gets a gradient."""
         return max(self.trained.values(), default=0)
+
+    @property
+    def largest_trained_vector(self) -> int:
+        """Parameters of the largest weight that gets a gradient and is no matrix."""
+        return max((elements for weight, elements in self.trained.items() if weight in self.vectors), default=0)
 
     @property
     def num_copied(self) -> int:
@@ -190,9 +220,11 @@ class Program:
         self.num_bytes.append(size.num_bytes)
         return len(self.sizes) - 1
 
-    def weight(self, size: Size, *, is_trained: bool, is_partial: bool = False) -> int:
+    def weight(self, size: Size, *, is_trained: bool, is_partial: bool = False, is_vector: bool = False) -> int:
         """Return a new weight; ``is_partial`` says that tensor-parallel ranks sum its gradient."""
         weight = self.tensor(size)
+        if is_vector:
+            self.vectors.add(weight)
         self.num_bytes[weight] = 0
         self.num_parameters += size.elements
         if is_trained:

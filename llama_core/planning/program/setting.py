@@ -1,9 +1,9 @@
 """What the programs of a plan's rank depend on beside the model."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from llama_core.config.run import AttentionKernel
-from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.planning.plan import DocumentAttention
 from llama_core.planning.program.operations import FP32_BYTES
 
 
@@ -30,34 +30,6 @@ class Setting(NamedTuple):
     uses_fully_shard: bool = False
     keeps_cast_weights: bool = False
     splits_backward: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        plan: ParallelPlan,
-        *,
-        seq_len: int,
-        itemsize: int,
-        documents: DocumentAttention = "none",
-        on_cuda: bool = False,
-    ) -> Self:
-        """Return the setting under a plan."""
-        return cls(
-            rows=plan.rows_per_forward,
-            seq_len=seq_len,
-            itemsize=itemsize,
-            documents=documents,
-            on_cuda=on_cuda,
-            compiles=plan.compile,
-            attention=plan.attention,
-            tp=plan.tp,
-            cp=plan.cp,
-            ep=plan.ep,
-            sharded_sequence=plan.sharded_sequence,
-            uses_fully_shard=plan.uses_fully_shard,
-            keeps_cast_weights=plan.keeps_cast_weights,
-            splits_backward=plan.splits_backward,
-        )
 
     @property
     def is_narrow(self) -> bool:

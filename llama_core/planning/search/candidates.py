@@ -10,7 +10,9 @@ Never tried, whatever the memory and the time:
 * ZB-H1 and ZBV with anything but a plain pipeline, as they exclude everything else.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec
@@ -88,6 +90,9 @@ class Candidates:
     def __init__(self, config: RunConfig, device: DeviceSpec | None) -> None:
         self.config = config
         self.asked = config.parallel
+        self._batch_sizes = config.batch_sizes
+        self._common_batch = math.gcd(*self._batch_sizes)
+        """The largest number of sequences that every step is a multiple of: the batch, if there is no ramp."""
         self.degrees = Degrees(config, device)
         self.node_size = self.degrees.node_size
 
@@ -104,7 +109,7 @@ class Candidates:
         return sorted(filter(self._divides, shapes), key=lambda shape: (-shape.dp, shape.cp, shape.pp, shape.tp))
 
     def _divides(self, shape: Shape) -> bool:
-        batch = self.config.batch_size
+        batch = self._common_batch
         asked = self.asked
         if batch % shape.dp or (asked.dp_replicate != "auto" and shape.dp % asked.dp_replicate):
             return False
@@ -113,19 +118,23 @@ class Candidates:
         return share == product if asked.microbatch_size and asked.num_microbatches else share % product == 0
 
     def microbatch_sizes(self, shape: Shape) -> list[int]:
-        """Return the microbatch size asked for, or the divisors of a rank's share of the batch, largest first."""
+        """Return the microbatch size asked for, or the divisors of a rank's share of every batch, largest first."""
         asked = self.asked
-        share = self.config.batch_size // shape.dp
+        share = self._common_batch // shape.dp
         if asked.microbatch_size or asked.num_microbatches:
             return [asked.microbatch_size or share // (asked.num_microbatches or 1)]
         enough = MAX_CPU_MICROBATCH_TOKENS if self.config.launch.device == "cpu" else MAX_MICROBATCH_TOKENS
         most = max(1, enough * shape.cp // self.config.seq_len)
         largest, *smaller = [size for size in range(min(most, share), 0, -1) if share % size == 0]
-        return [largest, *(size for size in smaller if share // size <= MOST_MICROBATCHES)]
+        return [largest, *(size for size in smaller if self.num_microbatches(shape, size) <= MOST_MICROBATCHES)]
 
     def num_microbatches(self, shape: Shape, microbatch_size: int) -> int:
-        """Return the forward passes per rank and step."""
-        return self.config.batch_size // (shape.dp * microbatch_size)
+        """Return the forward passes per rank and step, the largest of a ramp."""
+        return max(self._counts(shape, microbatch_size))
+
+    def _counts(self, shape: Shape, microbatch_size: int) -> list[int]:
+        """Return the forward passes per rank and step, at first and for each size of a ramp."""
+        return [size // (shape.dp * microbatch_size) for size in self._batch_sizes]
 
     def shardings(self, shape: Shape) -> list[Sharding]:
         """Return the ways to shard the states, those that communicate least first."""
@@ -175,7 +184,8 @@ class Candidates:
         """Return the schedules to try with this microbatch size."""
         asked = self.asked
         pp = shape.pp
-        count = self.num_microbatches(shape, microbatch_size)
+        counts = self._counts(shape, microbatch_size)
+        count = max(counts)
         if pp == 1:
             return [Order(DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule, self._chunks or 1)]
         kinds = map(schedule_type, schedule_names()) if asked.schedule == "auto" else [schedule_type(asked.schedule)]
@@ -183,8 +193,11 @@ class Candidates:
             order
             for kind in kinds
             if microbatch_size % kind.parts_per_microbatch == 0
-            and (asked.schedule != "auto" or self.refusal(kind, shape, count, self.recompute) is None)
-            for order in self._in_chunks(kind, pp, count)
+            and (
+                asked.schedule != "auto"
+                or (min(counts) >= kind.min_microbatches and self.refusal(kind, shape, count, self.recompute) is None)
+            )
+            for order in self._in_chunks(kind, pp, math.gcd(*counts))
         ]
 
     @property
@@ -302,5 +315,9 @@ class Candidates:
             compile=self.compiles(variant),
             attention=asked.attention,
         )
-        plan.check(config.spec, seq_len=config.seq_len, precision=config.training.precision)
+        for seq_len in config.seq_lens:
+            plan.check(config.spec, seq_len=seq_len, precision=config.training.precision)
+        if config.training.batch_ramp and num_microbatches is None:
+            for count in self._counts(shape, variant.microbatch_size):
+                replace(plan, num_microbatches=count)  # refuses one that the schedule cannot have
         return plan

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 from llama_core.errors import PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
@@ -18,15 +19,6 @@ MAX_RUNNERS_UP = 4
 """Plans shown beside the chosen one."""
 
 
-class RunnerUp(NamedTuple):
-    """Another plan that fits."""
-
-    plan: ParallelPlan
-    step: StepTime
-    peak_bytes: int
-    """Peak of the fullest rank."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """The plan the search found, and why."""
@@ -40,7 +32,7 @@ class Choice:
     """Limit for that peak: ``FILL_LIMIT`` of the memory budget; None without a budget."""
     reasons: Mapping[str, str]
     """The reason for each choice, a sentence each."""
-    runners_up: tuple[RunnerUp, ...]
+    runners_up: tuple[Option, ...]
     """The fastest plans of other shapes that the search found, fastest first."""
     rejected: tuple[str, ...]
     """Values that were not tried or do not fit, each with the reason."""
@@ -54,8 +46,8 @@ class Choice:
             "limit_bytes": self.limit_bytes,
             "reasons": dict(self.reasons),
             "runners_up": [
-                {"plan": plan.as_dict(), "step": step.as_dict(), "peak_bytes": peak}
-                for plan, step, peak in self.runners_up
+                {"plan": other.plan.as_dict(), "step": other.step.as_dict(), "peak_bytes": other.peak_bytes}
+                for other in self.runners_up
             ],
             "rejected": list(self.rejected),
         }
@@ -73,8 +65,9 @@ class Choice:
             *(f"  {sentence}" for sentence in self.reasons.values()),
             *(["next best:"] if self.runners_up else []),
             *(
-                f"  {_seconds(step.total, self.step.total)}, {format_bytes(peak)}: {plan.summary()}"
-                for plan, step, peak in self.runners_up
+                f"  {_seconds(other.step.total, self.step.total)}, {format_bytes(other.peak_bytes)}: "
+                f"{other.plan.summary()}"
+                for other in self.runners_up
             ),
             *(["not tried, or does not fit:"] if self.rejected else []),
             *(f"  {sentence}" for sentence in self.rejected),
@@ -126,14 +119,12 @@ def _other(search: Search, best: Option, key: Callable[[Variant], Any]) -> Optio
     return search.fastest(lambda variant: key(variant) != key(best.variant), close=1.0)
 
 
-def _runners_up(search: Search, best: Option) -> tuple[RunnerUp, ...]:
+def _runners_up(search: Search, best: Option) -> tuple[Option, ...]:
     fastest: dict[Shape, Option] = {}
     for option in sorted(search.options(), key=lambda option: option.step.total):
         fastest.setdefault(option.variant.shape, option)
     fastest.pop(best.variant.shape, None)
-    return tuple(
-        RunnerUp(option.plan, option.step, option.peak_bytes) for option in [*fastest.values()][:MAX_RUNNERS_UP]
-    )
+    return tuple(islice(fastest.values(), MAX_RUNNERS_UP))
 
 
 def _seconds(seconds: float, best: float) -> str:

@@ -97,9 +97,7 @@ class Degrees:
             return f"crosses nodes of {self.node_size}"
         spec = self.config.spec
         seq_len = self.config.seq_len
-        divided = {"key/value heads": spec.num_kv_heads, "feed-forward columns": spec.ffn_size}
-        divided |= {"tokens of the vocabulary": spec.vocab_size}
-        divided |= {"tokens of a sequence": seq_len} if self.asked.sequence_parallel else {}
+        divided = spec.divided_by_tp | ({"tokens of a sequence": seq_len} if self.asked.sequence_parallel else {})
         return next((f"does not divide {count} {what}" for what, count in divided.items() if count % size), None)
 
 

@@ -1,12 +1,12 @@
 """Does a plan fit? Its peak against the memory limit, and the least recomputation that makes it fit."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from llama_core.config.run import RecomputeMode, RunConfig
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
-from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.work import Work
@@ -39,23 +39,21 @@ class Fitting:
     def peaks(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the peak of every rank of the pipeline."""
         if plan not in self._peaks:
-            profiles = estimate_ranks(Work.of(self.config, plan))
-            self._peaks[plan] = tuple(self._held(profile, plan) for profile in profiles)
+            self._peaks[plan] = self._held(plan)
         return self._peaks[plan]
 
     def glance(self, plan: ParallelPlan) -> int:
         """Return the approximate peak of the fullest rank, from the first, the middle and the last rank alone."""
         if plan not in self._glances:
-            ranks = {0, plan.pp // 2, plan.pp - 1}
-            profiles = estimate_ranks(Work.of(self.config, plan), pp_ranks=ranks)
-            self._glances[plan] = max(self._held(profile, plan) for profile in profiles)
+            self._glances[plan] = max(self._held(plan, {0, plan.pp // 2, plan.pp - 1}))
         return self._glances[plan]
 
-    def _held(self, profile: MemoryProfile, plan: ParallelPlan) -> int:
-        """Return the bytes that count against the limit: on the CPU, those of the whole process."""
+    def _held(self, plan: ParallelPlan, pp_ranks: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Return what ranks, by default all, take of the limit: their peaks or, on the CPU, their whole processes."""
+        profiles = estimate_ranks(Work.of(self.config, plan), pp_ranks=pp_ranks)
         if self.config.launch.device != "cpu":
-            return profile.peak_bytes
-        return host_memory(self.config, plan).rank_bytes(profile)
+            return tuple(profile.peak_bytes for profile in profiles)
+        return tuple(map(host_memory(self.config, plan).rank_bytes, profiles))
 
     def may_fit(self, plan: ParallelPlan) -> bool:
         """Return whether ``plan`` fits according to ``glance``."""

@@ -10,7 +10,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import DoesNotFitError, PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
 from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.schedules.registry import schedule_type
@@ -126,7 +126,7 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
     label = device.label if device else "devices"
     trained = config.spec.num_trainable_parameters
     frozen = _frozen_bytes(config)
-    terms = f"{_bytes_between_steps(config)} bytes x {trained / GB:.2f}e9 parameters"
+    terms = f"{_bytes_between_steps(config):.3g} bytes x {trained / GB:.2f}e9 parameters"
     if frozen:
         terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
     message = (
@@ -141,18 +141,18 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
 
 
 def _frozen_bytes(config: RunConfig) -> int:
-    itemsize = FP32_BYTES if config.training.precision == "fp32" else FP32_BYTES // 2
-    return itemsize * (config.spec.num_parameters - config.spec.num_trainable_parameters)
+    return itemsize_of(config.training.precision) * (config.spec.num_parameters - config.spec.num_trainable_parameters)
 
 
-def _bytes_between_steps(config: RunConfig) -> int:
-    """Return the bytes of a trained parameter between steps: weight, gradient and the optimizer's states."""
-    return 2 * FP32_BYTES + config.optimizer.state_bytes
+def _bytes_between_steps(config: RunConfig) -> float:
+    """Return the bytes of a trained parameter between steps, on average: weight, gradient and states."""
+    trained = config.spec.trained
+    return 2 * FP32_BYTES + config.optimizer.states_of(trained) / sum(trained)
 
 
 def _held_between_steps(config: RunConfig) -> int:
     """Return the bytes that all devices together hold at least between steps, unless host memory holds a part."""
-    return _bytes_between_steps(config) * config.spec.num_trainable_parameters + _frozen_bytes(config)
+    return round(_bytes_between_steps(config) * config.spec.num_trainable_parameters) + _frozen_bytes(config)
 
 
 def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _larger_device(config: RunConfig, device: DeviceSpec) -> Iterator[str]:
 def _offload(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
     if config.parallel.inner.get("tp", 1) * config.parallel.inner.get("pp", 1) * config.parallel.inner.get("cp", 1) > 1:
         return
-    optimizer = (FP32_BYTES + config.optimizer.state_bytes) * config.spec.num_trainable_parameters
+    optimizer = (_bytes_between_steps(config) - FP32_BYTES) * config.spec.num_trainable_parameters
     for offload, held in (("optimizer", optimizer), ("parameters", _held_between_steps(config))):
         there = held / config.parallel.gpus
         changes = {"zero_backend": "deepspeed", "offload": offload, "zero_stage": 3, "dp_replicate": 1}

@@ -129,7 +129,8 @@ class Bounds:
             gradients = FP32_BYTES * (shared / shards if stage > 1 else own)
         gathered = 2 * own if stage in {1, 2} else 0
         # frozen weights have no states; adapters are negligible
-        held = 2 if lora else FP32_BYTES + self.candidates.config.optimizer.state_bytes
+        states = min(kind.state_bytes for kind in self.candidates.config.optimizer.kinds)
+        held = 2 if lora else FP32_BYTES + states
         return held * shared / shards + gradients + gathered
 
     def _pace(self, variant: Variant, mode: RecomputeMode) -> _Pace:

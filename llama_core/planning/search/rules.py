@@ -45,9 +45,11 @@ def no_shape(candidates: Candidates) -> PlanError:
     """Return the error for a batch that no division of the devices can split."""
     config = candidates.config
     ranks = candidates.asked.most_data_parallel
-    nearest = -(-config.batch_size // ranks) * ranks
+    size = next((size for size in config.batch_sizes if size % ranks), config.batch_size)
+    nearest = -(-size // ranks) * ranks
+    setting = "training.batch_size" if size == config.batch_sizes[0] else "training.batch_ramp: batch_size"
     return PlanError(
-        f"training.batch_size={config.batch_size} cannot be divided among parallel.gpus={candidates.asked.gpus}; "
+        f"{setting}={size} cannot be divided among parallel.gpus={candidates.asked.gpus}; "
         f"use {nearest}, a multiple of the {ranks} data-parallel ranks"
     )
 

@@ -35,6 +35,7 @@ class Option:
     plan: ParallelPlan
     step: StepTime
     peak_bytes: int
+    """Peak of the fullest rank."""
 
 
 class Search:

@@ -1,15 +1,15 @@
 """The time one device computes on one microbatch of a pipeline stage, and on an update, without communication."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import RecomputeMode
+from llama_core.optimizers.traits import Trained
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.kernels import NO_TIME, Pass, ProgramTime, Rates
-from llama_core.planning.work import Work
+from llama_core.planning.work import Stage, Work
 
 MODEL_SHAPES = 0.9
 """Rate of a model's products over that of the best shape, which ``DeviceSpec.matmul_share`` gives.
@@ -18,6 +18,14 @@ MODEL_SHAPES = 0.9
 """
 MEMORY_SHARE = 0.85
 """Share of memory bandwidth that kernels are assumed to reach: about 0.9 in long streams, less in others."""
+
+
+def of_layers(stage: Stage, seconds: Callable[[Passes, RecomputeMode], Pass]) -> Pass:
+    """Return the time that all layers of a stage take, given that of a kind of layer."""
+    total = NO_TIME
+    for (layer, mode), count in stage.kinds.items():
+        total = total.plus(seconds(layer, mode).times(count))
+    return total
 
 
 class StageCompute:
@@ -32,7 +40,7 @@ class StageCompute:
     """
 
     def __init__(self, work: Work, device: DeviceSpec) -> None:
-        self.work = replace(work, on_cuda=True)
+        self.work = work if work.on_cuda else replace(work, on_cuda=True)
         self.device = device
         peak = device.fp32_flops if work.precision == "fp32" else device.bf16_flops
         # cuDNN has no kernel for fp32, and blocks around a ring need the flash kernel's sums
@@ -51,25 +59,16 @@ class StageCompute:
         self.casts_once = work.setting.is_narrow and work.plan.keeps_cast_weights
         """Whether weights are cast when they are updated, not at every use."""
 
-    def stage(self, layers: Sequence[Passes], modes: Sequence[RecomputeMode], *, is_first: bool, is_last: bool) -> Pass:
-        """Return the time of a stage.
+    def stage(self, stage: Stage) -> Pass:
+        """Return the time of a stage."""
+        total = of_layers(stage, self._seconds)
+        for end in stage.ends:
+            total = total.plus(self._seconds(end))
+        return total
 
-        Args:
-            layers: the forward and the backward of each of its layers.
-            modes: the recomputation of each.
-            is_first: whether it holds the embedding.
-            is_last: whether it holds the head.
-        """
-        total = NO_TIME
-        for (layer, mode), count in Counter(zip(layers, modes, strict=True)).items():
-            total = total.plus(self.layer(mode, layer).times(count))
-        if is_first:
-            total = total.plus(self.embedding())
-        return total.plus(self.head()) if is_last else total
-
-    def layer(self, mode: RecomputeMode, layer: Passes | None = None) -> Pass:
-        """Return the time of a layer, by default the last, with recomputation in its backward."""
-        return ProgramTime(layer or self.work.layers[-1], self.rates).seconds(mode)
+    def layer(self, mode: RecomputeMode) -> Pass:
+        """Return the time of the last layer, with recomputation in its backward."""
+        return self._seconds(self.work.layers[-1], mode)
 
     def attention(self) -> Pass:
         """Return the time of one layer's attention: its scores and their products with the values."""
@@ -77,22 +76,38 @@ class StageCompute:
 
     def embedding(self) -> Pass:
         """Return the time to look up every token, and to add their gradients to the table's."""
-        return ProgramTime(self.work.embedding, self.rates).seconds()
+        return self._seconds(self.work.embedding)
 
     def head(self) -> Pass:
         """Return the time of the final norm, the last product and the loss, which computes its gradients too."""
-        parts = (self.work.final_norm, self.work.head)
-        norm, loss = (ProgramTime(part, self.rates).seconds() for part in parts)
-        return norm.plus(loss)
+        return self._seconds(self.work.final_norm).plus(self._seconds(self.work.head))
 
-    def optimizer(self, num_parameters: float) -> float:
-        """Return the time to clip and update ``num_parameters``, and to cast them once."""
+    def _seconds(self, passes: Passes, mode: RecomputeMode = "none") -> Pass:
+        return ProgramTime(passes, self.rates).seconds(mode)
+
+    def optimizer(self, updated: Trained) -> float:
+        """Return the time to clip and update parameters, and to cast them once."""
+        num_parameters = sum(updated)
         # the norm reads the gradient; clipping reads and writes it
-        clipping = (1 + 2) * FP32_BYTES
-        seconds = self.copying((clipping + self.work.optimizer.moved_bytes) * num_parameters)
+        clipping = (1 + 2) * FP32_BYTES * num_parameters
+        seconds = self.copying(clipping + self.work.optimizer.moved_for(updated))
         if self.casts_once:
             seconds += self.copying((FP32_BYTES + self.work.itemsize) * num_parameters)
         return seconds
+
+    def on_whole_matrices(self, pp_rank: int) -> float:
+        """Return the time that the optimizer computes on whole matrices, of which every rank of a stage has its share.
+
+        Products are bf16 on any GPU.
+        """
+        flops = self.work.optimizer.flops
+        if flops is None:
+            return 0.0
+        plan = self.work.plan
+        of_stage = sum(flops(*shape) for shape in self.work.trained_matrices(pp_rank, of_experts=False))
+        of_stage += plan.ep * sum(flops(*shape) for shape in self.work.trained_matrices(pp_rank, of_experts=True))
+        ranks = plan.world_size / plan.pp
+        return of_stage / ranks / (self.device.bf16_flops * self.device.matmul_share * MODEL_SHAPES)
 
     def copying(self, num_bytes: float) -> float:
         """Return the time to read or write ``num_bytes``."""

@@ -21,6 +21,7 @@ from llama_core.planning.program.operations import (
     Product,
 )
 from llama_core.planning.program.passes import Passes
+from llama_core.schedules.actions import Kind
 
 HALF_RATE_DIM = 128
 """Shortest side at which a matrix product reaches half of its rate; at 4096 it reaches 97 %.
@@ -50,6 +51,16 @@ class Pass(NamedTuple):
     def times(self, count: int) -> "Pass":
         """Return the seconds of ``count`` such passes."""
         return Pass(count * self.forward, count * self.backward)
+
+    def of(self, kind: Kind) -> float:
+        """Return the seconds of an action of this kind; either part of a split backward takes half of a whole one."""
+        match kind:
+            case Kind.FORWARD:
+                return self.forward
+            case Kind.BACKWARD:
+                return self.backward
+            case _:
+                return self.backward / 2
 
 
 NO_TIME = Pass(0.0, 0.0)
@@ -182,7 +193,8 @@ class ProgramTime:
 
     def _attending(self, operation: Operation) -> float:
         """Return the time of the scores of an operation, and of their products with the values."""
-        return self.rates.visible_share * operation.scores / self.rates.attention_flops
+        computed = self.rates.visible_share * operation.share_in_window * operation.scores
+        return computed / self.rates.attention_flops
 
     def _rounding_for_gradients(self, operation: Operation, needing: Sequence[int]) -> float:
         """Return the time to round the operands of a product's gradients to fp8."""

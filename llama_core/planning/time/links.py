@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.transfers import Axis, Traffic
+from llama_core.planning.transfers import Axis, Other, Traffic
 
 COLLECTIVE_SHARE = 0.8
 """Share of a link's rate that a collective reaches: 370 of 450 GB/s, by NCCL's authors (nccl-tests, issue 212)."""
@@ -55,15 +55,14 @@ class Links:
         waiting = passes * ((hops - hops_between_nodes) * latency + hops_between_nodes * NETWORK_SECONDS)
         return traffic.count * (START_SECONDS + waiting) + traffic.sent_bytes / (bandwidth * COLLECTIVE_SHARE)
 
-    def _extent(self, axis: Axis) -> tuple[int, int]:
+    def _extent(self, axis: Axis | Other) -> tuple[int, int]:
         """Return the distance in ranks between neighbours on an axis, and the number of its ranks."""
         plan = self.plan
-        shards = plan.dp_shard * plan.cp if plan.zero_stage else 1
         return {
             "tp": (1, plan.tp),
             "cp": (plan.tp, plan.cp),
             "ep": (plan.tp * plan.cp, plan.ep),
-            "shard": (plan.tp, shards),
-            "replicate": (plan.tp * shards, plan.dp * plan.cp // shards),
+            "shard": (plan.tp, plan.num_shards),
+            "replicate": (plan.tp * plan.num_shards, plan.num_copies),
             "pp": (plan.world_size // plan.pp, plan.pp),
         }[axis]

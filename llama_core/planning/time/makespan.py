@@ -1,13 +1,12 @@
 """The time of a pipeline with uneven stages: the plan's own action lists, simulated with a time for every stage."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
-from llama_core.schedules.actions import Action, Kind, inputs
-from llama_core.schedules.registry import build_schedule
+from llama_core.schedules.actions import COMPUTATIONS
 
 EXACT_UNITS = 4
 """Microbatches per rank after which every further unit of microbatches takes as long as the previous one."""
@@ -25,16 +24,6 @@ class Span(NamedTuple):
     def bubble(self) -> float:
         """Idle time of that rank."""
         return self.makespan - self.busy
-
-
-class _Step(NamedTuple):
-    """One action, in an order where each action comes after those it waits for."""
-
-    rank: int
-    stage: int
-    kind: Kind
-    waits: tuple[tuple[int, bool], ...]
-    """The actions that have to end first, by position in the order, and whether another rank runs them."""
 
 
 def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_units: int = EXACT_UNITS) -> Span:
@@ -67,37 +56,12 @@ def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_
 
 
 def _clock(plan: ParallelPlan, num_microbatches: int, passes: Sequence[Pass], hop: float) -> Span:
-    halves = [backward / 2 for _, backward in passes]
-    times = {
-        Kind.FORWARD: [forward for forward, _ in passes],
-        Kind.BACKWARD: [backward for _, backward in passes],
-        Kind.INPUT_GRADIENT: halves,
-        Kind.WEIGHT_GRADIENT: halves,
-    }
-    free = [0.0] * plan.pp
+    """Return the time of a step of this many microbatches."""
+    schedule = plan.schedule_of(num_microbatches)
+    seconds = {(stage, kind): own.of(kind) for stage, own in enumerate(passes) for kind in COMPUTATIONS}
+    durations = [seconds[action.stage, action.kind] for _, action, _ in schedule.order]
+    starts = schedule.starts(durations, hop)
     busy = [0.0] * plan.pp
-    ends: list[float] = []
-    for rank, stage, kind, waits in _order(plan.schedule, plan.pp, num_microbatches, plan.num_chunks):
-        start = max(free[rank], *(ends[place] + hop * elsewhere for place, elsewhere in waits), 0.0)
-        free[rank] = start + times[kind][stage]
-        busy[rank] += times[kind][stage]
-        ends.append(free[rank])
-    return Span(max(free), max(busy))
-
-
-@lru_cache(maxsize=32)
-def _order(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[_Step, ...]:
-    """Return the actions of all ranks, each after those it waits for."""
-    schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    steps: list[_Step] = []
-    placed: dict[Action, tuple[int, int]] = {}  # position in the order, and rank
-    waiting = [list(reversed(actions)) for actions in schedule.actions]
-    while any(waiting):
-        for rank, actions in enumerate(waiting):
-            while actions and all(before in placed for before in inputs(actions[-1], schedule.num_stages)):
-                action = actions.pop()
-                found = [placed[before] for before in inputs(action, schedule.num_stages)]
-                waits = tuple((place, other != rank) for place, other in found)
-                placed[action] = (len(steps), rank)
-                steps.append(_Step(rank, action.stage, action.kind, waits))
-    return tuple(steps)
+    for (rank, _, _), duration in zip(schedule.order, durations, strict=True):
+        busy[rank] += duration
+    return Span(max(map(add, starts, durations)), max(busy))

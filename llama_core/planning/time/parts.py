@@ -6,25 +6,25 @@ its receiver does until it needs the data. Tensor- and expert-parallel communica
 keys and values.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from llama_core.config.hardware import PCIE_BANDWIDTH, DeviceSpec
 from llama_core.config.run import RecomputeMode
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.communication import Messages
-from llama_core.planning.time.compute import StageCompute
+from llama_core.planning.time.compute import StageCompute, of_layers
 from llama_core.planning.time.kernels import NO_TIME, Pass
 from llama_core.planning.time.links import Links
-from llama_core.planning.time.makespan import span
+from llama_core.planning.time.makespan import Span, span
 from llama_core.planning.transfers import PassTraffic, Traffic
-from llama_core.planning.work import Work
+from llama_core.planning.work import Stage, Work
 from llama_core.units import GB
 
-Value = TypeVar("Value")
+Passing = Mapping[Stage, Pass]
+"""The time of a forward and of its backward on every kind of stage."""
 Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer"]
 
 CONTENTION = 0.19
@@ -47,9 +47,9 @@ class StepParts:
     def __init__(self, work: Work, device: DeviceSpec) -> None:
         self.plan = work.plan
         self.links = Links(work.plan, device)
-        self.messages = Messages(replace(work, on_cuda=True))
-        self.compute = StageCompute(work, device)
-        self._alike = self.messages.alike()
+        self.work = work if work.on_cuda else replace(work, on_cuda=True)
+        self.messages = Messages(self.work)
+        self.compute = StageCompute(self.work, device)
 
     def seconds(self) -> dict[Part, float]:
         """Return the seconds of every part.
@@ -57,8 +57,8 @@ class StepParts:
         The schedule is timed with the work of the stages alone, then with each axis of communication added in turn. An
         axis costs the time by which it lengthens the step.
         """
-        passes = self._of_stages(self._computing)
-        alone = span(self.plan, passes)
+        passes = self._computing()
+        alone = self._span(passes)
         parts: dict[Part, float] = {"compute": alone.busy, "bubble": alone.bubble}
         makespan = alone.makespan
         for axis, added in self._adding().items():
@@ -66,29 +66,29 @@ class StepParts:
             parts[axis] = 0.0
             if longer != passes:
                 before = makespan
-                makespan = span(self.plan, longer).makespan
+                makespan = self._span(longer).makespan
                 parts[axis] = makespan - before
                 passes = longer
-        with_hops = span(self.plan, passes, self.hop).makespan
-        parts["tp"] += self._partial_per_step()
+        with_hops = self._span(passes, self.hop).makespan
+        parts["tp"] += self._on_slowest_rank(self.messages.partial_gradients_per_step)
         parts["dp"] += self._weights_per_step(passes)
-        parts["pp"] = with_hops - makespan + max(map(self._shared_gradients, range(self.plan.pp)))
+        parts["pp"] = with_hops - makespan + self._on_slowest_rank(self.messages.shared_gradients)
         parts["optimizer"] = self._optimizer()
         return parts
 
     def passes(self) -> list[Pass]:
         """Return the seconds of a forward and of its backward on every stage, with what communication adds to them."""
-        passes = self._of_stages(self._computing)
+        passes = self._computing()
         for added in self._adding().values():
             passes = self._with(added, passes)
-        return passes
+        return self._in_order(passes)
 
     @property
     def hop(self) -> float:
         """The seconds in which the output of a pass gets to the next stage."""
         return self.links.seconds([self.messages.hop])
 
-    def _adding(self) -> dict[Part, Callable[[int, Pass], Pass]]:
+    def _adding(self) -> dict[Part, Callable[[Stage, Pass], Pass]]:
         """Return what each axis adds to a pass of a stage."""
         return {
             "tp": self._tensor_parallel,
@@ -97,67 +97,53 @@ class StepParts:
             "dp": self._weights_per_pass,
         }
 
-    def _of_stages(self, made: Callable[[int], Value]) -> list[Value]:
-        """Return a value for every stage, made once for those that are alike."""
-        values = {stage: made(stage) for stage in set(self._alike)}
-        return [values[stage] for stage in self._alike]
+    def _computing(self) -> Passing:
+        """Return the time in which every kind of stage computes."""
+        return {stage: self.compute.stage(stage) for stage in set(self.work.stages)}
 
-    def _with(self, added: Callable[[int, Pass], Pass], passes: Sequence[Pass]) -> list[Pass]:
+    @staticmethod
+    def _with(added: Callable[[Stage, Pass], Pass], passes: Passing) -> Passing:
         """Return the passes with the time that communication adds to each."""
-        return self._of_stages(lambda stage: passes[stage].plus(added(stage, passes[stage])))
+        return {stage: before.plus(added(stage, before)) for stage, before in passes.items()}
 
-    def _computing(self, stage: int) -> Pass:
-        messages = self.messages
-        return self.compute.stage(
-            messages.layers[stage],
-            messages.modes[stage],
-            is_first=messages.is_first(stage),
-            is_last=messages.is_last(stage),
-        )
+    def _in_order(self, passes: Passing) -> list[Pass]:
+        return [passes[stage] for stage in self.work.stages]
 
-    def _tensor_parallel(self, stage: int, before: Pass) -> Pass:
+    def _span(self, passes: Passing, hop: float = 0.0) -> Span:
+        return span(self.plan, self._in_order(passes), hop)
+
+    def _tensor_parallel(self, stage: Stage, before: Pass) -> Pass:
         """Return the time tensor parallelism adds to a pass."""
         if self.plan.tp == 1:
             return NO_TIME
         added = self._exchanged(self.messages.transfers_of_ends(stage))
-        for (layer, mode), count in self._layers(stage):
-            added = added.plus(self._exchanged(layer.transfers(mode).on("tp")).times(count))
+        added = added.plus(of_layers(stage, lambda layer, mode: self._exchanged(layer.transfers(mode).on("tp"))))
         if self.messages.sums_partial_every_pass:
             added = added.plus(Pass(0.0, self.links.seconds([self.messages.partial_gradients(stage)])))
         return added
 
-    def _partial_per_step(self) -> float:
-        """Return the time summing partial gradients adds once per step, on the rank where it takes longest."""
-        ranks = range(self.plan.pp)
-        return max(self.links.seconds(self.messages.partial_gradients_per_step(rank)) for rank in ranks)
-
     def _exchanged(self, traffic: PassTraffic) -> Pass:
-        return Pass(*(self.links.seconds(way) + self._put_in_order(way) for way in (traffic.forward, traffic.backward)))
+        """Return the time of transfers, and to copy what they divide along the sequence, not their outermost dim."""
+        return self._sent(traffic, copies=self.plan.sharded_sequence)
 
-    def _put_in_order(self, traffic: Sequence[Traffic]) -> float:
-        """Return the time to copy tensors divided along the sequence, which is not their outermost dim."""
-        return self._copied(traffic) if self.plan.sharded_sequence else 0.0
+    def _sent(self, traffic: PassTraffic, *, copies: bool) -> Pass:
+        """Return the time of transfers, and to copy their tensors."""
+        forward, backward = (
+            self.links.seconds(way) + (self._copied(way) if copies else 0.0) for way in traffic.both_ways
+        )
+        return Pass(forward, backward)
 
     def _copied(self, traffic: Sequence[Traffic]) -> float:
         """Return the time to copy the whole tensors of transfers once."""
         return self.compute.copying(2 * sum(part.num_bytes for part in traffic))
 
-    def _context_parallel(self, stage: int, before: Pass) -> Pass:
+    def _context_parallel(self, stage: Stage, before: Pass) -> Pass:
         """Return the time context parallelism adds to a pass."""
-        added = NO_TIME
-        if self.plan.cp > 1:
-            of_layer = self._gathering_of_layer if self.messages.work.documents == "varlen" else self._ring_of_layer
-            for (layer, mode), count in self._layers(stage):
-                added = added.plus(of_layer(layer, mode).times(count))
-        return added
-
-    def _layers(self, stage: int) -> Iterable[tuple[tuple[Passes, RecomputeMode], int]]:
-        """Return the kinds of a stage's layers with their recomputation, and how many there are of each."""
-        return Counter(zip(self.messages.layers[stage], self.messages.modes[stage], strict=True)).items()
-
-    def _gathering_of_layer(self, layer: Passes, mode: RecomputeMode) -> Pass:
-        traffic = layer.transfers(mode).on("cp")
-        return Pass(*(self.links.seconds(way) + self._copied(way) for way in (traffic.forward, traffic.backward)))
+        if self.plan.cp == 1:
+            return NO_TIME
+        if self.work.documents != "varlen":
+            return of_layers(stage, self._ring_of_layer)
+        return of_layers(stage, lambda layer, mode: self._sent(layer.transfers(mode).on("cp"), copies=True))
 
     def _ring_of_layer(self, layer: Passes, mode: RecomputeMode) -> Pass:
         attention = self.compute.attention()
@@ -172,29 +158,26 @@ class StepParts:
             _exposed(again, behind_again) + _exposed(backward, attention.backward),
         )
 
-    def _expert_parallel(self, stage: int, before: Pass) -> Pass:
+    def _expert_parallel(self, stage: Stage, before: Pass) -> Pass:
         """Return the time the trips of tokens to experts on other ranks add to a pass."""
-        added = NO_TIME
-        for (layer, mode), count in self._layers(stage):
-            trips = layer.transfers(mode).on("ep")
-            added = added.plus(Pass(self.links.seconds(trips.forward), self.links.seconds(trips.backward)).times(count))
-        return added
+        return of_layers(stage, lambda layer, mode: self._sent(layer.transfers(mode).on("ep"), copies=False))
 
-    def _weights_per_pass(self, stage: int, before: Pass) -> Pass:
+    def _weights_per_pass(self, stage: Stage, before: Pass) -> Pass:
         """Return the time weight gathers and gradient reductions add to every pass of a stage."""
         return self._sharding(stage, self.messages.weights_per_pass(stage), before)
 
-    def _weights_per_step(self, passes: Sequence[Pass]) -> float:
+    def _weights_per_step(self, passes: Passing) -> float:
         """Return the time weight gathers and gradient reductions add once per step, on the rank where it is longest."""
-        added = self._of_stages(
-            lambda stage: sum(self._sharding(stage, self.messages.weights_per_step(stage), passes[stage]))
-        )
-        return max(sum(added[stage] for stage in hosted) for hosted in self.messages.placement)
+        added = {
+            stage: sum(self._sharding(stage, self.messages.weights_per_step(stage), before))
+            for stage, before in passes.items()
+        }
+        return max(sum(map(added.__getitem__, self.work.hosted(rank))) for rank in range(self.plan.pp))
 
-    def _sharding(self, stage: int, traffic: PassTraffic, before: Pass) -> Pass:
+    def _sharding(self, stage: Stage, traffic: PassTraffic, before: Pass) -> Pass:
         num_groups = len(self.messages.groups(stage))
         added = []
-        for way, computing in zip((traffic.forward, traffic.backward), before, strict=True):
+        for way, computing in zip(traffic.both_ways, before, strict=True):
             seconds = self._from_host(way)
             # copied into or out of the buffers
             added.append(_exposed(seconds, computing, seconds / num_groups) + self._copied(way))
@@ -208,18 +191,20 @@ class StepParts:
         shards = sum(part.num_bytes / part.num_ranks for part in traffic if part.collective == "all_gather")
         return max(seconds, shards / PCIE_BANDWIDTH)
 
-    def _shared_gradients(self, pp_rank: int) -> float:
-        return self.links.seconds(self.messages.shared_gradients(pp_rank))
+    def _on_slowest_rank(self, traffic: Callable[[int], Iterable[Traffic]]) -> float:
+        """Return the time of a pipeline rank's transfers where they take longest."""
+        return max(self.links.seconds(traffic(rank)) for rank in range(self.plan.pp))
 
     def _optimizer(self) -> float:
         messages = self.messages
-        held = max(sum(messages.updated_parameters(stage) for stage in hosted) for hosted in messages.placement)
+        held = max(map(messages.updated, range(self.plan.pp)), key=sum)
         if self.plan.offload == "none":
-            gathered = max(self.links.seconds(messages.update(rank)) for rank in range(self.plan.pp))
-            return self.compute.optimizer(held) + gathered
+            computing = max(map(self.compute.on_whole_matrices, range(self.plan.pp)))
+            sending = _exposed(self._on_slowest_rank(messages.update), computing)
+            return self.compute.optimizer(held) + computing + sending
         # gradients go to the host and weights come back
-        moved = held * (FP32_BYTES + messages.itemsize) / PCIE_BANDWIDTH
-        return moved + held * messages.work.optimizer.moved_bytes / HOST_BANDWIDTH
+        moved = sum(held) * (FP32_BYTES + messages.itemsize) / PCIE_BANDWIDTH
+        return moved + self.work.optimizer.moved_for(held) / HOST_BANDWIDTH
 
 
 def _exposed(communication: float, computing: float, least: float = 0.0) -> float:

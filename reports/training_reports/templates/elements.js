@@ -7,7 +7,7 @@
   const rows = [...body.rows].map((row) => ({
     row,
     state: row.dataset.state,
-    text: row.textContent.toLowerCase(),
+    text: row.textContent.toLowerCase().replace(/\s+/g, " "),
     // a number where the column has one; unknown values are null
     keys: [...row.cells].map((cell) => ("value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent.trim())),
   }));
@@ -33,10 +33,10 @@
   }
 
   function filter() {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const phrases = search.value.toLowerCase().split(",").map((one) => one.trim()).filter(Boolean);
     let shown = 0;
     for (const { row, state: own, text } of rows) {
-      row.hidden = !((!state.value || own === state.value) && words.every((word) => text.includes(word)));
+      row.hidden = !((!state.value || own === state.value) && phrases.every((one) => text.includes(one)));
       shown += !row.hidden;
     }
     told.textContent = `${shown} of ${rows.length} elements`;

@@ -7,9 +7,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from llama_core.models import cast_weights, layers, moe
-from llama_core.models.layers import rotation, use_all_scores
-from llama_core.models.llama import Llama
-from llama_core.models.lora import with_adapters
+from llama_core.models.layers import document_mask, rotation, use_all_scores
+from llama_core.models.llama import Llama, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.recompute import apply_recompute
@@ -48,6 +47,8 @@ class _Sink(torch.autograd.Function):
 class Counted:
     """What a block was seen to keep, hold and compute."""
 
+    num_parameters: int
+    num_trained: int
     kept: int
     forward: int
     """Peak bytes of the forward, without the weights."""
@@ -92,19 +93,23 @@ def counted(spec, setting, *, mode, follows_trained):
 
 def _run(model, copies, setting, dtype, follows_trained):
     block = model.layers["0"]
+    num_parameters = sum(parameter.numel() for parameter in block.parameters())
+    num_trained = sum(parameter.numel() for parameter in block.parameters() if parameter.requires_grad)
     prepare_routers(block, torch.ones(()))
     deferred = DeferredGradients(model) if setting.splits_backward else None
-    rotary = rotation(model.spec, torch.arange(setting.seq_len)[None])
+    places = torch.arange(setting.seq_len)[None]
+    rotary = rotation(model.spec, places)
+    mask = document_mask(places, dtype, model.spec.sliding_window) if setting.documents == "mask" else None
     with ByteCounter(block_bytes=1) as counter:
         leaf = torch.zeros((), requires_grad=follows_trained)
-        counter.relabel([*model.parameters(), *copies, *rotary, leaf], "weights")
+        counter.relabel([*model.parameters(), *copies, *rotary, leaf, *([] if mask is None else [mask])], "weights")
         before = counter.total_bytes
         x = torch.empty(setting.rows, setting.seq_len, model.spec.hidden_size, dtype=dtype)
         if follows_trained:
             x = _Source.apply(leaf, x)
         counter.forget_segments()
         counter.begin_segment()
-        out = block(x, rotary, None)
+        out = block(x, rotary, mask)
         forward = counter.peaks["forward"].num_bytes - before
         forward_flops = counter.flops
         counter.begin_segment()
@@ -124,4 +129,14 @@ def _run(model, copies, setting, dtype, follows_trained):
             deferred.compute("key")
             weight_gradients = counter.peaks[counter.phase].num_bytes - before - loss.nbytes
     backward_flops = counter.flops - forward_flops
-    return Counted(kept, forward, backward, forward_flops, backward_flops, deferred_bytes, weight_gradients)
+    return Counted(
+        num_parameters,
+        num_trained,
+        kept,
+        forward,
+        backward,
+        forward_flops,
+        backward_flops,
+        deferred_bytes,
+        weight_gradients,
+    )

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 from blocks import counted
+from toy_adapter import FACTORS
 from width import wide
 
+from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.config.models import model_spec
 from llama_core.config.strategy import MATRICES, LoRA, MoE
 from llama_core.planning.plan import ParallelPlan
@@ -14,21 +16,40 @@ from llama_core.planning.program.layer import Layer
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.program.setting import Setting
+from llama_core.planning.work import Work
 
 MODELS = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
-TRAINED_BESIDE = ("*ffn_norm*", "*attention_norm*", "*.wq.*", "*.wv.*", "*.wo.*", "*.w1.*", "*.w2.*", "*.w3.*")
+TRAINED_BESIDE = (
+    "*ffn_norm*",
+    "*attention_norm*",
+    "*q_norm*",
+    "*k_norm*",
+    "*.wq.*",
+    "*.wv.*",
+    "*.wo.*",
+    "*.w1.*",
+    "*.w2.*",
+    "*.w3.*",
+)
 
 
-def drawn(seed, *, moe=False, math=False):
-    """Return a random layer: a model of it, its setting, what is recomputed, and whether its input has a gradient."""
+def drawn(seed, *, moe=False, math=False, method=None):
+    """Return a random layer: a model of it, its setting, what is recomputed, and whether its input has a gradient.
+
+    With a ``method``, it has adapters of that kind.
+    """
     draw = random.Random(seed)
     spec = replace(model_spec(draw.choice(MODELS)), num_layers=1)
     if moe:
         spec = replace(spec, moe=MoE(num_experts=draw.choice([4, 8]), experts_per_token=draw.choice([1, 2])))
-    if draw.random() < 0.5:
+    spec = replace(spec, **drawn_traits(random.Random(seed)))
+    if draw.random() < 0.5 or method:
         targets = tuple(draw.sample(MATRICES, draw.randint(1, 7)))
         trained = tuple(draw.sample(TRAINED_BESIDE, draw.choice([0, 0, 1, 2])))
         lora = LoRA(lora_rank=16, lora_dropout=draw.choice([0.0, 0.1]), target_modules=targets)
+        if method:
+            taken = {key: getattr(lora, key) for key in ADAPTERS[method].keys}
+            lora = LoRA(method=method, target_modules=targets, **taken)
         spec = replace(spec, lora=lora, trainable=trained)
     mode = draw.choice(["none", "selective", "full"])
     plan = ParallelPlan(
@@ -38,14 +59,21 @@ def drawn(seed, *, moe=False, math=False):
         attention="math" if math else "auto",
         recompute=mode,
     )
-    setting = Setting.of(
-        plan,
-        seq_len=draw.choice([128, 512, 2048]),
-        itemsize=draw.choice([2, 2, 4]),
-        on_cuda=draw.random() < 0.5,
-    )
+    seq_len = draw.choice([128, 512, 2048])
+    precision = draw.choice(["bf16", "bf16", "fp32"])
+    documents = "mask" if spec.sliding_window else "none"
+    work = Work(spec, plan, seq_len, precision, documents, on_cuda=draw.random() < 0.5)
     follows_trained = spec.lora is None or draw.random() < 0.7
-    return spec, setting, mode, follows_trained
+    return spec, work.setting, mode, follows_trained
+
+
+def drawn_traits(draw):
+    return {
+        "qkv_bias": draw.random() < 0.5,
+        "qk_norm": draw.random() < 0.5,
+        "sliding_window": draw.choice([0, 100]),
+        "head_dim": draw.choice([64, 96]),
+    }
 
 
 def assert_equal(passes, mode, real, *, uncounted=0, peaks=1e-3):
@@ -58,6 +86,8 @@ def assert_equal(passes, mode, real, *, uncounted=0, peaks=1e-3):
         uncounted: bytes of scalars that a program leaves out.
         peaks: relative tolerance of the peaks.
     """
+    program = passes.program
+    assert (program.num_parameters, program.num_trained) == (real.num_parameters, real.num_trained)
     assert passes.kept(mode) == pytest.approx(real.kept, abs=uncounted)
     assert passes.forward_flops() == real.forward_flops
     assert passes.backward_flops(mode) == real.backward_flops
@@ -82,6 +112,13 @@ def test_a_layer_keeps_holds_and_multiplies_what_its_program_says(seed):
 def test_a_layer_of_experts_does_too(seed):
     """But for the scalars of its auxiliary losses."""
     check(drawn(seed, moe=True), uncounted=128)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(wide(seed) for seed in range(4, 60))])
+@pytest.mark.parametrize("method", [*sorted(ADAPTERS.keys() - {DEFAULT_ADAPTER}), FACTORS.name])
+def test_a_layer_with_another_kind_of_adapter_does_too(method, seed, monkeypatch):
+    monkeypatch.setitem(ADAPTERS, FACTORS.name, FACTORS)
+    check(drawn(seed, method=method))
 
 
 @pytest.mark.parametrize("seed", [0, *(wide(seed) for seed in range(1, 40))])
@@ -111,6 +148,7 @@ FORGOTTEN = {
     "a trained norm": lambda traits: traits._replace(trained=traits.trained - {"post_attention_layernorm"}),
     "experts": lambda traits: traits._replace(sparse=False),
 }
+FORGOTTEN_OF_MODEL = {"norms of heads": {"qk_norm": False}, "biases": {"qkv_bias": False}}
 
 
 @pytest.mark.parametrize("forget", FORGOTTEN.values(), ids=FORGOTTEN)
@@ -125,3 +163,14 @@ def test_a_program_without_a_trait_of_its_layer_is_found_out(forget):
     assert_equal(Passes(Layer(spec, traits, setting)), "none", real, uncounted=128)
     with pytest.raises(AssertionError):
         assert_equal(Passes(Layer(spec, forget(traits), setting)), "none", real, uncounted=128)
+
+
+@pytest.mark.parametrize("forgotten", FORGOTTEN_OF_MODEL.values(), ids=FORGOTTEN_OF_MODEL)
+def test_a_program_without_a_trait_of_its_model_is_found_out(forgotten):
+    spec = replace(model_spec("llama3_2_1b"), num_layers=1, **dict.fromkeys(forgotten, True))
+    setting = Setting(rows=1, seq_len=128, itemsize=2)
+    real = counted(spec, setting, mode="none", follows_trained=True)
+    assert_equal(Passes(Layer(spec, spec.layers[0], setting)), "none", real)
+    poorer = replace(spec, **forgotten)
+    with pytest.raises(AssertionError):
+        assert_equal(Passes(Layer(poorer, poorer.layers[0], setting)), "none", real)

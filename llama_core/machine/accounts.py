@@ -1,26 +1,13 @@
-"""Packages and accounts that only some runs need."""
+"""Accounts that only some runs need."""
 
 import configparser
-import importlib.metadata
 import netrc
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-_PROJECT = "llama-training-infra"
 _WANDB_HOST = "https://api.wandb.ai"
-
-
-def how_to_install(package: str) -> str:
-    """Return the command that installs an optional package, with the versions that this project asks for."""
-    try:
-        wanted = [text.partition(";")[0].strip() for text in importlib.metadata.requires(_PROJECT) or ()]
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        wanted = []
-    requirement = next((text for text in wanted if re.match(rf"{package}\b(?!-)", text)), package)
-    return f"pip install '{requirement}'"
 
 
 def has_wandb_key() -> bool:

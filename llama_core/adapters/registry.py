@@ -1,0 +1,43 @@
+"""All kinds of adapters by name. To add one, add its ``AdapterType`` here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llama_core.adapters.dora import DORA
+from llama_core.adapters.lora import LORA
+from llama_core.adapters.traits import AdapterType
+from llama_core.errors import ConfigError, not_one_of
+
+ADAPTERS = {adapter.name: adapter for adapter in (LORA, DORA)}
+
+DEFAULT_ADAPTER = LORA.name
+
+
+def adapter_names() -> tuple[str, ...]:
+    """Return the name of every kind of adapter."""
+    return tuple(ADAPTERS)
+
+
+def adapter_type(name: str) -> AdapterType:
+    """Return the kind of adapter called ``name``, with its traits.
+
+    Raises:
+        ConfigError: if there is no such kind; the message names the nearest ones.
+    """
+    if name not in ADAPTERS:
+        raise ConfigError(f"lora.method={name}{not_one_of(name, ADAPTERS)}")
+    return ADAPTERS[name]
+
+
+def adapter_of_json(described: Mapping[str, Any]) -> AdapterType | None:
+    """Return the kind that PEFT's ``adapter_config.json`` describes; None if it is none of these."""
+
+    def marks(adapter: AdapterType) -> int:
+        return len(adapter.json.marks)
+
+    fitting = [
+        adapter
+        for adapter in ADAPTERS.values()
+        if all(described.get(key) == value for key, value in adapter.json.marks.items())
+    ]
+    return max(fitting, key=marks, default=None)

@@ -1,0 +1,96 @@
+"""Find the checkpoints of a run that are asked for: of a step, the newest, the best, or several to average."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from llama_core.chain.runs import load_config
+from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.models.pretrained import refuse_damaged
+from llama_core.records.checkpoints import (
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+    newest_intact_checkpoint,
+)
+from llama_core.records.directory import RunDirectory
+from llama_core.records.retention import by_held_out_loss
+
+Best = Literal["best"]
+"""Stands for the step of the checkpoint with the lowest held-out loss."""
+
+
+def find_checkpoint(
+    run: RunDirectory, step: int | Best | None, tell: Callable[[str], None] = lambda text: None
+) -> Path:
+    """Return the directory of the checkpoint of ``step``, or of the newest intact one. Reads all of it.
+
+    Args:
+        run: the run.
+        step: step of the checkpoint, or ``best`` for the one with the lowest held-out loss.
+        tell: called with a line about each later one that is damaged.
+
+    Raises:
+        RunDirectoryError: if there is none; the message names those that exist.
+        CheckpointError: if it is damaged, or all are.
+    """
+    if step is None:
+        newest = newest_intact_checkpoint(run, tell)
+        if newest is None:
+            raise RunDirectoryError(f"{run.path} has no checkpoint; train the run until it saves one")
+        return newest
+    found = list_checkpoints(run)
+    wanted = _best_of(run, found) if step == "best" else run.checkpoints / checkpoint_name(step)
+    if wanted not in found:
+        raise RunDirectoryError(f"{run.path} has no checkpoint of step {step}; there are {_steps_of(found)}")
+    refuse_damaged(wanted)
+    return wanted
+
+
+def _best_of(run: RunDirectory, checkpoints: Sequence[Path]) -> Path:
+    by = load_config(run).training.keep_best_by
+    ranked = by_held_out_loss(checkpoints, by)
+    if not ranked:
+        of = f" of {by}" if by else ""
+        raise RunDirectoryError(
+            f"{run.path} has no checkpoint with a held-out loss{of}, so none is the best; training.keep_best evaluates "
+            f"after each step that is saved; there are checkpoints of steps {_steps_of(checkpoints)}"
+        )
+    return ranked[0]
+
+
+def checkpoints_to_average(run: RunDirectory, which: str) -> list[Path]:
+    """Return the directories of several checkpoints, oldest first. Reads all of them.
+
+    Args:
+        run: the run.
+        which: ``last:5`` for the newest five, or steps, as in ``1000,1200,1400``.
+
+    Raises:
+        ConfigError: if ``which`` is something else, or names a step twice.
+        RunDirectoryError: if there are not as many, or not of these steps; the message names those that exist.
+        CheckpointError: if one of them is damaged.
+    """
+    if not re.fullmatch(r"last:[0-9]{1,6}|[0-9]{1,18}(,[0-9]{1,18})*", which):
+        raise ConfigError(f"average={which}: give last:5 for the newest five checkpoints, or steps, as in 1000,1200")
+    if not which.startswith("last:"):
+        steps = [int(step) for step in which.split(",")]
+        if len(set(steps)) < len(steps):
+            raise ConfigError(f"average={which} names a step twice; name each once")
+        return [find_checkpoint(run, step) for step in sorted(steps)]
+    number = int(which.removeprefix("last:"))
+    found = list_checkpoints(run)
+    if not 0 < number <= len(found):
+        raise RunDirectoryError(
+            f"average={which}: {run.path} has {len(found)} checkpoints (steps: {_steps_of(found)}); give 1 or more, "
+            "but not more than there are, and keep more with training.keep_checkpoints"
+        )
+    for path in found[-number:]:
+        refuse_damaged(path)
+    return found[-number:]
+
+
+def _steps_of(checkpoints: Sequence[Path]) -> str:
+    """Return the steps of checkpoints in words."""
+    return ", ".join(str(checkpoint_step(path)) for path in checkpoints) or "none"

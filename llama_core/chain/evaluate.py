@@ -1,0 +1,193 @@
+"""The loss of weights on named data, to choose among checkpoints and models by."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from llama_core.chain.checkpoints import Best
+from llama_core.chain.generate import choose_device, find_model, tokenizer_of
+from llama_core.config.models import ModelSpec
+from llama_core.config.run import RunConfig
+from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource
+from llama_core.data.datasets import load_datasets, validation_batches
+from llama_core.data.packing import PackedDataset, pack
+from llama_core.data.selection import everything
+from llama_core.data.tokenising import tokenised
+from llama_core.data.tokenizer import check_fits, load_tokenizer
+from llama_core.errors import ConfigError, DataError, RunDirectoryError
+from llama_core.imports import importing_torch
+from llama_core.models.pretrained import is_checkpoint
+from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
+from llama_core.records.directory import RunDirectory
+from llama_core.records.held_out import HeldOutRows
+
+All = Literal["all"]
+"""Stands for the steps of all checkpoints."""
+TOKENS_OF_A_FORWARD = 8192
+"""Most tokens of a forward that has several rows."""
+HELD_OUT = "held-out"
+"""What the held-out documents of a run are called that have no name."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of one model on one set of data."""
+
+    weights: Path
+    step: int | None
+    """The step of the checkpoint; None for a folder."""
+    data: str
+    """The name of the data."""
+    rows: HeldOutRows
+    seq_len: int
+    """Tokens of a row."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        try:
+            return math.exp(self.rows.mean)
+        except OverflowError:
+            return math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as a record."""
+        return {
+            "weights": str(self.weights),
+            "step": self.step,
+            "data": self.data,
+            "loss": self.rows.mean,
+            "standard_error": self.rows.standard_error,
+            "perplexity": self.perplexity,
+            "tokens": self.rows.count,
+            "seq_len": self.seq_len,
+        }
+
+    def summary(self) -> str:
+        """Return the loss, how far chance moves it, its perplexity and the tokens it is over, in one line."""
+        spread = "" if self.rows.spread is None else f" ± {self.rows.spread:.4f}"
+        of_step = "" if self.step is None else f"step {self.step:,}  "
+        return (
+            f"{of_step}{self.data}  loss {self.rows.mean:.4f}{spread} nats/token  perplexity {self.perplexity:,.2f}  "
+            f"{self.rows.count:,} tokens"
+        )
+
+
+def evaluate(
+    source: Path,
+    data: Mapping[str, DataSource] | None = None,
+    *,
+    steps: int | Best | All | None = None,
+    seq_len: int | None = None,
+    num_sequences: int | None = None,
+    tokenizer: str | None = None,
+    device: str | None = None,
+    dtype: str = "fp32",
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[Evaluation]:
+    """Yield the loss of the next token on each of the data, for each of the checkpoints asked for.
+
+    Args:
+        source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
+        data: what to evaluate on, by name, as ``data.source`` takes it; by default what the run has held out.
+        steps: the step of a run's checkpoint, ``best`` or ``all``; by default the newest intact one.
+        seq_len: tokens of a row; by default those of the run, or the model's default.
+        num_sequences: most rows of each of the data, spread evenly over them; 0 for all. By default as many as in an
+            evaluation of the run while it trains, so that the figures are comparable.
+        tokenizer: 'bytes' or a path; by default the run's or the folder's.
+        device: cpu or cuda; by default cuda if present.
+        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
+        tell: called with a line about what is evaluated, and about each damaged checkpoint that is passed over.
+
+    Raises:
+        ConfigError: if a number is out of range, or a folder has nothing held out.
+        RunDirectoryError: if the run has no such checkpoint.
+        CheckpointError, WeightsError: if weights are damaged or cannot be read.
+        DataError: if the data or the tokenizer cannot be used.
+        EnvironmentMismatchError, DoesNotFitError: if there is no such device, or it is too small.
+    """
+    if seq_len is not None and seq_len < 2:
+        raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens")
+    if num_sequences is not None and num_sequences < 0:
+        raise ConfigError(f"sequences={num_sequences}: give a number of rows, or 0 for all")
+    with importing_torch():
+        from llama_core.training.evaluation import losses_of_rows
+        from llama_core.training.weights import whole_model
+
+    rows: dict[str, PackedDataset] = {}
+    on = device or ""
+    for step in steps_to_evaluate(source, steps):
+        weights, config = find_model(source, step, tell)
+        if not rows:
+            rows = _rows(weights, config, data, seq_len, tokenizer)
+            most = _most_rows(config, num_sequences, len(rows), by_default=data is None)
+            on = choose_device(device, config, dtype)
+        tell(f"{weights} in {dtype} on {on}")
+        model = whole_model(config.spec, weights, device=on, dtype=dtype)
+        for name, packed in rows.items():
+            at_once = max(1, TOKENS_OF_A_FORWARD // packed.seq_len)
+            losses = losses_of_rows(model, validation_batches(packed, at_once, most or len(packed)))
+            yield Evaluation(weights, step_of(weights), name, losses, packed.seq_len)
+        del model  # before the next one takes its memory
+
+
+def steps_to_evaluate(source: Path, asked: int | Best | All | None) -> Sequence[int | Best | None]:
+    """Return the steps to evaluate, ascending; None stands for the newest, or for a folder."""
+    if asked != "all":
+        return [asked]
+    steps = [checkpoint_step(path) for path in list_checkpoints(RunDirectory(source))]
+    if not steps:
+        raise RunDirectoryError(f"{source} has no checkpoint; name a run's directory, or drop --step all")
+    return sorted(steps)
+
+
+def step_of(weights: Path) -> int | None:
+    """Return the step of a checkpoint; None for a folder."""
+    return checkpoint_step(weights) if is_checkpoint(weights) else None
+
+
+def _rows(
+    weights: Path, config: RunConfig, data: Mapping[str, DataSource] | None, seq_len: int | None, tokenizer: str | None
+) -> dict[str, PackedDataset]:
+    """Return the rows to evaluate on, by name."""
+    length = seq_len or config.first_seq_len
+    named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, tokenizer)})
+    if data is not None:
+        return _named_rows(data, named, config.spec, length)
+    if not is_checkpoint(weights):
+        raise ConfigError(f"{weights} is no run, so nothing is held out; name data with --data")
+    if config.data.source == DATALOADER:
+        raise ConfigError("this run was trained on a dataloader; name data with --data")
+    if config.objective.reads != "documents":
+        raise ConfigError(
+            f"this run was trained for {config.objective.name} on {config.objective.reads}, which have no loss of the "
+            "next token; name texts or conversations with --data"
+        )
+    held_out = load_datasets(named, config.spec, seq_len=length).validation
+    if not held_out:
+        raise ConfigError("this run holds no documents out; name data with --data")
+    return {HELD_OUT if name == UNNAMED else name: packed for name, packed in held_out.items()}
+
+
+def _named_rows(
+    sources: Mapping[str, DataSource], data: DataConfig, spec: ModelSpec, seq_len: int
+) -> dict[str, PackedDataset]:
+    tokenizer = load_tokenizer(data.tokenizer)
+    check_fits(tokenizer, spec.vocab_size)
+    rows = {}
+    for name, source in sources.items():
+        cache = tokenised(source, data, tokenizer, spec, None).cache
+        rows[name] = pack(everything(cache), seq_len, document_mask=data.document_mask)
+        if not len(rows[name]):
+            raise DataError(f"no conversation of {name} has a token that counts among its first {seq_len + 1:,}")
+    return rows
+
+
+def _most_rows(config: RunConfig, asked: int | None, num_names: int, *, by_default: bool) -> int:
+    """Return the most rows of each of the data; 0 for all."""
+    if asked is not None:
+        return asked
+    of_evaluation = config.training.eval_sequences
+    return -(-of_evaluation // num_names) if by_default else of_evaluation

@@ -1,0 +1,125 @@
+"""Write what a run's checkpoints score into its directory, as the scores become known."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from llama_core.chain.evaluate import Evaluation
+from llama_core.chain.tasks import Asked, TaskEvaluation
+from llama_core.errors import RunDirectoryError
+from llama_core.models.pretrained import is_checkpoint
+from llama_core.records.checkpoints import checkpoint_step, place_of
+from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluations import Score, write_scores
+from llama_core.records.files import now
+from llama_core.records.owners import other_owner
+from llama_core.records.progress import read_progress
+
+Tell = Callable[[str], None]
+
+
+def recorded_losses(
+    found: Iterable[Evaluation],
+    *,
+    seq_len: int | None = None,
+    num_sequences: int | None = None,
+    tokenizer: str | None = None,
+    dtype: str = "fp32",
+    tell: Tell = lambda text: None,
+) -> Iterator[Evaluation]:
+    """Yield each evaluation after its loss is recorded, if the weights are a checkpoint in a run's directory.
+
+    Args:
+        found: what ``evaluate`` yields.
+        seq_len: as it was asked for, also the next three.
+        num_sequences: most rows.
+        tokenizer: its name.
+        dtype: dtype of the arithmetic.
+        tell: called with a line if scores cannot be recorded.
+    """
+    settings = _settings(
+        "" if seq_len is None else f"{seq_len} tokens a sequence",
+        "" if num_sequences is None else f"{num_sequences or 'all'} sequences",
+        tokenizer=tokenizer,
+        dtype=dtype,
+    )
+    for one in found:
+        if (at := _Place.of(one.weights)) is not None:
+            score = Score(
+                step=at.step,
+                tokens=at.tokens,
+                task=one.data,
+                metric="loss",
+                value=one.rows.mean,
+                standard_error=one.rows.standard_error,
+                higher_is_better=False,
+                examples=len(one.rows.counts),
+                version="",
+                settings=settings,
+                time=now(),
+            )
+            at.write([score], tell)
+        yield one
+
+
+def recorded_tasks(
+    found: Iterable[TaskEvaluation],
+    asked: Asked,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "fp32",
+    tell: Tell = lambda text: None,
+) -> Iterator[TaskEvaluation]:
+    """Yield each evaluation after its scores are recorded; see ``recorded_losses``.
+
+    Args:
+        found: what ``evaluate_tasks`` yields.
+        asked: how the tasks were asked.
+        tokenizer: as it was asked for, also ``dtype``.
+        dtype: dtype of the arithmetic.
+        tell: called with a line if scores cannot be recorded.
+    """
+    settings = _settings(str(asked), tokenizer=tokenizer, dtype=dtype)
+    for one in found:
+        at = _Place.of(one.weights)
+        if at is not None and one.scores:
+            time = now()
+            scores = [score.of_checkpoint(at.step, at.tokens, settings=settings, time=time) for score in one.scores]
+            at.write(scores, tell)
+        yield one
+
+
+def _settings(*parts: str, tokenizer: str | None, dtype: str) -> str:
+    named = "" if tokenizer is None else f"tokenizer {tokenizer}"
+    return ", ".join(part for part in (*parts, named, "" if dtype == "fp32" else dtype) if part)
+
+
+class _Place:
+    """A checkpoint in its run's directory."""
+
+    def __init__(self, run: RunDirectory, checkpoint: Path) -> None:
+        self._run = run
+        self.step = checkpoint_step(checkpoint)
+        self.tokens = read_progress(checkpoint).tokens
+
+    @classmethod
+    def of(cls, weights: Path) -> "_Place | None":
+        """Return the place of weights; None if no run has them."""
+        if not is_checkpoint(weights):
+            return None
+        checkpoint = weights.absolute()
+        run = RunDirectory(place_of(checkpoint))
+        return cls(run, checkpoint) if run.path != checkpoint and run.config.exists() else None
+
+    def write(self, scores: Sequence[Score], tell: Tell) -> None:
+        """Write scores, of one file for each task. A directory that cannot be written to costs only the record."""
+        owner = other_owner(self._run)
+        if owner is not None:
+            tell(f"the scores of step {self.step:,} are not recorded: {self._run.path} belongs to {owner}")
+            return
+        try:
+            if self._run.evaluations.is_symlink():  # it would lead us elsewhere
+                raise RunDirectoryError(f"{self._run.evaluations} is a link; remove it")
+            for task in dict.fromkeys(score.task for score in scores):
+                write_scores(self._run, [score for score in scores if score.task == task])
+        except (OSError, RunDirectoryError) as error:
+            tell(f"the scores of step {self.step:,} are not recorded in {self._run.path}: {error}")

@@ -1,0 +1,354 @@
+"""Evaluate weights on tasks of lm-evaluation-harness, to compare them with published scores."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from llama_core.chain.checkpoints import Best
+from llama_core.chain.conversation import end_of_turn, template_of
+from llama_core.chain.evaluate import All, step_of, steps_to_evaluate
+from llama_core.chain.generate import check_text, choose_device, ends_of_texts, find_model, tokenizer_of
+from llama_core.chain.task_ranks import answers_of_ranks
+from llama_core.config.evaluation import EvaluationConfig
+from llama_core.config.run import RunConfig
+from llama_core.data.chat_template import ChatTemplate
+from llama_core.data.rendering import TemplateRefusalError
+from llama_core.data.task_folder import check_task_folder
+from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from llama_core.errors import ConfigError, DataError, EnvironmentMismatchError
+from llama_core.imports import importing_torch
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.evaluations import TaskScore
+from llama_core.records.held_out import TOLD_APART
+
+if TYPE_CHECKING:
+    from llama_core.parallel.evaluating import EvaluatingRanks
+    from llama_core.training.harness import HarnessModel
+    from llama_core.training.harness_tasks import Tasks
+
+Tell = Callable[[str], None]
+OnProgress = Callable[[str, int, int], None]
+_SENDING_NOTHING = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Variables that keep the libraries of data sets and metrics from counting their use, and from drawing bars."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How tasks are asked.
+
+    Raises:
+        ConfigError: naming every value that is out of range or has no effect.
+    """
+
+    limit: int | None = None
+    """The most questions of a task, the first ones; None for all."""
+    num_fewshot: int | None = None
+    """Solved examples before each question; None for as many as the task says."""
+    chat: bool = False
+    """Ask in the model's chat template."""
+    system: str | None = None
+    """The system prompt; None for none."""
+
+    @classmethod
+    def of(cls, evaluation: EvaluationConfig) -> Self:
+        """Return how the checkpoints of a run are asked."""
+        return cls(evaluation.limit, evaluation.num_fewshot, evaluation.chat, evaluation.system)
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        if self.limit is not None and self.limit < 1:
+            yield f"limit={self.limit}: ask at least 1 question of each task, or drop it to ask all"
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            yield f"num_fewshot={self.num_fewshot}: give a number of solved examples, or 0 for none"
+        if self.system is not None and not self.chat:
+            yield "system has no effect without chat; add --chat, or drop --system"
+
+    def __str__(self) -> str:
+        """Return what differs from a task's own way to ask; empty if nothing does."""
+        parts = [
+            "" if self.num_fewshot is None else f"{self.num_fewshot}-shot",
+            "" if self.limit is None else f"first {self.limit}",
+            "chat" if self.chat else "",
+            "" if self.system is None else f"system {self.system!r}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """The scores of one model on one task, or on a group and its tasks."""
+
+    weights: Path
+    step: int | None
+    """The step of the checkpoint; None for a folder."""
+    scores: tuple[TaskScore, ...]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return a record for each score."""
+        return [{"weights": str(self.weights), "step": self.step} | asdict(score) for score in self.scores]
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "TaskEvaluation":
+        """Return what ``as_dict`` describes."""
+        return cls(Path(record["weights"]), record["step"], tuple(TaskScore(**score) for score in record["scores"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the evaluation as one record."""
+        return {"weights": str(self.weights), "step": self.step, "scores": [asdict(score) for score in self.scores]}
+
+    def lines(self) -> list[str]:
+        """Return the scores as rows of a table."""
+        of_step = "" if self.step is None else f"step {self.step:,}  "
+        task_width = max((len(score.task) for score in self.scores), default=0)
+        metric_width = max((len(score.metric) for score in self.scores), default=0)
+        return [
+            f"{of_step}{score.task:<{task_width}}  {score.metric:<{metric_width}}  {_value(score)}  "
+            f"{score.num_fewshot}-shot  {score.examples:,} examples"
+            for score in self.scores
+        ]
+
+
+def _value(score: TaskScore) -> str:
+    spread = "" if score.standard_error is None else f" ± {TOLD_APART * score.standard_error:.4f}"
+    direction = "higher" if score.higher_is_better else "lower"
+    return f"{score.value:.4f}{spread}  ({direction} is better)"
+
+
+def evaluate_tasks(
+    source: Path,
+    names: Sequence[str],
+    *,
+    folder: str | Path | None = None,
+    steps: int | Best | All | None = None,
+    asked: Asked | None = None,
+    allow_code: bool = False,
+    tokenizer: str | None = None,
+    device: str | None = None,
+    dtype: str = "fp32",
+    num_gpus: int = 1,
+    tensor_parallel: int = 1,
+    tell: Tell = lambda text: None,
+    on_progress: OnProgress = lambda name, done, total: None,
+) -> Iterator[TaskEvaluation]:
+    """Yield the scores on each of the tasks, for each of the checkpoints asked for.
+
+    Args:
+        source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
+        names: names of tasks, of groups of tasks, or of tags.
+        folder: a folder with the YAML files of further tasks.
+        steps: the step of a run's checkpoint, ``best`` or ``all``; by default the newest intact one.
+        asked: how the tasks are asked.
+        allow_code: whether a task may execute Python code that comes with it, or programs that the model writes.
+        tokenizer: 'bytes' or a path; by default the run's or the folder's.
+        device: cpu or cuda; by default cuda if present.
+        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
+        num_gpus: devices of this machine that share the work, each with a process of its own.
+        tensor_parallel: devices that divide the matrices of each copy of the model.
+        tell: called with a line about what is evaluated, and about what a task or the model does not take.
+        on_progress: called with the name of a task, and the number of its requests that are done and in all, of those
+            of the first device.
+
+    Raises:
+        ConfigError: if a task is unknown, or has code that is not allowed.
+        PlanError: if the devices cannot divide the model.
+        RunDirectoryError: if the run has no such checkpoint.
+        CheckpointError, WeightsError: if weights are damaged or cannot be read.
+        DataError, HubError: if the data of a task, the tokenizer or the chat template cannot be used.
+        EnvironmentMismatchError, DoesNotFitError: if the harness or a device is missing, or a device is too small.
+    """
+    asked = asked or Asked()
+    path = _checked_folder(names, folder, allow_code=allow_code)
+    plan = plan_of(num_gpus, tensor_parallel)
+    found = (find_model(source, step, tell) for step in steps_to_evaluate(source, steps))
+    weights, config = next(found)
+    read_with = _Reader(weights, config, tokenizer, asked)  # refuses what does not suit before anything is started
+    plan.check(config.spec, seq_len=config.spec.max_context, precision="fp32")
+    order = Order(
+        names=tuple(names),
+        folder=None if path is None else str(path),
+        asked=asked,
+        allow_code=allow_code,
+        tokenizer=tokenizer,
+        device=choose_device(device, config, dtype, plan),
+        dtype=dtype,
+        plan=plan,
+    )
+    models = chain([(weights, config)], found)
+    if plan.world_size == 1:
+        yield from follow(order, models, None, tell, on_progress)
+        return
+    tell(
+        f"{weights} in {dtype} on {plan.world_size} {order.device} processes (tp={plan.tp}, dp={plan.dp}), "
+        f"tokenizer {read_with.tokenizer.name}"
+    )
+    for answer in answers_of_ranks(order.as_record([str(weights) for weights, _ in models]), plan.world_size):
+        match answer:
+            case {"tell": text}:
+                tell(text)
+            case {"progress": progress}:
+                on_progress(*progress)
+            case {"evaluation": record}:
+                yield TaskEvaluation.from_dict(record)
+
+
+def plan_of(num_gpus: int, tensor_parallel: int) -> ParallelPlan:
+    """Return how devices share the work.
+
+    Raises:
+        ConfigError: if a number is below 1, or the second does not divide the first.
+    """
+    if num_gpus < 1 or tensor_parallel < 1:
+        raise ConfigError(f"num_gpus={num_gpus} and tensor_parallel={tensor_parallel}: use at least 1 of each")
+    if num_gpus % tensor_parallel:
+        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide num_gpus={num_gpus}; use a divisor")
+    return ParallelPlan(tp=tensor_parallel, dp_replicate=num_gpus // tensor_parallel, sequence_parallel=False)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be evaluated on, when all of it has been checked."""
+
+    names: tuple[str, ...]
+    folder: str | None
+    asked: Asked
+    allow_code: bool
+    tokenizer: str | None
+    device: str
+    dtype: str
+    plan: ParallelPlan
+
+    def as_record(self, weights: Sequence[str]) -> dict[str, Any]:
+        """Return the order, with the weights, for another process."""
+        return vars(self) | {"asked": asdict(self.asked), "plan": self.plan.as_dict(), "weights": list(weights)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> tuple["Order", list[Path]]:
+        """Return an order and its weights."""
+        known = dict(record)
+        weights = [Path(path) for path in known.pop("weights")]
+        known |= {"names": tuple(known["names"]), "asked": Asked(**known["asked"])}
+        return cls(**(known | {"plan": ParallelPlan.from_dict(known["plan"])})), weights
+
+
+def follow(
+    order: Order,
+    models: Iterable[tuple[Path, RunConfig]],
+    ranks: "EvaluatingRanks | None",
+    tell: Tell,
+    on_progress: OnProgress,
+) -> Iterator[TaskEvaluation]:
+    """Yield the scores of models, in this process or, together with others, in each of ``ranks``.
+
+    Args:
+        order: the tasks, and how they are asked.
+        models: where the weights are, all of them intact, and the configuration of a run that has them.
+        ranks: the ranks of the order's plan; None for one process.
+        tell: see ``evaluate_tasks``, also for the next.
+        on_progress: called with what this rank has done.
+    """
+    with importing_torch():
+        from llama_core.parallel.ranks import one_per_machine_first, this_device
+        from llama_core.training.harness import HarnessModel
+        from llama_core.training.weights import whole_model
+
+    asked = order.asked
+    with one_per_machine_first():  # fetches their data
+        folder = None if order.folder is None else Path(order.folder)
+        tasks = _load_tasks(order.names, folder, asked, order.allow_code, tell)
+    for weights, config in models:
+        read_with = _Reader(weights, config, order.tokenizer, asked)
+        if ranks is None:
+            tell(f"{weights} in {order.dtype} on {order.device}, tokenizer {read_with.tokenizer.name}")
+        divide = _as_it_is if ranks is None else ranks.divide
+        device = order.device if ranks is None else str(this_device(order.device))
+        model = whole_model(config.spec, weights, device=device, dtype=order.dtype, divide=divide)
+        answers = HarnessModel(model, read_with.tokenizer, ends=read_with.ends, chat=read_with.template, ranks=ranks)
+        for name in tasks.names:
+            answers.on_progress = partial(on_progress, name)
+            scores = tasks.run(name, answers, limit=asked.limit, system=asked.system, chat=asked.chat)
+            _tell_changes(name, answers, tell)
+            yield TaskEvaluation(weights, step_of(weights), scores)
+        del model, answers  # before the next one takes its memory
+
+
+def find_tasks(
+    names: Sequence[str], folder: str | Path | None, asked: Asked, *, allow_code: bool = False, tell: Tell
+) -> "Tasks":
+    """Return tasks with their data sets, which are downloaded if they are not in the cache.
+
+    The arguments are those of ``evaluate_tasks``.
+
+    Raises:
+        ConfigError, DataError, HubError, EnvironmentMismatchError: as ``evaluate_tasks``.
+    """
+    return _load_tasks(names, _checked_folder(names, folder, allow_code=allow_code), asked, allow_code, tell)
+
+
+def _checked_folder(names: Sequence[str], folder: str | Path | None, *, allow_code: bool) -> Path | None:
+    """Return the folder of further tasks; refuse what can be refused without the harness."""
+    if not names:
+        raise ConfigError("no task is named; name tasks of lm-evaluation-harness, such as hellaswag")
+    if find_spec("lm_eval") is None:
+        raise EnvironmentMismatchError("tasks need lm-evaluation-harness; pip install 'llama-training-infra[eval]'")
+    return None if folder is None else check_task_folder(folder, allow_code=allow_code)
+
+
+def _load_tasks(names: Sequence[str], folder: Path | None, asked: Asked, allow_code: bool, tell: Tell) -> "Tasks":
+    os.environ.update({name: os.environ.get(name, value) for name, value in _SENDING_NOTHING.items()})
+    with importing_torch():
+        from llama_core.training.harness_tasks import Tasks
+
+    return Tasks(names, folder=folder, num_fewshot=asked.num_fewshot, allow_code=allow_code, tell=tell)
+
+
+def _as_it_is(model: object) -> None:
+    """Divide nothing."""
+
+
+class _Reader:
+    """What a model reads and writes with: its tokenizer, its chat template, and the ends of its texts."""
+
+    def __init__(self, weights: Path, config: RunConfig, tokenizer: str | None, asked: Asked) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_of(weights, config, tokenizer))
+        check_fits(self.tokenizer, config.spec.vocab_size)
+        self.template: ChatTemplate | None = None
+        self.ends = ends_of_texts(weights, self.tokenizer)
+        if asked.chat:
+            self.template = template_of(weights, config, self.tokenizer)
+            self.ends |= end_of_turn(self.template, self.tokenizer)
+            if asked.system is not None:
+                _check_system_prompt(self.template, asked.system)
+
+
+def _check_system_prompt(template: ChatTemplate, system: str) -> None:
+    check_text(system, "system prompt")
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": "?"}]
+    try:
+        template.render(turns, add_generation_prompt=True)
+    except TemplateRefusalError as error:
+        raise DataError(f"chat template {template.name!r} refuses the system prompt: {error}; drop --system") from None
+
+
+def _tell_changes(name: str, model: "HarnessModel", tell: Tell) -> None:
+    if model.num_truncated:
+        tell(
+            f"{name}: {model.num_truncated:,} texts lost their beginnings, because they are longer than the model's "
+            f"context of {model.max_length:,} tokens"
+        )
+    if model.dropped_system_prompt:
+        tell(f"{name}: the chat template takes no system prompt, so the task's own was left out")
+    model.num_truncated = 0
+    model.dropped_system_prompt = False

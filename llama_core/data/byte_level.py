@@ -1,0 +1,56 @@
+"""The byte tokenizer as files that Hugging Face's libraries open: a byte-level BPE without merges."""
+
+import json
+from itertools import count
+from pathlib import Path
+
+from llama_core.data.tokenizer import LLAMA_BOS_TOKENS, LLAMA_EOS_TOKENS, ByteTokenizer
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.imports import how_to_install
+
+_SHOWN_AS_THEMSELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""The bytes that a byte-level BPE writes as the character of their number; the others follow from 0x100 on.
+
+Source: ``bytes_to_unicode`` in src/encoder.py of github.com/openai/gpt-2.
+"""
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` that give the ids of ``ByteTokenizer``.
+
+    A text begins with BOS, as Llama's do. Text that spells a special token is encoded as its bytes.
+
+    Raises:
+        EnvironmentMismatchError: if the package ``tokenizers`` is missing.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    except ImportError:
+        raise EnvironmentMismatchError(
+            f"that of a run on bytes is written with the package 'tokenizers'; {how_to_install('tokenizers')}"
+        ) from None
+    bos = LLAMA_BOS_TOKENS[0]
+    eos = LLAMA_EOS_TOKENS[0]
+    tokenizer = Tokenizer(models.BPE(_byte_symbols(), merges=[]))
+    tokenizer.add_special_tokens([bos, eos])  # 256 and 257, which follow the bytes
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ByteTokenizer.bos_id)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": eos,  # as rows are padded in training
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _byte_symbols() -> dict[str, int]:
+    """Return the number of each byte by the character that stands for it."""
+    others = count(0x100)
+    return {chr(byte if byte in _SHOWN_AS_THEMSELVES else next(others)): byte for byte in range(0x100)}

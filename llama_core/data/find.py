@@ -1,0 +1,235 @@
+"""Find the files of a source, which is one or several paths: of files, of folders, or with wildcards.
+
+What somebody names must be usable. What is only found, in a folder or by a wildcard, is left out if it is not, and
+``FoundFiles.notes`` says so.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from glob import has_magic
+from pathlib import Path
+
+from llama_core.data.file_kinds import beside, index_of, kind_of, known_kinds
+from llama_core.data.remote import RemotePath, path_of
+from llama_core.data.source_file import SourceFile, accessing
+from llama_core.data.undivided import has_llmc_header
+from llama_core.errors import DataError
+
+_MOST_NAMED = 5
+"""Most files that a sentence names."""
+_ABOUT_THE_DATA = ("readme", "license", "licence", "copying", "notice", "changelog", "citation")
+"""Names of texts that describe a folder and are not part of what is in it."""
+_OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files in which Hugging Face's datasets library describes the others."""
+_IN_CACHE = ("blobs", "snapshots")
+"""Where Hugging Face's cache keeps the files of a repository."""
+
+
+_WITHOUT_INDEX = "of tokens without an index beside it"
+"""What a file is whose documents may be anywhere."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that was found and is not read."""
+
+    path: Path
+    reason: str
+    """Why, as it follows a number of files."""
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """The files of a source."""
+
+    files: tuple[SourceFile, ...]
+    """Those to read, in order of the source's paths and, below each, of their own."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Those that are not read."""
+    repeated: tuple[Path, ...] = ()
+    """Those that several of the source's paths lead to."""
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence on files that are one document each, on files left out, and on those found repeatedly."""
+        documents = [file.path.name for file in self.files if _is_document(file.path)]
+        if documents:
+            yield f"{_files(documents)} of plain text: a file is a document"
+        if self.left_out:
+            yield f"left out {_described(self.left_out)}"
+        if self.repeated:
+            names = [path.name for path in self.repeated]
+            yield f"{_files(names)} of several paths, taken once: {_first(names)}"
+
+
+def find_files(*paths: str) -> FoundFiles:
+    """Return the files of a source: each path's own, or all files below a folder, or those that a wildcard matches.
+
+    Files and folders whose names begin with a dot are skipped, but for those that are named.
+
+    Raises:
+        DataError: if a path leads to no file, or one cannot be accessed.
+    """
+    taken: dict[Path, SourceFile] = {}
+    left_out: list[LeftOut] = []
+    repeated: list[Path] = []
+    for source in paths:
+        path = path_of(source)
+        with accessing(path):
+            found, others = _look(path)
+            left_out += others
+            for file in found:
+                if file in taken:
+                    repeated.append(file)
+                else:
+                    taken[file] = _as_found(file)
+    return FoundFiles(tuple(taken.values()), tuple(left_out), tuple(repeated))
+
+
+def is_data_file(file: Path) -> bool:
+    """Return whether a file that is found in a folder is one of its data, by its name."""
+    return not file.name.startswith(".") and not _why_not_by_name(file)
+
+
+def _look(path: Path) -> tuple[list[Path], list[LeftOut]]:
+    """Return the files of one path, and what is left out below it."""
+    folder = path
+    if path.is_dir():
+        found = sorted(_walk(path))
+        where = f"folder {str(path)!r} holds"
+    elif path.exists():
+        if kind_of(path) is None:
+            raise DataError(f"data source {str(path)!r} is of an unknown kind; use a {known_kinds()}")
+        if why := _only_local(path):
+            raise DataError(f"data source {str(path)!r} is {why}; copy it to this machine")
+        if _lacks_index(path) and not _may_lack_index(path):
+            raise DataError(f"data source {str(path)!r} is {_WITHOUT_INDEX}: {index_of(path)} does not exist")
+        return [path], []
+    elif has_magic(str(path)):
+        folder, pattern = _divided(path)
+        found = sorted(_matches(folder, pattern))
+        where = f"data source {str(path)!r} matches"
+    else:
+        raise DataError(
+            f"data source {str(path)!r} does not exist; "
+            f"use 'sample', or the path of a {known_kinds()}, or of a folder of them"
+        )
+    belonging = {other for file in found for other in beside(file)}
+    found = [file for file in found if file not in belonging]
+    left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder))]
+    unusable = {one.path for one in left_out}
+    files = [file for file in found if file not in unusable]
+    if not files:
+        only = f"; left out {_described(left_out)}" if left_out else ""
+        raise DataError(f"{where} no {known_kinds()}{only}")
+    return files, left_out
+
+
+def _why_not(file: Path, folder: Path) -> str:
+    """Return why a file that was found below a folder is not read; empty if it is."""
+    why = _why_not_by_name(file) or _only_local(file)
+    if not why and _lacks_index(file) and not (_may_lack_index(file) and file.is_file() and has_llmc_header(file)):
+        why = _WITHOUT_INDEX  # others also write .bin, such as weights of a model
+    if why or not _is_document(file):
+        return why
+    # any file is a text: whoever made the folder could put one of yours into the model
+    return "" if _belongs(file, folder) else "behind a link out of the folder"
+
+
+def _why_not_by_name(file: Path) -> str:
+    if kind_of(file) is None:
+        return "of an unknown kind"
+    is_about = _is_document(file) and file.name.partition(".")[0].lower() in _ABOUT_THE_DATA
+    return "about the others" if is_about or file.name in _OF_DATASETS else ""
+
+
+def _only_local(file: Path) -> str:
+    """Return what a file elsewhere is that cannot be read from there; empty if it can."""
+    kind = kind_of(file)
+    is_mapped = kind is not None and kind.is_mapped and isinstance(file, RemotePath)
+    return "of tokens that are read from local disks only" if is_mapped else ""
+
+
+def _lacks_index(file: Path) -> bool:
+    """Return whether the files of a kind have an index, and this one has none."""
+    index = index_of(file)
+    return index is not None and not index.exists()
+
+
+def _may_lack_index(file: Path) -> bool:
+    kind = kind_of(file)
+    return kind is not None and kind.may_lack_index
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Return whether a file is below the folder wherever links lead, or in a data set of Hugging Face's cache."""
+    target = file.resolve()
+    return target.is_relative_to(folder.resolve()) or any(
+        parent.name in _IN_CACHE and parent.parent.name.startswith("datasets--") for parent in target.parents
+    )
+
+
+def _is_document(file: Path) -> bool:
+    kind = kind_of(file)
+    return kind is not None and kind.is_document
+
+
+def _as_found(path: Path) -> SourceFile:
+    found = path.as_listed() if isinstance(path, RemotePath) else path.stat()
+    if not stat.S_ISREG(found.st_mode):  # such as a pipe, where reading would wait
+        raise DataError(f"{path} is not a regular file; write the data into a file")
+    index = index_of(path)
+    index_file = None if index is None or not index.exists() else _as_found(index)
+    return SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, index_file)
+
+
+def _divided(path: Path) -> tuple[Path, str]:
+    """Return the folder before the wildcards of a path, and the pattern from them on."""
+    first = next(place for place, part in enumerate(path.parts) if has_magic(part))
+    return type(path)(*path.parts[:first]), "/".join(path.parts[first:])
+
+
+def _matches(folder: Path, pattern: str) -> set[Path]:
+    """Return the files below a folder that a pattern matches, and those below the folders that it matches."""
+    try:
+        matched = set(folder.glob(pattern))
+    except ValueError as error:
+        raise DataError(f"data source {str(folder / pattern)!r} is not a pattern: {error}") from None
+    found = set[Path]()
+    for path in matched:
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            found.update(_walk(path) if path.is_dir() else [path])
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder; no link to a folder is followed."""
+    if isinstance(folder, RemotePath):
+        yield from folder.files()
+        return
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith("."):
+                yield Path(parent, name)
+
+
+def _described(left_out: Sequence[LeftOut]) -> str:
+    """Return files that are left out by the reason, each with the first names."""
+    by_reason: dict[str, list[str]] = {}
+    for one in left_out:
+        by_reason.setdefault(one.reason, []).append(one.path.name)
+    return ", ".join(f"{_files(names)} {reason} ({_first(names)})" for reason, names in by_reason.items())
+
+
+def _files(names: Sequence[str]) -> str:
+    return f"{len(names):,} file{'' if len(names) == 1 else 's'}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")

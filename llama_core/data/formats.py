@@ -1,0 +1,513 @@
+"""Formats of records: by which fields each is recognised, and how its records become texts or conversations.
+
+A format is a row of ``FORMATS`` with a function that reads a record. ``data.text_field`` and ``data.fields`` say what a
+source calls the fields.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from llama_core.config.settings import DataConfig
+from llama_core.data.bad_lines import (
+    MAX_EXAMPLES,
+    MalformedRecordError,
+    UnusableRecordError,
+    checked_text,
+    json_type,
+)
+from llama_core.data.pairs import Message, Pair, begin_alike, pair_of_messages, pair_of_texts
+from llama_core.errors import ConfigError, not_one_of
+from llama_core.objectives.traits import Reads
+
+
+class Tokens(NamedTuple):
+    """A document that is token ids already."""
+
+    ids: npt.NDArray[Any]
+    """The ids, integers [tokens]."""
+
+
+class Conversation(NamedTuple):
+    """The messages of a record, and the tools that they may call."""
+
+    messages: list[Any]
+    """Each with ``role`` and, unless it calls tools, ``content``."""
+    tools: list[Any]
+    """JSON schemas; empty if there are none."""
+
+
+Content = str | Conversation | Tokens | Pair
+"""A text, a conversation, token ids, or a pair of answers."""
+_TEXT_FIELD = "text"
+_TOOLS_FIELD = "tools"
+INPUT_IDS = "input_ids"
+"""The field of token ids."""
+
+
+class Record(NamedTuple):
+    """A record, whose fields are found by the names that the formats give them."""
+
+    values: Mapping[str, Any]
+    names: "FieldNames"
+
+    def get(self, field: str) -> Any:
+        """Return the value of a field; None if it is null or missing."""
+        return self.values.get(self.names[field])
+
+    def string(self, field: str) -> str:
+        """Return the value of a field.
+
+        Raises:
+            UnusableRecordError: if it is not a string.
+        """
+        value = self.get(field)
+        if not isinstance(value, str):
+            raise UnusableRecordError("wrong type", f"{self.names[field]!r} is {json_type(value)}, not a string")
+        return value
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """A format of records."""
+
+    title: str
+    """What its records are, in the plural."""
+    fields: tuple[str, ...]
+    """The fields by which a record is recognised: it has all of them, and none is null."""
+    read: Callable[[Record], Content]
+    """Returns the text, the conversation or the token ids of a record.
+
+    Raises ``UnusableRecordError`` for a record to leave out, ``MalformedRecordError`` for one that ends the reading.
+    """
+    optional: tuple[str, ...] = ()
+    """Other fields that it reads where a record has them."""
+    of_messages: tuple[str, ...] = ()
+    """The fields of each message, if a field holds a list of them."""
+    is_plain: bool = False
+    """Whether its records go unannounced, because they are what a text and a conversation are here."""
+
+    @property
+    def all_fields(self) -> tuple[str, ...]:
+        """All fields of a record and its messages that it reads."""
+        return (*self.fields, *self.optional, *self.of_messages)
+
+    def described(self, names: "FieldNames") -> str:
+        """Return what its records are, with the fields that it reads."""
+        fields = " and ".join(repr(names[field]) for field in self.fields)
+        if self.of_messages:
+            fields += f" with {' and '.join(repr(names[field]) for field in self.of_messages)}"
+        if self.optional:
+            fields += f"; where given, {' and '.join(repr(names[field]) for field in self.optional)}"
+        return f"{self.title} ({fields})"
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """What a source calls the fields of the formats."""
+
+    text: str = "text"
+    """The field of a text."""
+    given: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The source's names of other fields, by the formats' names."""
+    reads: Reads = "documents"
+    """What is read of a record; the formats follow from it."""
+
+    @classmethod
+    def of(cls, data: DataConfig, reads: Reads = "documents") -> "FieldNames":
+        """Return the names that a configuration gives.
+
+        Raises:
+            ConfigError: if it names a field that no format has.
+        """
+        known = list(dict.fromkeys(field for row in _formats_of(reads) if row is not TEXT for field in row.all_fields))
+        for field in data.fields:
+            if field == _TEXT_FIELD:
+                raise ConfigError("data.fields: the field of a text is data.text_field; set that instead of 'text'")
+            if field not in known:
+                raise ConfigError(f"data.fields: {field!r}{not_one_of(field, known)}")
+        return cls(data.text_field, data.fields, reads)
+
+    @property
+    def formats(self) -> tuple[RecordFormat, ...]:
+        """The formats that a record may have."""
+        return _formats_of(self.reads)
+
+    def __getitem__(self, field: str) -> str:
+        """Return the source's name of a format's field."""
+        return self.text if field == _TEXT_FIELD else self.given.get(field, field)
+
+    @property
+    def identity(self) -> list[Any]:
+        """What decides which records are read and how, as JSON."""
+        return [self.text, sorted(self.given.items()), [[row.title, row.all_fields] for row in self.formats]]
+
+    @cached_property
+    def columns(self) -> dict[str, None]:
+        """The names of all fields that a format may read in a record, in order."""
+        return dict.fromkeys(self[field] for row in self.formats for field in (*row.fields, *row.optional))
+
+    def are_given_for(self, row: RecordFormat) -> bool:
+        """Return whether a name is given for a field by which a format is recognised."""
+        return not self.given.keys().isdisjoint(row.fields)
+
+    def recognise(self, values: Mapping[str, Any]) -> list[RecordFormat]:
+        """Return the formats that a record may be of, the one to read it as first."""
+        # most records lack the first field of most formats
+        return [row for row, names in self._rows if names[0] in values and self._holds(values, names, row)]
+
+    def has_format(self, columns: Container[str]) -> bool:
+        """Return whether the rows of a table with some columns may be of a format."""
+        return any(all(name in columns for name in names) for _, names in self._rows)
+
+    @cached_property
+    def _rows(self) -> list[tuple[RecordFormat, list[str]]]:
+        """All formats with the names of the fields by which they are recognised; first those that were given names."""
+        rows = sorted(self.formats, key=lambda row: not self.are_given_for(row))
+        return [(row, [self[field] for field in row.fields]) for row in rows]
+
+    def _holds(self, values: Mapping[str, Any], names: Sequence[str], row: RecordFormat) -> bool:
+        for name in names:
+            value = values.get(name)
+            # a string in the field that somebody chose for texts is a text, whatever the field is called
+            if value is None or (name == self.text and row is not TEXT and isinstance(value, str)):
+                return False
+        return True
+
+
+@dataclass
+class FormatCounts:
+    """How many records were read as which format."""
+
+    read: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Records by the title of the format that they were read as."""
+    unused: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Records that are of another format too, by its title."""
+
+    def add(self, rows: Sequence[RecordFormat], names: FieldNames) -> None:
+        """Count a record that was read as the first of some formats."""
+        used, *others = rows
+        self.read[used.title] = self.read.get(used.title, 0) + 1
+        if names.are_given_for(used):  # somebody has chosen
+            return
+        for row in others:
+            if row is not TEXT:  # `messages` often come with the text that a template made of them
+                self.unused[row.title] = self.unused.get(row.title, 0) + 1
+
+    def __add__(self, other: Self) -> Self:
+        """Return the counts of both."""
+        return type(self)(
+            dict(Counter(self.read) + Counter(other.read)), dict(Counter(self.unused) + Counter(other.unused))
+        )
+
+    def notes(self, names: FieldNames) -> Iterator[str]:
+        """Yield a sentence on what records were recognised as, and one on each format that was not used."""
+        used = [row for row in names.formats if row.title in self.read]
+        if not all(row.is_plain for row in used):
+            described = ", ".join(f"{self.read[row.title]:,} {row.described(names)}" for row in used)
+            yield f"recognised by their fields: {described}"
+        for row in names.formats:
+            if row.title in self.unused:
+                yield f"{self.unused[row.title]:,} records also hold {_what_is_unused(row, names)}"
+        if names.given and not any(names.are_given_for(row) for row in used):
+            fields = ", ".join(f"{field}={name}" for field, name in names.given.items())
+            yield f"data.fields ({fields}) chooses no format: no record has all fields of one under these names"
+
+
+def _what_is_unused(row: RecordFormat, names: FieldNames) -> str:
+    if row is PREFERENCES:
+        return f"preferences ({names['chosen']!r}), which are not used; {_TRAIN_ON_BOTH}"
+    choice = f"data.fields.{row.fields[0]}={names[row.fields[0]]}"
+    return f"{row.described(names)}, which are not used; set {choice} to train on these instead"
+
+
+def read_record(values: object, names: FieldNames, counts: FormatCounts) -> Content:
+    """Return the text, the conversation or the token ids of a record.
+
+    Args:
+        values: the record, any JSON value.
+        names: what its source calls the fields.
+        counts: counts the record.
+
+    Raises:
+        UnusableRecordError: if it gives no text and no conversation.
+        MalformedRecordError: if its conversation is malformed, or it holds preferences.
+    """
+    if not isinstance(values, dict):
+        raise UnusableRecordError("wrong type", f"a record is an object, not {json_type(values)}")
+    rows = names.recognise(values)
+    if not rows:
+        raise _unrecognised(values, names)
+    content = rows[0].read(Record(values, names))
+    counts.add(rows, names)
+    return content
+
+
+def _unrecognised(values: dict[str, Any], names: FieldNames) -> UnusableRecordError:
+    needed = dict.fromkeys(names[field] for row in names.formats for field in row.fields)
+    null = [repr(name) for name in needed if name in values and values[name] is None]
+    if null:
+        return UnusableRecordError("wrong type", f"{' and '.join(null)} {'is' if len(null) == 1 else 'are'} null")
+    fields = ", ".join(repr(key) for key in list(values)[:MAX_EXAMPLES]) or "no fields"
+    if names.reads == "pairs":
+        both = " and ".join(repr(names[field]) for field in PAIRS.fields)
+        return UnusableRecordError("missing field", f"no {both} among {fields}, which make a pair of answers")
+    strings = [key for key, value in values.items() if isinstance(value, str)]
+    return UnusableRecordError(
+        "missing field", f"no {names.text!r} and no conversation among {fields}{choice_of_text(strings)}"
+    )
+
+
+def choice_of_text(names: Sequence[str]) -> str:
+    """Return what to do about records of no known format, as a clause.
+
+    Args:
+        names: the fields that hold strings.
+    """
+    if not names:
+        return "; none of them holds text; set data.fields.input_ids if one holds token ids"
+    return f"; set data.text_field to one of {', '.join(names[:MAX_EXAMPLES])}, or name the fields with data.fields"
+
+
+def _read_messages(record: Record) -> Conversation:
+    return Conversation(_messages(record, "messages", "role", "content"), _tools(record))
+
+
+def _read_sharegpt(record: Record) -> Conversation:
+    return Conversation([*_system(record), *_messages(record, "conversations", "from", "value")], _tools(record))
+
+
+def _read_alpaca(record: Record) -> Conversation:
+    asked = [record.string("instruction")]
+    if record.get("input") is not None:
+        asked.append(record.string("input"))
+    question = "\n\n".join(text for text in asked if text.strip())
+    answer = _message("assistant", record.string("output"))
+    return Conversation([*_system(record), _message("user", question), answer], [])
+
+
+def _read_completion(record: Record) -> Conversation:
+    """Return the conversation of a pair, each part of which is a string or itself a list of messages."""
+    messages: list[Any] = _system(record)
+    for field, role in (("prompt", "user"), ("completion", "assistant")):
+        messages += _turns(record, field, role)
+    return Conversation(messages, _tools(record))
+
+
+def _read_text(record: Record) -> str:
+    text = record.string(_TEXT_FIELD)
+    if not text.strip():
+        raise UnusableRecordError("empty", f"{record.names.text!r} is blank")
+    return checked_text(text)
+
+
+def _read_tokens(record: Record) -> Tokens:
+    given = record.get(INPUT_IDS)
+    ids = np.array(given if isinstance(given, list | np.ndarray) else None, ndmin=1)
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise UnusableRecordError("wrong type", f"{record.names[INPUT_IDS]!r} is not a list of token ids")
+    return Tokens(ids.astype(np.int64))
+
+
+def _refuse_preferences(record: Record) -> Content:
+    names = record.names
+    found = [names[field] for field in ("prompt", "chosen", "rejected") if record.get(field) is not None]
+    chosen = record.get("chosen")
+    has_turns = isinstance(chosen, list) and not isinstance(record.get("prompt"), list)
+    if has_turns:
+        setting = "data.fields.messages"
+    elif record.get("prompt") is not None:
+        setting = "data.fields.completion"
+    else:
+        setting = "data.text_field"
+    raise MalformedRecordError(
+        f"this file holds preferences ({', '.join(map(repr, found))}); {_TRAIN_ON_BOTH}, or "
+        f"set {setting}={names['chosen']} to train on the chosen answers alone"
+    )
+
+
+def _read_pair(record: Record) -> Pair:
+    """Return the answers of a record, each of which is a text or a list of messages."""
+    prompt = record.get("prompt")
+    answers = [record.get(field) for field in PAIRS.fields]
+    if prompt is None and not any(isinstance(answer, list) for answer in answers):
+        return pair_of_texts(*(checked_text(record.string(field)) for field in PAIRS.fields))
+    chosen, rejected = (_turns(record, field, "assistant") for field in PAIRS.fields)
+    asked = [] if prompt is None else _turns(record, "prompt", "user")
+    if isinstance(prompt, str) and begin_alike(chosen, rejected):
+        asked = []  # the prompt once more, beside conversations that begin with it
+    pair = pair_of_messages([*_system(record), *asked], chosen, rejected)
+    return pair._replace(tools=_tools(record))
+
+
+def _turns(record: Record, field: str, role: str) -> list[Message]:
+    """Return the messages in a field; a text is the only message of ``role``."""
+    if isinstance(record.get(field), list):
+        return _messages(record, field, "role", "content")
+    return [_message(role, record.string(field))]
+
+
+def _system(record: Record) -> list[Message]:
+    """Return the system prompt that a record has beside its turns, as a list of one message or none."""
+    if record.get("system") is None:
+        return []
+    prompt = record.string("system")
+    return [_message("system", prompt)] if prompt.strip() else []
+
+
+def _tools(record: Record) -> list[Any]:
+    """Return the schemas of a record's tools, which it holds as a list or as the JSON text of one.
+
+    Raises:
+        MalformedRecordError: if they are something else.
+    """
+    given = record.get(_TOOLS_FIELD)
+    if given is None:
+        return []
+    name = record.names[_TOOLS_FIELD]
+    remedy = "make it a list of JSON schemas, or the JSON text of one"
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given) if given.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise MalformedRecordError(f"{name!r} is text that is not JSON ({error}); {remedy}") from None
+    if not isinstance(tools, list):
+        text = "the JSON text of " if isinstance(given, str) else ""
+        raise MalformedRecordError(f"{name!r} is {text}{json_type(tools)}; {remedy}")
+    for place, tool in enumerate(tools, start=1):
+        if not isinstance(tool, dict):
+            raise MalformedRecordError(f"tool {place} of {name!r} is {json_type(tool)}, not a JSON schema; {remedy}")
+    return tools
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
+}
+"""ShareGPT's names of the roles."""
+_CALLER = "function_call"
+"""ShareGPT's name of an assistant that calls tools."""
+
+
+def _messages(record: Record, field: str, role: str, content: str) -> list[Any]:
+    """Return the messages in a field of a record, with ``role`` and ``content`` instead of other names.
+
+    Raises:
+        MalformedRecordError: if they are not a list of objects with these fields.
+        UnusableRecordError: if a message calls tools, but not in JSON.
+    """
+    role_name = record.names[role]
+    content_name = record.names[content]
+    messages = record.get(field)
+    if not isinstance(messages, list):
+        raise MalformedRecordError(
+            f"{record.names[field]!r} is {json_type(messages)}, not a list of "
+            f'{{"{role_name}": ..., "{content_name}": ...}} objects'
+        )
+    return [
+        _with_usual_names(message, role_name, content_name, f"message {place}")
+        for place, message in enumerate(messages, start=1)
+    ]
+
+
+def _with_usual_names(message: object, role: str, content: str, which: str) -> Message:
+    if not isinstance(message, dict):
+        raise MalformedRecordError(f"{which} is {json_type(message)}, not an object with {role!r} and {content!r}")
+    if "role" in message and role not in message:  # people also write `conversations` with these names
+        role = "role"
+        content = "content"
+    if role not in message:
+        fields = ", ".join(map(repr, message)) or "no fields"
+        raise MalformedRecordError(f"{which} has no {role!r}, only {fields}; give it {role!r} and {content!r}")
+    speaker = message[role]
+    if role == "role" and content == "content":
+        return message
+    if speaker == _CALLER:
+        return {"role": "assistant", "tool_calls": _calls(message.get(content), which)}
+    renamed = {key: value for key, value in message.items() if key not in {role, content}}
+    renamed["role"] = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    if content in message:
+        renamed["content"] = message[content]
+    return renamed
+
+
+_TRAIN_ON_BOTH = "train on both answers with --objective dpo"
+
+
+def _calls(written: object, which: str) -> list[Message]:
+    """Return the calls that ShareGPT writes as JSON: an object with a name and arguments, or a list of some.
+
+    Raises:
+        UnusableRecordError: if they are something else.
+    """
+    try:
+        calls = json.loads(written) if isinstance(written, str) else written
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise UnusableRecordError(
+            "not supported", f'{which} is a {_CALLER!r}, but not the JSON of {{"name": ..., "arguments": ...}}'
+        )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+MESSAGES = RecordFormat(
+    "conversations",
+    ("messages",),
+    _read_messages,
+    optional=(_TOOLS_FIELD,),
+    of_messages=("role", "content"),
+    is_plain=True,
+)
+TEXT = RecordFormat("texts", (_TEXT_FIELD,), _read_text, is_plain=True)
+PREFERENCES = RecordFormat("preferences", ("chosen",), _refuse_preferences, optional=("rejected",))
+FORMATS = (
+    MESSAGES,
+    TEXT,
+    RecordFormat(
+        "ShareGPT conversations",
+        ("conversations",),
+        _read_sharegpt,
+        optional=("system", _TOOLS_FIELD),
+        of_messages=("from", "value"),
+    ),
+    RecordFormat(
+        "pairs of prompt and completion",
+        ("prompt", "completion"),
+        _read_completion,
+        optional=("system", _TOOLS_FIELD),
+    ),
+    RecordFormat("Alpaca instructions", ("instruction", "output"), _read_alpaca, optional=("input", "system")),
+    PREFERENCES,
+    RecordFormat("documents of token ids", (INPUT_IDS,), _read_tokens),
+)
+"""All formats. A record that fits several is of the first, unless ``data.fields`` names fields of another."""
+PAIRS = RecordFormat(
+    "pairs of answers",
+    ("chosen", "rejected"),
+    _read_pair,
+    optional=("prompt", "system", _TOOLS_FIELD),
+    of_messages=("role", "content"),
+)
+"""The format of records for an objective that reads pairs."""
+
+
+def _formats_of(reads: Reads) -> tuple[RecordFormat, ...]:
+    return (PAIRS,) if reads == "pairs" else FORMATS

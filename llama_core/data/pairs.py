@@ -1,0 +1,77 @@
+"""Pairs of answers to a prompt, of which one is better: what a record of preferences holds."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llama_core.data.bad_lines import UnusableRecordError
+
+Message = dict[str, Any]
+
+
+class Pair(NamedTuple):
+    """Two answers to a prompt: each a list of messages, or all three plain texts."""
+
+    prompt: list[Message] | str
+    chosen: list[Message] | str
+    rejected: list[Message] | str
+    tools: Sequence[Message] = ()
+    """JSON schemas of the tools that the assistant may call."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is of plain texts: a prompt and what may follow it, without a chat template."""
+        return isinstance(self.prompt, str)
+
+
+def pair_of_texts(chosen: str, rejected: str) -> Pair:
+    """Return the pair of two texts that hold their prompt: the words with which both begin.
+
+    Raises:
+        UnusableRecordError: if they are equal, or one has nothing after the prompt.
+    """
+    if chosen == rejected:
+        raise equal_answers()
+    end = next(
+        (place for place, letters in enumerate(zip(chosen, rejected, strict=False)) if letters[0] != letters[1]), -1
+    )
+    end = min(len(chosen), len(rejected)) if end < 0 else end
+    while end and not chosen[end - 1].isspace():  # a word may begin alike
+        end -= 1
+    pair = Pair(chosen[:end], chosen[end:], rejected[end:])
+    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        if isinstance(answer, str) and not answer.strip():
+            raise no_answer(name)
+    return pair
+
+
+def pair_of_messages(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
+    """Return the pair of two lists of messages, with those with which both begin as the end of the prompt.
+
+    Raises:
+        UnusableRecordError: if the answers are equal, or one of them is missing.
+    """
+    if chosen == rejected:
+        raise equal_answers()
+    together = 0
+    while together < min(len(chosen), len(rejected)) and chosen[together] == rejected[together]:
+        together += 1
+    pair = Pair([*prompt, *chosen[:together]], list(chosen[together:]), list(rejected[together:]))
+    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        if not answer:
+            raise no_answer(name)
+    return pair
+
+
+def begin_alike(chosen: Sequence[Message], rejected: Sequence[Message]) -> bool:
+    """Return whether two lists of messages hold their prompt."""
+    return bool(chosen and rejected and chosen[0] == rejected[0])
+
+
+def equal_answers() -> UnusableRecordError:
+    """Return the error of a pair that prefers nothing."""
+    return UnusableRecordError("equal answers", "the chosen answer is the rejected one")
+
+
+def no_answer(name: str) -> UnusableRecordError:
+    """Return the error of a pair without one of its answers."""
+    return UnusableRecordError("empty", f"no answer is left of {name!r} beside the prompt")

@@ -1,0 +1,128 @@
+"""Parquet and Arrow files: a record a row, of the columns that a format may read."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llama_core.data.formats import FieldNames, choice_of_text
+from llama_core.data.raw_record import RawRecord
+from llama_core.data.remote import RemotePath
+from llama_core.data.source_file import Digest, SourceFile, take_all
+from llama_core.errors import DataError
+
+_WITH_INDEX = b"ARROW1"
+
+
+def parquet_records(file: SourceFile, names: FieldNames, content: Digest | None) -> Iterator[RawRecord]:
+    """Yield the rows of a Parquet file.
+
+    Raises:
+        DataError: if the file cannot be read, or no format is recognised by its columns.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if content is not None:  # the columns are not read in order
+        take_all(file, content)
+    try:
+        with file.path.open("rb") as handle, pq.ParquetFile(handle) as table:
+            columns = _columns(file, table.schema_arrow, names)
+            number = 0
+            num_rows = table.metadata.num_rows
+            for batch in table.iter_batches(batch_size=256, columns=columns):
+                for values in zip(*(batch.column(name) for name in columns), strict=True):
+                    number += 1
+                    position = file.num_bytes * number // num_rows
+                    yield RawRecord(f":{number}", position, partial(_row, columns, values))
+    except pa.ArrowException as error:
+        raise DataError(f"{file.path} is not a readable Parquet file: {' '.join(str(error).split())}") from None
+
+
+def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -> Iterator[RawRecord]:
+    """Yield the rows of an Arrow file, as Hugging Face's datasets library saves a data set, or of a Feather file.
+
+    Raises:
+        DataError: if the file cannot be read, or no format is recognised by its columns.
+    """
+    import pyarrow as pa
+
+    if content is not None:
+        take_all(file, content)
+    try:
+        with _mapped(file.path) as source:
+            batches = _batches(source)
+            number = 0
+            for batch in batches:
+                columns = _columns(file, batch.schema, names)
+                position = source.tell()
+                for values in zip(*(batch.column(name) for name in columns), strict=True):
+                    number += 1
+                    yield RawRecord(f":{number}", position, partial(_row, columns, values))
+    except pa.ArrowException as error:
+        raise DataError(f"{file.path} is not a readable Arrow file: {' '.join(str(error).split())}") from None
+
+
+def _mapped(path: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.PythonFile(path.open("rb")) if isinstance(path, RemotePath) else pa.memory_map(str(path))
+
+
+def _batches(source: Any) -> Iterator[Any]:
+    """Yield the batches of an Arrow file that is a stream, or one with an index at its end."""
+    from pyarrow import ipc
+
+    if source.read(len(_WITH_INDEX)) == _WITH_INDEX:
+        reader = ipc.open_file(source)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        source.seek(0)
+        yield from ipc.open_stream(source)
+
+
+def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, object]:
+    return {name: _plain(value) for name, value in zip(columns, values, strict=True)}
+
+
+def _plain(value: Any) -> object:
+    """Return a value as JSON has it; numbers of a list stay an array, which takes a hundredth of the time."""
+    from pyarrow import types
+
+    kind = value.type
+    if (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type) and value.is_valid:
+        if value.values.null_count:
+            return value.as_py()
+        return value.values.to_numpy(zero_copy_only=False)
+    return value.as_py()
+
+
+def _columns(file: SourceFile, schema: Any, names: FieldNames) -> list[str]:
+    """Return the columns that a format may read.
+
+    Raises:
+        DataError: if there is none, or two have one name.
+    """
+    columns = [name for name in names.columns if name in schema.names]
+    if twice := [name for name in columns if schema.names.count(name) > 1]:
+        raise DataError(f"{file.path} has two columns {twice[0]!r}; keep one")
+    strings = [field.name for field in schema if _holds_strings(field.type)]
+    if names.text in columns and names.text not in strings:
+        if not names.has_format([name for name in columns if name != names.text]):
+            kind = schema.field(names.text).type
+            raise DataError(f"{file.path}: column {names.text!r} is {kind}, not text{choice_of_text(strings)}")
+        columns.remove(names.text)
+    if not names.has_format(columns):
+        raise DataError(
+            f"{file.path} has no column {names.text!r} and none of a conversation, only {', '.join(schema.names)}"
+            f"{choice_of_text(strings)}"
+        )
+    return columns
+
+
+def _holds_strings(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _holds_strings(kind.value_type)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

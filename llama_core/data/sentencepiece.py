@@ -1,0 +1,163 @@
+"""Read a SentencePiece model, as Llama 1 and 2 have one, into a tokenizer of the package ``tokenizers``.
+
+The file is a protocol buffer: a message of numbered fields, some of which are messages.
+
+Source: sentencepiece_model.proto of https://github.com/google/sentencepiece, for the fields and their defaults;
+``bpe_model.cc`` beside it for the order of merges; https://protobuf.dev/programming-guides/encoding for the bytes.
+"""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_SPACE = "\u2581"
+"""Stands for a space in pieces."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Kinds of pieces; of the last, one spells each byte that no piece has."""
+_PIECES, _TRAINER, _NORMALIZER = range(1, 4)
+"""The fields of a model."""
+_BPE = 2
+"""The kind of model that Llama has."""
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\n")
+"""How a file begins that has the bytes of a token in base64, and its id, on each line."""
+_CONVERSION = (
+    'convert it with: pip install transformers sentencepiece; python -c "from transformers import AutoTokenizer; '
+    "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')\""
+)
+
+
+class NotSentencePieceError(Exception):
+    """A file that is no SentencePiece model, or one that is not supported: why, and what to do."""
+
+
+class Piece(NamedTuple):
+    """An entry of the vocabulary; its id is its place."""
+
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a model says."""
+
+    pieces: tuple[Piece, ...]
+    charsmap: bytes
+    """How characters are normalised, compiled; empty if they stay as they are."""
+    adds_prefix: bool
+    """Whether a text begins with a space that it does not have."""
+    removes_spaces: bool
+    """Whether spaces at the ends, and all but one between words, are dropped."""
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Return the model in the bytes of a file.
+
+        Raises:
+            NotSentencePieceError: if it is none, or one whose ids a tokenizer of ``tokenizers`` would not give.
+        """
+        if _TIKTOKEN.match(content):
+            raise NotSentencePieceError(
+                "it is in the format of Llama 3's own code (tiktoken); use the tokenizer.json of the same model"
+            )
+        try:
+            fields = list(_fields(content))
+            pieces = tuple(_piece(_bytes(value)) for number, value in fields if number == _PIECES)
+            trainer = dict(_fields(_bytes(dict(fields)[_TRAINER])))
+            normalizer = dict(_fields(_bytes(dict(fields)[_NORMALIZER])))
+            model = cls(pieces, _bytes(normalizer.get(2, b"")), bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)))
+        except (IndexError, KeyError, TypeError, ValueError, struct.error):
+            raise NotSentencePieceError("it is no SentencePiece model; copy it again") from None
+        own = [piece.text for piece in pieces if piece.kind == _USER_DEFINED]
+        if trainer.get(3, 1) != _BPE:
+            raise NotSentencePieceError(f"it is no BPE model, as Llama's are; {_CONVERSION}")
+        if own or trainer.get(24, 0) or not normalizer.get(5, 1):
+            what = f"user-defined symbols ({own[0]})" if own else "another way to write spaces than Llama's"
+            raise NotSentencePieceError(f"it has {what}; {_CONVERSION}")
+        return model
+
+    def tokenizer(self) -> "tokenizers.Tokenizer":
+        """Return a tokenizer that gives the same ids."""
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+        from tokenizers.models import BPE
+
+        vocab = {piece.text: index for index, piece in enumerate(self.pieces)}
+        unknown = next((piece.text for piece in self.pieces if piece.kind == _UNKNOWN), None)
+        has_bytes = any(piece.kind == _BYTE for piece in self.pieces)
+        tokenizer = Tokenizer(
+            BPE(vocab, list(self._merges()), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+        )
+        steps: list[normalizers.Normalizer] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
+        if self.removes_spaces:
+            steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        if self.adds_prefix:
+            steps.append(normalizers.Prepend(_SPACE))
+        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+        spaces = [decoders.Strip(" ", left=1)] if self.adds_prefix else []
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *spaces]
+        )
+        control = [piece.text for piece in self.pieces if piece.kind == _CONTROL]
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
+        return tokenizer
+
+    def _merges(self) -> Iterator[tuple[str, str]]:
+        """Yield the pairs of pieces that make a piece, in the order in which they are merged: by its score."""
+        scores = {piece.text: piece.score for piece in self.pieces if piece.kind == _NORMAL}
+        places = {text: place for place, text in enumerate(scores)}
+        for text in sorted(scores, key=lambda text: -scores[text]):
+            cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+            yield from sorted(
+                (cut for cut in cuts if cut[0] in scores and cut[1] in scores),
+                key=lambda cut: (places[cut[0]], places[cut[1]]),
+            )
+
+
+def _piece(content: bytes) -> Piece:
+    found = dict(_fields(content))
+    (score,) = struct.unpack("<f", _bytes(found.get(2, bytes(4))))
+    return Piece(_bytes(found[1]).decode(), score, int(found.get(3, _NORMAL)))
+
+
+def _bytes(value: int | bytes) -> bytes:
+    """Return the value of a field that is no integer."""
+    if isinstance(value, int):
+        raise TypeError("an integer")
+    return value
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and the value of each field of a message: an integer, or the bytes of anything else."""
+    at = 0
+    while at < len(message):
+        key, at = _integer(message, at)
+        if key & 7 == 0:
+            value, at = _integer(message, at)
+            yield key >> 3, value
+            continue
+        if key & 7 == 2:
+            length, at = _integer(message, at)
+        else:
+            length = {1: 8, 5: 4}[key & 7]
+        if at + length > len(message):
+            raise ValueError("cut short")
+        yield key >> 3, message[at : at + length]
+        at += length
+
+
+def _integer(message: bytes, at: int) -> tuple[int, int]:
+    """Return the integer at a place, of 7 bits in each byte, and the place after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("an integer without an end")

@@ -1,0 +1,165 @@
+"""Build shards with all cores: processes that each take the next shard when they have finished one.
+
+The processes are started with their own command and not forked, because a tokenizer has threads, and not with
+``multiprocessing``, which would run the caller's script once more.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from llama_core.config.models import ModelSpec
+from llama_core.config.settings import DataConfig
+from llama_core.data.chat import chat_format
+from llama_core.data.corpus import OnProgress
+from llama_core.data.formats import FieldNames
+from llama_core.data.shard_store import Recipe
+from llama_core.data.source_file import SourceFile, total_bytes
+from llama_core.data.tokenizer import Tokenizer
+from llama_core.errors import DataError
+from llama_core.objectives.traits import Reads
+
+_COMMAND = (sys.executable, "-P", "-m", "llama_core.data.shard_worker")
+
+
+@dataclass(frozen=True)
+class Start:
+    """The run whose shards are to be built."""
+
+    data: DataConfig
+    spec: ModelSpec
+    reads: Reads = "documents"
+    """What is read of a record."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A shard to build."""
+
+    files: tuple[SourceFile, ...]
+    names: FieldNames
+    newest: SourceFile
+    """The newest file of the source, whose date a chat template may see."""
+    directory: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files."""
+        return total_bytes(self.files)
+
+    def recipe(self, tokenizer: Tokenizer, start: Start) -> Recipe:
+        """Return how the files become tokens."""
+        chat = chat_format(start.data, tokenizer, start.spec, [self.newest])
+        return Recipe(self.names, tokenizer, chat, start.data.max_bad_lines, start.data.token_dtype)
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def build_orders(orders: Sequence[Order], start: Start, num_workers: int, on_progress: OnProgress) -> None:
+    """Build shards in several processes; the largest first, so that none is left alone at the end.
+
+    Args:
+        orders: the shards.
+        start: the run.
+        num_workers: processes.
+        on_progress: called with the bytes read so far and their total, from several threads, one at a time.
+
+    Raises:
+        DataError: if a shard cannot be built; the others that are finished by then are kept.
+    """
+    crew = _Crew(orders, start, on_progress)
+    number = min(num_workers, len(orders))
+    with ThreadPoolExecutor(max(1, number), "shards") as threads:
+        try:
+            working = [threads.submit(crew.work) for _ in range(number)]
+            for ended in wait(working, return_when=FIRST_EXCEPTION).done:
+                ended.result()
+        finally:
+            crew.stop()
+
+
+class _Crew:
+    """The processes that build some shards."""
+
+    def __init__(self, orders: Sequence[Order], start: Start, on_progress: OnProgress) -> None:
+        self._orders = deque(sorted(orders, key=lambda order: order.num_bytes, reverse=True))
+        self._start = start
+        self._on_progress = on_progress
+        self._total = sum(order.num_bytes for order in orders)
+        self._done = 0
+        self._lock = Lock()
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    def work(self) -> None:
+        """Start a process and let it build shards until none is left."""
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # a core for each process
+        with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
+            with self._lock:
+                self._workers.append(worker)
+            try:
+                self._send(worker, self._start)
+                while (order := self._next()) is not None:
+                    self._send(worker, order)
+                    self._follow(worker, order)
+            except (BrokenPipeError, EOFError):
+                raise DataError(
+                    f"a process that builds shards has ended ({_ending(worker)}); start again, with fewer --workers if "
+                    "it was killed for want of memory"
+                ) from None
+            except BaseException:
+                worker.terminate()
+                raise
+
+    def stop(self) -> None:
+        """End the processes that still work."""
+        with self._lock:
+            self._orders.clear()
+            for worker in self._workers:
+                if worker.poll() is None:
+                    worker.terminate()
+
+    def _next(self) -> Order | None:
+        with self._lock:
+            return self._orders.popleft() if self._orders else None
+
+    def _send(self, worker: subprocess.Popen[bytes], what: Start | Order) -> None:
+        assert worker.stdin is not None
+        pickle.dump(what, worker.stdin)
+        worker.stdin.flush()
+
+    def _follow(self, worker: subprocess.Popen[bytes], order: Order) -> None:
+        assert worker.stdout is not None
+        seen = 0
+        while True:
+            line = worker.stdout.readline()
+            if not line:
+                raise EOFError
+            answer = json.loads(line)
+            if "problem" in answer:
+                self._advance(order.num_bytes - seen)
+                if answer["problem"]:
+                    raise DataError(answer["problem"])
+                return
+            self._advance(answer["num_bytes"] - seen)
+            seen = answer["num_bytes"]
+
+    def _advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self._on_progress(self._done, self._total)
+
+
+def _ending(worker: subprocess.Popen[bytes]) -> str:
+    code = worker.wait()
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

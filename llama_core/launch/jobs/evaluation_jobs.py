@@ -1,0 +1,200 @@
+"""Processes that evaluate one checkpoint each: one after another on this machine, or Slurm jobs of their own."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.jobs.slurm import ENDED, FILES_SECONDS, FIRST_POLL_SECONDS, slurm_executor
+from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
+from llama_core.launch.places import fresh_folder
+from llama_core.launch.rank.children import die_with_parent
+from llama_core.launch.rank.start import python_command
+from llama_core.launch.scheduler import job_status
+from llama_core.records.directory import RunDirectory
+from llama_core.units import GIB
+
+ASK_SECONDS = 3 * FIRST_POLL_SECONDS
+"""Time between two queries about a job; all users share Slurm's controller."""
+STOP_SECONDS = 10
+"""How long an evaluation may take to end when it is told to."""
+_NICE = 19
+"""The lowest priority: ranks on this machine go first."""
+
+
+class Evaluations(Protocol):
+    """Starts evaluations, and tells which have ended."""
+
+    device: str
+    """Where they compute: auto, cpu or cuda."""
+
+    def start(self, command: Sequence[str], step: int) -> str | None:
+        """Start one, and return its job's id; None if another one has to end first.
+
+        Raises:
+            EnvironmentMismatchError: if it cannot be started.
+        """
+
+    def is_running(self, job_id: str) -> bool:
+        """Return whether one runs, or waits in a queue; also for a while after its end, until its files are here."""
+
+    def stop(self) -> None:
+        """End those that nobody else could find again."""
+
+
+class OnThisMachine:
+    """Evaluations as processes, one at a time.
+
+    Args:
+        run: the run.
+        device: auto, cpu or cuda.
+    """
+
+    def __init__(self, run: RunDirectory, device: str) -> None:
+        self.device = device
+        self._log = run.logs / "evaluations.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, command: Sequence[str], step: int) -> str | None:
+        """Start one as a process that dies with this one."""
+        if self._process is not None and self._process.poll() is None:
+            return None
+        tie = die_with_parent(os.getpid())
+
+        def prepare() -> None:
+            os.nice(_NICE)
+            tie()
+
+        with self._log.open("ab", buffering=0) as log:
+            log.write(f"=== evaluation of step {step} ===\n".encode())
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=prepare,  # noqa: PLW1509 (whoever evaluates has one thread)
+            )
+        return str(self._process.pid)
+
+    def is_running(self, job_id: str) -> bool:
+        """Return whether it runs; one that another process has started has died with that."""
+        process = self._process
+        return process is not None and str(process.pid) == job_id and process.poll() is None
+
+    def stop(self) -> None:
+        """End the one that runs."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass(frozen=True)
+class CommandTask:
+    """A command as submitit's job: it is pickled, so it holds only values."""
+
+    command: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Run the command.
+
+        Raises:
+            SystemExit: with its exit code, unless that is 0.
+        """
+        code = subprocess.run(self.command, stdin=subprocess.DEVNULL, check=False).returncode
+        if code:
+            sys.exit(code if code > 0 else 1)
+
+
+class OnSlurm:
+    """Evaluations as Slurm jobs of one rank each.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        device: cpu or cuda.
+    """
+
+    def __init__(self, run: RunDirectory, config: RunConfig, device: str) -> None:
+        self.device = device
+        self._run = run
+        self._config = _of_one_rank(config, device)
+        self._name = f"{run.name}-evaluation"
+        self._asked_at: dict[str, float] = {}
+        self._ended_at: dict[str, float] = {}
+
+    def start(self, command: Sequence[str], step: int) -> str | None:
+        """Submit one."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        folder = fresh_folder(self._run.evaluations)
+        executor = slurm_executor(folder, python_command(), f"run directory {str(folder)!r}", "another --run-dir")
+        host_bytes = 2 * 4 * self._config.spec.num_parameters + 4 * GIB  # weights in fp32 as read and as kept; Python
+        executor.update_parameters(**slurm_parameters(self._config, self._name, comment_of(folder), 1, host_bytes))
+        try:
+            with submission_environment():
+                return str(executor.submit(CommandTask(tuple(command))).job_id)
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise EnvironmentMismatchError(
+                f"Slurm refused the evaluation of step {step}: {' '.join(str(error).split())}"
+            ) from None
+
+    def is_running(self, job_id: str) -> bool:
+        """Ask Slurm now and then; no answer counts as no change."""
+        now = time.monotonic()
+        if job_id in self._ended_at:
+            return now - self._ended_at[job_id] < FILES_SECONDS
+        if now - self._asked_at.get(job_id, -math.inf) >= ASK_SECONDS:
+            self._asked_at[job_id] = now
+            status = job_status(job_id, job_name(self._name))
+            if status is not None and status.state in ENDED:
+                self._ended_at[job_id] = now
+        return True
+
+    def stop(self) -> None:
+        """Let the jobs go on: who comes next finds them by their ids."""
+
+
+def evaluations_of(run: RunDirectory, config: RunConfig, *, beside_ranks: bool) -> Evaluations:
+    """Return what evaluates the checkpoints of a run.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        beside_ranks: whether ranks of the run compute at the same time.
+    """
+    asked = config.evaluation.device
+    if config.launch.is_here:
+        return OnThisMachine(run, "cpu" if asked == "auto" and beside_ranks else asked)
+    return OnSlurm(run, config, config.launch.device if asked == "auto" else asked)
+
+
+def _of_one_rank(config: RunConfig, device: str) -> RunConfig:
+    """Return a configuration whose Slurm job is that of one rank, with the evaluation's partition, QOS and limit."""
+    asked = config.evaluation
+    slurm = config.launch.slurm
+    limits = {
+        "partition": asked.partition or slurm.partition,
+        "qos": asked.qos or slurm.qos,
+        "time_limit_min": asked.time_limit_min,
+        "memory_gb_per_node": None,
+        # the whole nodes that ranks may want
+        "options": {key: value for key, value in slurm.options.items() if key != "exclusive"},
+    }
+    launch = {"device": device, "nodes": 1, "min_nodes": None, "slurm": slurm.model_copy(update=limits)}
+    return config.model_copy(
+        update={
+            "launch": config.launch.model_copy(update=launch),
+            "parallel": config.parallel.model_copy(update={"gpus": 1}),
+        }
+    )

@@ -1,0 +1,50 @@
+"""Preferences: which of two answers to a prompt is better, or whether an answer is good."""
+
+from llama_core.objectives.traits import ObjectiveType
+
+ANSWER = "answer"
+"""The value of each token that says which answer it belongs to: the answers of a row count from 1, and 0 is none. The
+two of a pair follow each other, the better one with the odd number. The first token that counts in an answer has the
+negative number."""
+REFERENCE = "reference"
+"""The value of each token whose sum over an answer is its log-probability under the reference."""
+
+_MODULE = "llama_core.models.preferences"
+_PROGRAM = "llama_core.planning.program.preferences"
+
+DPO = ObjectiveType(
+    "dpo",
+    built_in=_MODULE,
+    program=_PROGRAM,
+    keys=("preference_beta", "label_smoothing"),
+    per_token=(ANSWER, REFERENCE),
+    unit="nats/pair",
+    reads="pairs",
+)
+IPO = ObjectiveType(
+    "ipo",
+    built_in=_MODULE,
+    program=_PROGRAM,
+    keys=("preference_beta",),
+    per_token=(ANSWER, REFERENCE),
+    unit="squared nats/pair",
+    reads="pairs",
+)
+SIMPO = ObjectiveType(
+    "simpo",
+    built_in=_MODULE,
+    program=_PROGRAM,
+    keys=("preference_beta", "simpo_gamma"),
+    per_token=(ANSWER,),
+    unit="nats/pair",
+    reads="pairs",
+)
+ORPO = ObjectiveType(
+    "orpo",
+    built_in=_MODULE,
+    program=_PROGRAM,
+    keys=("preference_beta",),
+    per_token=(ANSWER,),
+    unit="nats/pair",
+    reads="pairs",
+)

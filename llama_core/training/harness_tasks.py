@@ -1,0 +1,301 @@
+"""Find tasks of lm-evaluation-harness, and run them on a model."""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.api.metrics
+import lm_eval.api.registry
+import lm_eval.api.task
+import lm_eval.utils
+import numpy as np
+from jinja2 import BaseLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+
+from llama_core.errors import ConfigError, DataError, HubError, TrainingInfraError, did_you_mean, safe
+from llama_core.records.evaluations import TaskScore
+from llama_core.training.harness import SEED, HarnessModel
+
+NUM_RESAMPLES = 100
+"""Draws of the bootstrap, which gives the standard error of a metric that is no mean; a mean's is computed exactly."""
+CODE = "which would be executed; read it, and allow it with --allow-task-code"
+"""The end of every refusal to execute something from outside."""
+PROGRAMS = "evaluate"
+"""The package that fetches metrics from the Hub, and executes them."""
+
+
+class Tasks:
+    """Tasks by the names that a user gave, with their data sets.
+
+    Nothing that comes with a task from outside this machine's packages is executed unless ``allow_code``: templates run
+    in a sandbox, and metrics that are programs of the Hub are refused. ``data.task_folder`` checks the files of
+    ``folder`` before.
+
+    Args:
+        names: names of tasks, groups or tags.
+        folder: a folder of further tasks; None for none.
+        num_fewshot: solved examples before each question; by default as the task says.
+        allow_code: whether tasks may execute code of their own.
+        tell: called with a line about each setting that a task does not take.
+
+    Raises:
+        ConfigError: if a name is unknown, or a task cannot be run with a model of text, or not without its code.
+        DataError, HubError: if a task's data cannot be had.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        folder: Path | None = None,
+        num_fewshot: int | None = None,
+        allow_code: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._allow_code = allow_code
+        with quiet(allow_code=allow_code):
+            manager = _manager(names, folder)
+            known = manager.all_tasks
+            for name in names:
+                if name not in known:
+                    raise ConfigError(f"there is no task {name!r}{did_you_mean(name, known)}")
+            self._by_name = {name: _load(manager, name, allow_code) for name in dict.fromkeys(names)}
+        for name, loaded in self._by_name.items():
+            for task in loaded["tasks"].values():
+                self._check(name, task)
+                _set_fewshot(task, num_fewshot, tell)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in their order."""
+        return tuple(self._by_name)
+
+    def _check(self, name: str, task: Any) -> None:
+        if getattr(task, "MULTIMODAL", False):
+            raise ConfigError(f"task {name!r} has images or sound, which the model cannot read; choose another")
+        if getattr(task, "UNSAFE_CODE", False) and not self._allow_code:
+            raise ConfigError(f"task {name!r} executes what the model writes; allow it with --allow-task-code")
+
+    def run(
+        self, name: str, model: HarnessModel, *, limit: int | None = None, system: str | None = None, chat: bool = False
+    ) -> tuple[TaskScore, ...]:
+        """Return the scores of a model on a task, or of a group and its tasks.
+
+        Args:
+            name: one of the names.
+            model: the model.
+            limit: ask only this many questions, the first ones; None for all.
+            system: the system prompt.
+            chat: whether to ask in the model's chat template, and show solved examples as turns.
+
+        Raises:
+            DataError: if the task does not suit the model.
+            WeightsError: if the model computes NaN or infinity.
+        """
+        loaded = self._by_name[name]
+        for task in loaded["tasks"].values():
+            task.set_fewshot_seed(seed=SEED)  # the same examples for every checkpoint
+        with quiet(allow_code=self._allow_code), _seeded():
+            try:
+                results = evaluate(
+                    lm=model,
+                    task_dict=loaded,
+                    limit=limit,
+                    bootstrap_iters=NUM_RESAMPLES,
+                    log_samples=False,
+                    system_instruction=system,
+                    apply_chat_template=chat,
+                    fewshot_as_multiturn=chat,
+                    confirm_run_unsafe_code=self._allow_code,
+                )
+            except TrainingInfraError:
+                raise
+            except Exception as error:  # of a task's templates, filters and metrics, which may raise anything
+                raise DataError(f"task {name!r} does not work: {_in_words(error)}") from None
+        return tuple(_scores(results))
+
+
+def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:
+    """Return an index of tasks: only the folder's, if it has all of ``names`` and what is in them."""
+    if folder is not None:
+        own = TaskManager(include_path=str(folder), include_defaults=False)
+        if all(_is_whole(own, name) for name in names):
+            return own
+    return TaskManager(include_path=None if folder is None else str(folder))
+
+
+def _is_whole(manager: TaskManager, name: object) -> bool:
+    """Return whether an index has a task, or a group and everything that it names; a tag may have other tasks too."""
+    if name in manager.all_subtasks:
+        return True
+    if name not in manager.all_groups:
+        return False
+    members = manager.task_index[name].cfg.get("task") or []
+    return all(isinstance(member, str) and _is_whole(manager, member) for member in members)
+
+
+def _load(manager: TaskManager, name: str, allow_code: bool) -> dict[str, Any]:
+    with _known_metrics_only() if not allow_code else contextlib.nullcontext():
+        try:
+            loaded: dict[str, Any] = manager.load([name])
+        except Exception as error:  # of a task's files, and of the libraries that fetch its data
+            raise _cannot_load(name, error) from None
+    return loaded
+
+
+def _cannot_load(name: str, error: Exception) -> TrainingInfraError:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if isinstance(error, _ProgramError) or any(isinstance(one, ImportError) and one.name == PROGRAMS for one in causes):
+        which = f" {error.args[0]!r}" if isinstance(error, _ProgramError) else ""
+        return ConfigError(f"task {name!r} has a metric{which} that is a program of the Hub, {CODE}")
+    kinds = {type(one).__module__.partition(".")[0] for one in causes}
+    of_network = kinds & {"huggingface_hub", "httpx", "httpcore", "requests", "urllib3", "aiohttp"}
+    if of_network or any(isinstance(one, ConnectionError) for one in causes):
+        return HubError(
+            f"the data of task {name!r} cannot be had from the Hub: {_in_words(error)}; go online once, or name a "
+            "folder of tasks with data here: --include-path"
+        )
+    return DataError(f"task {name!r} cannot be loaded: {_in_words(error)}")
+
+
+def _in_words(error: Exception) -> str:
+    text = safe(str(error).strip())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _set_fewshot(task: Any, asked: int | None, tell: Callable[[str], None]) -> None:
+    """Set the number of solved examples, as the harness's own command does."""
+    by_default = task.get_config("num_fewshot")
+    if asked is None:
+        if by_default is None:
+            task.set_config(key="num_fewshot", value=0)
+    elif by_default == 0:
+        if asked:
+            tell(f"task {task.config.task} has no solved examples by its own settings, so --num-fewshot has no effect")
+    else:
+        task.set_config(key="num_fewshot", value=asked)
+
+
+def _scores(results: Mapping[str, Any]) -> Iterator[TaskScore]:
+    for name, found in results["results"].items():
+        for key, value in found.items():
+            metric, comma, how = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not _is_number(value):
+                continue
+            error = found.get(f"{metric}_stderr,{how}")
+            yield TaskScore(
+                task=name,
+                metric=metric if how == "none" else key,
+                value=float(value),
+                standard_error=float(error) if _is_number(error) else None,
+                higher_is_better=results["higher_is_better"].get(name, {}).get(metric) is not False,
+                examples=int(found.get("sample_len", 0)),
+                version=str(results["versions"].get(name, "")),
+                num_fewshot=int(results["n-shot"].get(name) or 0),
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)
+
+
+@contextlib.contextmanager
+def quiet(*, allow_code: bool) -> Iterator[None]:
+    """Inside the block, the harness and its libraries write nothing to the terminal.
+
+    Without ``allow_code``, templates of tasks run in a sandbox, and metrics that are programs cannot be fetched.
+    """
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
+    levels = [logger.level for logger in loggers]
+    environment = lm_eval.utils.env
+    bars = datasets.are_progress_bars_disabled()
+    before = os.environ.get("DISABLE_MULTIPROC")
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a bootstrap in this process
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            if not allow_code:
+                lm_eval.utils.env = _sandbox(environment.filters)
+                stack.enter_context(_not_importable(PROGRAMS))
+            yield
+    finally:
+        lm_eval.utils.env = environment
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+def _sandbox(filters: Mapping[str, Any]) -> SandboxedEnvironment:
+    sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox.filters["regex_replace"] = filters["regex_replace"]
+    return sandbox
+
+
+class _ProgramError(Exception):
+    """A metric, by its name, that is not among those of the harness."""
+
+
+@contextlib.contextmanager
+def _known_metrics_only() -> Iterator[None]:
+    """Inside the block, a task with a metric that is not the harness's own raises ``_ProgramError``."""
+    find = lm_eval.api.task.get_metric
+
+    def find_known(name: str, is_program: bool = False) -> Any:
+        if is_program or name not in lm_eval.api.registry.metric_registry:
+            raise _ProgramError(name)
+        return find(name)
+
+    lm_eval.api.task.get_metric = find_known
+    try:
+        yield
+    finally:
+        lm_eval.api.task.get_metric = find
+
+
+@contextlib.contextmanager
+def _not_importable(name: str) -> Iterator[None]:
+    """Inside the block, importing a package is an ``ImportError``."""
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside the block, Python's and numpy's generators begin as in the harness's own command."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    random.seed(0)
+    np.random.seed(SEED)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,59 @@
+"""Ending a run early: after some evaluations, none of which had a lower held-out loss than an earlier one."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llama_core.config.settings import UNNAMED, TrainingConfig
+
+
+@dataclass(frozen=True)
+class _Lowest:
+    """The lowest held-out loss of a name so far."""
+
+    loss: float = math.inf
+    step: int = 0
+    """The step that it came after; 0 if no loss was finite yet."""
+    evaluations_since: int = 0
+
+
+class Patience:
+    """Counts the evaluations since the lowest held-out loss, of every name: a resumed run may watch another one."""
+
+    verdict: str = ""
+    """Why the run ends, as a clause; empty while it goes on. All ranks take what the first one's ``judge`` returns."""
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._most = training.patience
+        self._name = training.keep_best_by
+        self._lowest: dict[str, _Lowest] = {}
+
+    def add(self, step: int, eval_loss: float | None, eval_losses: Mapping[str, float]) -> None:
+        """Take the losses of an evaluation: the one over all tokens, and those by name."""
+        for name, loss in {UNNAMED: eval_loss, **eval_losses}.items():
+            before = self._lowest.get(name, _Lowest())
+            if loss is not None and loss < before.loss:
+                self._lowest[name] = _Lowest(loss, step)
+            else:  # not a number is no lower loss either
+                self._lowest[name] = _Lowest(before.loss, before.step, before.evaluations_since + 1)
+
+    def judge(self) -> str:
+        """Return why the run should end, as a clause; empty if it should go on."""
+        lowest = self._lowest.get(self._name, _Lowest())
+        if not self._most or lowest.evaluations_since < self._most:
+            return ""
+        of = f" of {self._name}" if self._name else ""
+        than = f"lower held-out loss{of} than {lowest.loss:.4f} of step {lowest.step}"
+        if not lowest.step:
+            than = f"finite held-out loss{of}"
+        count = lowest.evaluations_since
+        return f"no {than} in {count} evaluation{'' if count == 1 else 's'} (training.patience={self._most})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been counted, as JSON."""
+        return {name: asdict(lowest) for name, lowest in self._lowest.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to what ``state_dict`` returned."""
+        self._lowest = {name: _Lowest(**lowest) for name, lowest in state.items()}

@@ -1,0 +1,209 @@
+"""The loss of weights on named data: that of training's own evaluation, and that of transformers."""
+
+import json
+import math
+
+import pytest
+import torch
+from test_generate import SMALL, make_lively, save_run
+from transformers import LlamaForCausalLM
+
+from llama_core.chain import evaluator
+from llama_core.chain.evaluate import HELD_OUT, evaluate
+from llama_core.chain.export import export_run
+from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import load_config
+from llama_core.config.overrides import Override
+from llama_core.config.run import RunConfig
+from llama_core.data.packing import pack
+from llama_core.data.selection import everything
+from llama_core.data.tokenising import tokenised
+from llama_core.data.tokenizer import load_tokenizer
+from llama_core.errors import ConfigError, DataError, RunDirectoryError, WeightsError
+from llama_core.launch.rank import worker
+from llama_core.records.checkpoints import checkpoint_name
+from llama_core.records.evaluation_jobs import read_ending
+from llama_core.records.evaluations import read_scores
+from training_infra import cli
+
+SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two files of texts, by name."""
+    folder = tmp_path_factory.mktemp("texts")
+    texts = {"tales": "Once upon a time there was a king. ", "sums": "1 + 1 = 2; 2 + 2 = 4. "}
+    for name, text in texts.items():
+        lines = [json.dumps({"text": f"{number}: " + text * (1 + number % 7)}) for number in range(40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return {name: str(folder / f"{name}.jsonl") for name in texts}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, files):
+    """A run of four steps on both files, which holds out a part of each, with checkpoints of steps 2 and 4."""
+    sources = {name: {"path": path, "weight": 1} for name, path in files.items()}
+    data = {"sources": sources, "validation_fraction": 0.3, "cache_dir": str(tmp_path_factory.mktemp("cache"))}
+    training = {
+        "seq_len": SEQ_LEN,
+        "batch_size": 2,
+        "steps": 4,
+        "checkpoint_every": 2,
+        "eval_sequences": 20,
+        "precision": "fp32",
+    }
+    config = RunConfig.from_mapping(
+        SMALL | {"data": data, "training": training | {"learning_rate": 0.01}, "launch": {"device": "cpu"}}
+    )
+    run = prepare_run(config, tmp_path_factory.mktemp("run") / "run")
+    assert worker.main([str(run.path)]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A run with weights that were not trained, and their export."""
+    path = tmp_path_factory.mktemp("drawn")
+    run = save_run(path / "run", {}, lambda engine, step: make_lively(engine.model, step))
+    return run, export_run(run, path / "exported")
+
+
+def test_the_newest_checkpoint_has_the_held_out_losses_that_training_tells(trained):
+    told = json.loads(trained.training.read_text())
+    found = {one.data: one for one in evaluate(trained.path, device="cpu")}
+    assert found.keys() == {"tales", "sums"}
+    for name, one in found.items():
+        rows = told["named_eval_rows"][name]
+        assert one.rows.losses == pytest.approx(rows["losses"], rel=1e-5)
+        assert one.rows.counts == tuple(rows["counts"])
+        assert (one.step, one.seq_len) == (4, SEQ_LEN)
+        assert one.perplexity == pytest.approx(math.exp(one.rows.mean))
+
+
+def test_every_checkpoint_is_evaluated_in_order(trained):
+    found = list(evaluate(trained.path, steps="all", device="cpu"))
+    assert [(one.step, one.data) for one in found] == [(2, "sums"), (2, "tales"), (4, "sums"), (4, "tales")]
+    assert found[0].rows.mean > found[2].rows.mean
+    assert [one.rows.losses for one in evaluate(trained.path, steps=2, device="cpu")] == [
+        one.rows.losses for one in found[:2]
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_a_run_and_its_export_have_the_loss_of_transformers(drawn, tmp_path, dtype, tolerance):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"text": "All the way from here to there. " * 8}))
+    run, folder = drawn
+    kept = {"seq_len": SEQ_LEN, "num_sequences": 0, "tokenizer": "bytes", "device": "cpu", "dtype": dtype}
+    one, other = (next(evaluate(source, {"long": str(file)}, **kept)) for source in (run.path, folder))
+    assert one.rows == other.rows
+    config = RunConfig.from_mapping(SMALL)
+    cache = tokenised(str(file), config.data, load_tokenizer("bytes"), config.spec, None).cache
+    packed = pack(everything(cache), SEQ_LEN)
+    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for row, loss in enumerate(one.rows.losses):
+        tokens, targets, _ = (torch.from_numpy(column) for column in packed.row(row))
+        with torch.no_grad():
+            logits = theirs(tokens[None]).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
+        assert loss == pytest.approx(float(expected), rel=tolerance)
+
+
+def test_a_run_without_named_data_has_one_held_out_loss(drawn, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run, _ = drawn
+    (one,) = evaluate(run.path, seq_len=SEQ_LEN, num_sequences=3, device="cpu")
+    assert one.data == HELD_OUT
+    assert len(one.rows.losses) == 3
+
+
+def test_a_run_on_pairs_of_answers_has_held_out_no_text(tmp_path):
+    run = save_run(tmp_path / "run", {"training": {"objective": "dpo"}}, lambda engine, step: None)
+    with pytest.raises(
+        ConfigError, match="this run was trained for dpo on pairs, which have no loss of the next token"
+    ):
+        list(evaluate(run.path, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "message"),
+    [
+        ({"steps": 3}, RunDirectoryError, "has no checkpoint of step 3; there are 1"),
+        ({"seq_len": 1}, ConfigError, "seq_len=1: a row needs at least 2 tokens"),
+        ({"num_sequences": -1}, ConfigError, "sequences=-1: give a number of rows, or 0 for all"),
+        ({"data": {"none": "nowhere.jsonl"}}, DataError, "'nowhere.jsonl' does not exist"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(drawn, choices, error, message):
+    with pytest.raises(error) as refused:
+        list(evaluate(drawn[0].path, device="cpu", **choices))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_may_be_called_as_a_checkpoint_begins(drawn, files, tmp_path):
+    named = tmp_path / "step-by-step"
+    named.symlink_to(drawn[1])
+    (one,) = evaluate(named, {"tales": files["tales"]}, tokenizer="bytes", seq_len=SEQ_LEN, device="cpu")
+    assert one.step is None
+
+
+def test_a_folder_needs_data_and_a_place_without_a_model_is_refused(drawn, tmp_path):
+    with pytest.raises(ConfigError, match="is no run, so nothing is held out; name data with --data"):
+        list(evaluate(drawn[1], tokenizer="bytes", device="cpu"))
+    with pytest.raises(WeightsError, match="holds no model"):
+        list(evaluate(tmp_path, device="cpu"))
+    with pytest.raises(RunDirectoryError, match="has no checkpoint; name a run's directory, or drop --step all"):
+        list(evaluate(tmp_path, steps="all", device="cpu"))
+
+
+def test_the_command_prints_a_line_for_each_or_json(trained, files, capsys):
+    assert cli.main(["evaluate", str(trained.path), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [["step", "4", "sums"], ["step", "4", "tales"]]
+    named = ["--data", f"mine={files['sums']}", files["tales"], "--sequences", "2"]
+    assert cli.main(["evaluate", str(trained.path), *named, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["evaluations"]
+    assert [one["data"] for one in found] == ["mine", "tales.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "a/docs", "b/docs"], "--data has two sets called docs; name them: --data first=a/docs second="),
+        (["--data", "wiki="], "--data wiki=: no path after the name; give wiki=PATH"),
+        (["--step", "newest"], "--step newest: give the step of a checkpoint, best or all"),
+    ],
+)
+def test_the_command_refuses_in_one_line(trained, capsys, arguments, message):
+    assert cli.main(["evaluate", str(trained.path), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def with_evaluation(run, **evaluation):
+    config = load_config(run).with_overrides(Override("evaluation", evaluation))
+    run.config.write_text(config.to_yaml())
+
+
+def test_the_scores_are_those_of_evaluate(trained, files, capsys):
+    with_evaluation(trained, data=files, sequences=4)
+    assert evaluator.main([str(trained.path), "--step", "2", "--device", "cpu"]) == 0
+    assert read_ending(trained, trained.checkpoints / checkpoint_name(2)).problem == ""
+    found = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=4, device="cpu")}
+    own = [score for score in read_scores(trained) if score.settings == "4 sequences"]  # other tests have some too
+    scores = {score.task: score for score in own}
+    assert scores.keys() == files.keys()
+    for name, score in scores.items():
+        assert (score.value, score.standard_error) == (found[name].mean, found[name].standard_error)
+        assert (score.step, score.tokens, score.metric, score.examples) == (2, 2 * 2 * SEQ_LEN, "loss", 4)
+
+
+def test_an_evaluation_that_is_refused_ends_with_the_reason(trained, files, capsys):
+    with_evaluation(trained, data=files | {"gone": "/nowhere/gone.jsonl"}, sequences=4)
+    assert evaluator.main([str(trained.path), "--step", "4", "--device", "cpu"]) == 0
+    problem = read_ending(trained, trained.checkpoints / checkpoint_name(4)).problem
+    assert "/nowhere/gone.jsonl" in problem
+    assert problem in capsys.readouterr().out

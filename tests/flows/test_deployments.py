@@ -1,0 +1,44 @@
+"""What the deployments of ``prefect.yaml`` need, and how long those for a CPU take."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_core.chain.expected import CORE_RATE, CPU_SHARE
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.run import RunConfig
+from llama_core.planning.time.step_time import hardware_flops_per_token
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENTS = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+OF_GPUS = [name for name, one in DEPLOYMENTS.items() if "gpu" in one["tags"]]
+RUNS_ON_CPUS = [name for name, one in DEPLOYMENTS.items() if "config" in one["parameters"] and name not in OF_GPUS]
+NODES = {1: "one node", 4: "four nodes", 8: "eight nodes"}
+
+
+def config_of(name):
+    """Return the configuration of a deployment's run, or the base of its sweep."""
+    parameters = DEPLOYMENTS[name]["parameters"]
+    return RunConfig.from_mapping(parameters.get("config") or parameters["sweep"]["base"])
+
+
+def test_the_tags_say_which_deployments_are_for_gpus():
+    assert [name for name in DEPLOYMENTS if config_of(name).launch.device == "cuda"] == OF_GPUS
+
+
+@pytest.mark.parametrize("name", OF_GPUS)
+def test_a_deployment_for_gpus_says_which_it_needs(name):
+    config = config_of(name)
+    gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+    gpus = f"{config.parallel.gpus} {gpu.name.upper()} GPUs ({gpu.memory_bytes / 1e9:.0f} GB)"
+    assert DEPLOYMENTS[name]["description"].endswith(f"; needs Slurm and {gpus} on {NODES[config.launch.nodes]}.")
+
+
+@pytest.mark.parametrize("name", RUNS_ON_CPUS)
+def test_a_run_that_is_deployed_for_cpus_takes_minutes_on_two_cores(name):
+    config = config_of(name)
+    num_steps = config.training.steps + config.benchmark.warmup_steps + config.benchmark.steps
+    num_tokens = num_steps * config.batch_size * config.seq_len
+    flops = num_tokens * hardware_flops_per_token(config.spec, config.seq_len, "none")
+    assert flops / (CPU_SHARE * 2 * CORE_RATE) < 15 * 60

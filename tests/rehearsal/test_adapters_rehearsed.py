@@ -1,0 +1,65 @@
+"""The rehearsal trains the adapters of its run, so it finds out a row or a program that does not tell the truth."""
+
+import pytest
+from toy_adapter import FACTORS
+from width import cases
+
+from llama_core.adapters.registry import ADAPTERS
+from llama_core.config.run import RunConfig
+from llama_core.planning.memory.estimate import estimate_memory
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.communication import communication
+from llama_core.planning.work import Work
+from llama_core.rehearsal.dry_run import rehearse
+
+PLANS = {
+    "alone": ParallelPlan(microbatch_size=4),
+    "tp2": ParallelPlan(tp=2, num_microbatches=2),
+    "zero3": ParallelPlan(dp_shard=4, zero_stage=3, num_microbatches=2),
+    "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
+    "tp2 whole sequence": ParallelPlan(tp=2, sequence_parallel=False),
+    "selective": ParallelPlan(num_microbatches=2, recompute="selective"),
+    "zero bubble": ParallelPlan(pp=2, schedule="zb_h1", num_microbatches=4),
+}
+KINDS = (*ADAPTERS.values(), FACTORS)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(ADAPTERS, FACTORS.name, FACTORS)
+
+
+def request(kind, plan, **settings):
+    training = {"precision": "bf16", "seq_len": 256, "batch_size": plan.batch_size}
+    lora = {"method": kind.name, "target_modules": "all-linear"} | settings
+    return RunConfig.from_mapping({"model": "tiny_llama3_50m", "strategy": "lora", "lora": lora, "training": training})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"alone", "tp2", "zero3"}))
+def test_the_estimate_of_adapters_is_what_their_rehearsal_counts(plan, kind):
+    assert_estimated(request(kind, plan), plan)
+
+
+def test_how_adapters_begin_changes_no_estimate():
+    settings = {"initial_values": "pissa", "rslora": True}
+    assert_estimated(request(ADAPTERS["lora"], PLANS["tp2"], **settings), PLANS["tp2"])
+
+
+def assert_estimated(config, plan):
+    for rank in rehearse(config, plan).ranks:
+        estimated = estimate_memory(Work.of(config, plan), pp_rank=rank.pp_rank)
+        assert estimated.peak_bytes == pytest.approx(rank.profile.peak_bytes, rel=0.01)
+        for phase, counted in rank.profile.phases.items():
+            assert sum(estimated.phases[phase].values()) == pytest.approx(sum(counted.values()), rel=0.01), phase
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["tp2", "zero3"])
+def test_what_adapters_send_is_in_the_rehearsed_traffic(name, kind):
+    plan = PLANS[name]
+    config = request(kind, plan)
+    (rank,) = rehearse(config, plan).ranks
+    counted = {(one.collective, one.axis): one.num_bytes for one in rank.traffic if one.axis in {"tp", "shard"}}
+    expected = {(one.collective, one.axis): one.num_bytes for one in communication(Work.of(config, plan))}
+    assert counted == expected

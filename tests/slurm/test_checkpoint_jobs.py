@@ -1,0 +1,67 @@
+"""Checkpoints are evaluated in Slurm jobs of their own while a run trains, which does not notice."""
+
+import json
+
+import cluster
+import pytest
+from launch_harness import eventually
+from test_attempts import history
+
+from llama_core.chain import steps
+from llama_core.chain.prepare import prepare_run
+from llama_core.config.run import RunConfig
+from llama_core.records.checkpoints import checkpoint_name, list_checkpoints
+from llama_core.records.evaluation_jobs import read_attempt
+from llama_core.records.evaluations import read_scores
+
+pytestmark = pytest.mark.xdist_group("launcher")
+
+STEPS = 800
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Submit a run of one rank, and cancel it at the end."""
+    law = tmp_path / "law.jsonl"
+    law.write_text("\n".join(json.dumps({"text": f"{number}: the court held the law. " * 5}) for number in range(50)))
+    handles = []
+
+    def start(name, **evaluation):
+        config = RunConfig.from_mapping(
+            {
+                "architecture": {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512},
+                "training": {"batch_size": 8, "seq_len": 64, "steps": STEPS, "precision": "fp32"}
+                | {"checkpoint_every": 200, "keep_checkpoints": 1},
+                "data": {"cache_dir": str(tmp_path / "cache")},
+                "launch": {"launcher": "slurm", "device": "cpu"}
+                | {"slurm": {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10}},
+                "tracking": {"tensorboard": False},
+                "benchmark": {"steps": 0},
+                "evaluation": {"data": {"law": str(law)}, "time_limit_min": 5} if evaluation else {},
+            }
+        )
+        run = prepare_run(config, tmp_path / name)
+        handles.append(steps.submit(run))
+        return handles[-1]
+
+    yield start
+    for handle in handles:
+        handle.cancel(grace_seconds=0)
+
+
+def test_every_checkpoint_is_evaluated_though_one_evaluation_is_killed(train):
+    alone = train("alone")
+    assert alone.wait().status == "finished"
+    handle = train("evaluated", evaluates=True)
+    run = handle.run
+    first = run.checkpoints / checkpoint_name(200)
+    attempt = eventually(lambda: first.exists() and read_attempt(run, first))
+    cluster.cancel(attempt.job_id)
+    assert handle.wait().status == "finished"
+    assert first in list_checkpoints(run)  # it waits
+    scores = steps.evaluate(run)
+    assert [(score.step, score.task) for score in scores] == [(step, "law") for step in (200, 400, 600, 800)]
+    assert [score.tokens for score in scores] == [step * 8 * 64 for step in (200, 400, 600, 800)]
+    assert scores == read_scores(run)
+    assert read_attempt(run, first).attempt == 2
+    assert history(run) == history(alone.run)

@@ -1,0 +1,134 @@
+"""Weights of Llama's relatives come from transformers' folders, and go back to folders of the same class."""
+
+import pytest
+import torch
+from parity import native_engine
+from test_weights import filled, save_run
+from transformers import (
+    AutoModelForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from llama_core.chain.export import export_run
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.training.weights import Pretrained
+
+SIZES = {
+    "vocab_size": 66,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "initializer_range": 0.25,
+    "max_position_embeddings": 128,
+    "sliding_window": 7,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+RELATIVES = {
+    "mistral": MistralConfig(**SIZES, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
+    "qwen2": Qwen2Config(**SIZES, **LAYERS, rope_parameters=YARN, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, **LAYERS, rope_parameters=YARN),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, use_sliding_window=True),
+    "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+}
+TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
+every_relative = pytest.mark.parametrize("kind", RELATIVES.values(), ids=RELATIVES)
+
+
+@torch.no_grad()
+def saved(kind, path):
+    """Save a model of a kind whose vectors matter too, and return its logits."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.25)
+    model.save_pretrained(path)
+    return model(TOKENS).logits
+
+
+@torch.no_grad()
+def logits_of_transformers(folder, kind):
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values()), report
+    assert model.config.model_type == kind.model_type
+    return model.eval()(TOKENS).logits
+
+
+def trained(config, path, weights):
+    """Save a run that has begun with some weights."""
+    run = RunDirectory(path)
+    run.create()
+    engine = native_engine(ParallelPlan(), config.spec)
+    engine.set_weights(Pretrained(config.spec, weights).fill)
+    save_run(run, engine, config, 1)
+    return run
+
+
+@every_relative
+def test_logits_are_those_of_transformers_after_an_import_and_after_an_export(kind, tmp_path):
+    expected = saved(kind, tmp_path / "theirs")
+    config = RunConfig.from_mapping({"model": str(tmp_path / "theirs")})
+    assert expected.std() > 0.5
+    with torch.no_grad():
+        logits = filled(config.spec, tmp_path / "theirs")(TOKENS)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    out = export_run(trained(config, tmp_path / "run", tmp_path / "theirs"), tmp_path / "out")
+    torch.testing.assert_close(logits_of_transformers(out, kind), expected, rtol=0, atol=1e-4)
+
+
+@every_relative
+def test_a_run_without_the_folder_has_the_same_model(kind, tmp_path):
+    saved(kind, tmp_path / "theirs")
+    request = RunConfig.from_mapping({"model": str(tmp_path / "theirs")})
+    (tmp_path / "run.yaml").write_text(request.self_contained().to_yaml())
+    (tmp_path / "theirs").rename(tmp_path / "elsewhere")
+    assert RunConfig.load(tmp_path / "run.yaml").spec == request.spec
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters_beside_biases_are_merged_to_the_same_logits(method, tmp_path):
+    kind = RELATIVES["qwen2"]
+    saved(kind, tmp_path / "theirs")
+    config = RunConfig.from_mapping(
+        {
+            "model": str(tmp_path / "theirs"),
+            "training": {"init_from": str(tmp_path / "theirs")},
+            "strategy": "lora",
+            "lora": {"method": method, "lora_rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+        }
+    )
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    engine = native_engine(ParallelPlan(), config.spec)
+    engine.set_weights(Pretrained(config.spec, tmp_path / "theirs").fill)
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        logits = engine.model(TOKENS)
+    save_run(run, engine, config, 1)
+    out = export_run(run, tmp_path / "out", merged=True)
+    torch.testing.assert_close(logits_of_transformers(out, kind), logits, rtol=0, atol=1e-4)
+
+
+def test_traits_that_no_class_of_transformers_has_together_are_not_exported(tmp_path):
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    config = RunConfig.from_mapping({"architecture": {**sizes, "vocab_size": 66, "qk_norm": True, "qkv_bias": True}})
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    save_run(run, native_engine(ParallelPlan(), config.spec), config, 1)
+    with pytest.raises(ConfigError, match=r"no model there has all of qk_norm, qkv_bias\Z"):
+        export_run(run, tmp_path / "out")
