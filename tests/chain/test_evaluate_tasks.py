@@ -152,6 +152,7 @@ def test_texts_longer_than_the_context_are_told(tmp_path, folder, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_several_processes_give_the_scores_of_one(run, folder, capsys):
     asked = ("--tasks", "toy_choice", "toy_generation", "--include-path", folder, "--limit", 3, "--step", "all")
     assert evaluate(run.path, *asked) == 0

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from width import wide
 
 import training_infra
 from llama_core.chain import tokenize as module
@@ -107,7 +108,7 @@ sys.exit(shard_worker.main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, wide(signal.SIGINT), wide(signal.SIGTERM)])
 def test_a_command_that_is_stopped_goes_on_with_the_missing_shards(config, corpus, tmp_path, number):
     for path in corpus.iterdir():
         path.write_text(path.read_text() * 400)

@@ -99,13 +99,13 @@ def test_a_rate_of_its_own_is_that_of_the_matrices_alone(model):
     assert rates == {"muon": 4.0, "adamw": 1.0}
 
 
-@pytest.mark.parametrize("plan", cases(PLANS, narrow={"dp3", "tp2 zero3 dp2", "pp2 zbv"}))
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2 zero3 dp2", "pp2 zbv"}))
 def test_a_plan_matches_one_process(plan):
     differences = largest_differences(plan, optimizer="muon")
     assert max(differences.values()) < 1e-8, differences
 
 
-@pytest.mark.parametrize("plan", cases(EP_PLANS, narrow={"ep2 tp2", "zero3 dp3"}))
+@pytest.mark.parametrize("plan", cases(EP_PLANS, narrow={"ep2 tp2"}))
 def test_experts_are_matrices_of_their_own(plan):
     differences = largest_differences(plan, spec=SPARSE, optimizer="muon")
     assert max(differences.values()) < 1e-8, differences

@@ -3,6 +3,7 @@
 import pytest
 from toy_objective import MASKED
 from weighted_objective import WEIGHTED
+from width import cases
 
 from llama_core.config.run import RunConfig
 from llama_core.objectives.preferences import DPO, SIMPO
@@ -34,7 +35,7 @@ def request(objective, plan):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2 pp2"}))
 def test_the_estimate_of_an_objective_is_what_its_rehearsal_counts(plan, kind):
     config = request(kind.name, plan)
     for rank in rehearse(config, plan).ranks:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from toy_optimizer import SIGNUM
+from width import wide
 
 from llama_core.config.run import RunConfig, TrainingConfig
 from llama_core.optimizers.registry import OPTIMIZERS
@@ -87,9 +88,9 @@ def train_under(path, plan, steps, *optimizer):
     [
         (ALONE, ("signum",), {"momentum"}),
         (SHARDED, ("signum",), {"momentum"}),
-        (SHARDED, ("muon",), {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}),
+        wide(SHARDED, ("muon",), {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}),
         (ALONE, ("adamw", "bf16"), {"exp_avg", "exp_avg_sq", "step"}),
-        (SHARDED, ("adamw", "bf16"), {"exp_avg", "exp_avg_sq", "step"}),
+        wide(SHARDED, ("adamw", "bf16"), {"exp_avg", "exp_avg_sq", "step"}),
         (SHARDED, ("muon", "bf16"), {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}),
     ],
     ids=[
@@ -121,7 +122,7 @@ def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, optimizer
     "plan",
     [
         SHARDED,
-        replace(SHARDED, zero_stage=1, zero_backend="deepspeed", offload="optimizer"),
+        wide(replace(SHARDED, zero_stage=1, zero_backend="deepspeed", offload="optimizer")),
         replace(SHARDED, zero_stage=3, zero_backend="deepspeed"),
     ],
     ids=lambda plan: f"{plan.zero_backend}-{plan.zero_stage}-{plan.offload}",

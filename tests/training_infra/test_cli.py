@@ -459,6 +459,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert [(one.step, one.compared, one.problem) for one in found.checkpoints] == [(6, "checksums", "")]
 
 
+@pytest.mark.wide
 def test_a_run_of_some_minutes_chooses_its_steps_and_ends_with_what_it_has_learnt(shell):
     given = ("training.minutes=0.01", "training.warmup_steps=4", "tracking.prompts=[import , def]")
     ended = shell("train", *SMALL, *(f"--set={one}" for one in given))

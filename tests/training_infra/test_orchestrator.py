@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from width import cases
+from width import cases, wide
 
 import training_infra
 from llama_core.chain.stopping import stopped
@@ -111,7 +111,7 @@ def of_tensors(tmp_path_factory):
         return losses(one)
 
 
-@pytest.mark.parametrize("loader", cases(LOADERS, narrow={"masked", "loader"}))
+@pytest.mark.parametrize("loader", cases(LOADERS, narrow={"loader"}))
 def test_the_same_tokens_train_the_same_in_every_form_of_batch(of_tensors, loader):
     one = orchestrator()
     summary = one.launch_training(loader)
@@ -199,12 +199,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start backgro
             "stopped after step 4, with a checkpoint of it; continue with: "
             "launch_training(..., run_dir='run', resume=True)\n",
         ),
-        (
+        wide(
             "orchestrator().launch_training(lambda: signal.raise_signal(signal.SIGINT), run_dir='run')",
             130,
             "interrupted\n",
         ),
-        (
+        wide(
             "try: orchestrator().launch_training(Interrupted(batches(6)))\nexcept KeyboardInterrupt: pass",
             0,
             "",
