@@ -4,6 +4,7 @@ import pytest
 
 from llama_core.config.hardware import GPUS_PER_NODE, PCIE_BANDWIDTH, gpu_names, gpu_spec
 from llama_core.config.models import ModelSpec, model_names, model_spec
+from llama_core.config.strategy import LoRA
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES
 from llama_core.planning.time.links import COLLECTIVE_SHARE, LINK_SECONDS, START_SECONDS
@@ -57,6 +58,16 @@ def test_full_recomputation_adds_a_third_where_the_head_is_small():
     spec = model_spec("llama3_405b")
     ratio = hardware_flops_per_token(spec, 8192, "full") / flops_per_token(spec, 8192)
     assert ratio == pytest.approx(4 / 3, rel=2e-3)
+
+
+def test_full_recomputation_of_frozen_layers_costs_their_forward_and_not_a_third_of_all():
+    dense = model_spec("llama3_8b")
+    frozen = replace(dense, lora=LoRA(lora_rank=1))
+    recomputed = [
+        hardware_flops_per_token(spec, 8192, "full") - hardware_flops_per_token(spec, 8192, "none")
+        for spec in (dense, frozen)
+    ]
+    assert recomputed[1] == pytest.approx(recomputed[0], rel=1e-3)
 
 
 def test_without_recomputation_the_hardware_does_what_the_model_needs():

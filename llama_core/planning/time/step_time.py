@@ -46,9 +46,16 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
     This approaches 4/3 of ``flops_per_token`` as the layers outweigh the head, which is not recomputed. The scores
     that flash attention recomputes in its backward are not counted.
     """
-    forward = flops_per_token(spec, seq_len) / 3
-    head_forward = 2 * spec.embedding_parameters
-    return 3 * forward + (forward - head_forward if recompute == "full" else 0)
+    flops = flops_per_token(spec, seq_len)
+    if recompute == "full":
+        head_forward = 2 * spec.embedding_parameters
+        flops += forward_flops_per_token(spec, seq_len) - head_forward
+    return flops
+
+
+def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
+    """Return the FLOPs per token of a forward pass alone, attention in full."""
+    return spec.forward_matmul_flops_per_token + 4 * spec.num_layers * spec.q_size * seq_len
 
 
 def model_flops_utilisation(
