@@ -199,6 +199,9 @@ def test_a_check_before_the_job_reads_the_same_pairs(tmp_path):
     data = DataConfig(source=str(source), cache_dir=str(tmp_path / "cache"), chat_template="llama2")
     checked = check_data(data, SPEC, reads="pairs")
     assert checked.num_tokens == load(tmp_path, source).statistics.num_tokens
+    assert checked.num_held_out_tokens == 0
+    apart = check_data(data.model_copy(update={"validation": str(source)}), SPEC, reads="pairs")
+    assert apart.num_held_out_tokens == apart.num_tokens == checked.num_tokens
 
 
 def test_long_pairs_are_truncated_and_those_without_an_answer_left_out_and_both_are_told(tmp_path):

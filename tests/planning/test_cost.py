@@ -11,6 +11,7 @@ from llama_core.planning.time.links import COLLECTIVE_SHARE, LINK_SECONDS, START
 from llama_core.planning.time.parts import CONTENTION
 from llama_core.planning.time.step_time import (
     flops_per_token,
+    forward_time,
     hardware_flops_per_token,
     model_flops_utilisation,
     step_time,
@@ -258,3 +259,20 @@ def test_the_summary_names_only_the_parts_that_take_time():
 def test_published_runs_of_the_8b_model_are_estimated_to_within_fifteen_per_cent(plan, published, too_fast):
     estimated = step(plan, "h100_96gb").tokens_per_second_per_device
     assert estimated == pytest.approx((1 + too_fast) * published, rel=0.15)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_forward_over_the_tokens_of_a_step_takes_a_part_of_it_and_over_twice_as_many_twice_as_long(plan):
+    work = Work(SPEC, plan, SEQ_LEN)
+    whole = step_time(work, gpu_spec("h100"))
+    forward = forward_time(work, gpu_spec("h100"), whole.tokens)
+    assert 0.2 * whole.total < forward < 0.6 * whole.total
+    assert forward_time(work, gpu_spec("h100"), 2 * whole.tokens) == pytest.approx(2 * forward)
+
+
+def test_a_forward_of_frozen_weights_takes_a_larger_part_of_a_step_and_as_long():
+    device = gpu_spec("h100")
+    works = [Work(spec, ParallelPlan(), SEQ_LEN) for spec in (SPEC, replace(SPEC, lora=LoRA(lora_rank=1)))]
+    whole, frozen = (forward_time(work, device, SEQ_LEN) for work in works)
+    assert frozen == pytest.approx(whole, rel=0.1)
+    assert frozen / step_time(works[1], device).total > 1.3 * whole / step_time(works[0], device).total

@@ -161,5 +161,23 @@ def step_time(work: Work, device: DeviceSpec) -> StepTime:
 
 def step_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> StepTime:
     """Return the time of one optimizer step of a resolved ``config`` under ``plan`` on its nodes of ``device``."""
-    on_its_nodes = replace(device, gpus_per_node=node_size(config, device.gpus_per_node))
-    return step_time(Work.of(config, plan), on_its_nodes)
+    return step_time(Work.of(config, plan), _on_its_nodes(config, device))
+
+
+def forward_time(work: Work, device: DeviceSpec, tokens: float) -> float:
+    """Return the seconds of one forward over ``tokens`` on ``device``, in which nothing is kept for a backward.
+
+    Every forward of the engine has the rows of a microbatch, and as many of them follow each other as in a step.
+    """
+    plan = work.plan
+    tokens_at_a_time = plan.rows_per_forward * plan.num_microbatches * plan.dp * work.seq_len
+    return tokens / tokens_at_a_time * StepParts(work, device).forwards()
+
+
+def forward_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec, tokens: float) -> float:
+    """Return the seconds of one forward over ``tokens`` for a resolved ``config`` on its nodes of ``device``."""
+    return forward_time(Work.of(config, plan), _on_its_nodes(config, device), tokens)
+
+
+def _on_its_nodes(config: RunConfig, device: DeviceSpec) -> DeviceSpec:
+    return replace(device, gpus_per_node=node_size(config, device.gpus_per_node))
