@@ -127,7 +127,7 @@ def _told(
         whole = f", the {count} of the run {format_duration(_run_seconds(config, plan, seconds, steps))}"
     if reference_tokens:
         reference = _reference_seconds(config, reference_tokens, flops_per_second)
-        whole += f", the reference before them {format_duration(reference)}"
+        whole += f", the reference before the first step {format_duration(reference)}"
     return (
         f"a step takes about {format_duration(seconds)} on this CPU ({_step_flops(config, plan) / TFLOP:,.1f} TFLOP; "
         f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"

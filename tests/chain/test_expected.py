@@ -66,14 +66,13 @@ def test_the_time_of_a_run_on_this_cpu_has_that_of_its_reference(monkeypatch):
     plan = ParallelPlan(num_microbatches=2)
     step = hardware_flops_per_token(config.spec, 128, "none") * 2 * 128 / (CPU_SHARE * 0.01 * TFLOP)
     told = expected_here(config, plan, None, 300 * 128)
-    assert told.endswith(
-        f"the 30 steps of the run {format_duration(30 * step)}, the reference before them {format_duration(50 * step)}"
-    )
+    of_steps, of_reference = map(format_duration, (30 * step, 50 * step))
+    assert told.endswith(f"the 30 steps of the run {of_steps}, the reference before the first step {of_reference}")
     assert "reference" not in expected_here(config, plan, None, 0)
 
 
 def test_a_long_reference_of_a_short_run_is_announced():
-    assert "reference before them 1 h" in told(1, steps=10, objective="dpo", reference_tokens=300 * 2048)
+    assert "reference before the first step 1 h" in told(1, steps=10, objective="dpo", reference_tokens=300 * 2048)
 
 
 def test_whoever_waits_for_the_first_step_on_a_gpu_learns_how_long_the_reference_takes(tmp_path):
