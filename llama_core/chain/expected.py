@@ -8,7 +8,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
-from llama_core.objectives.preferences import REFERENCE
+from llama_core.objectives.preferences import has_reference
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import (
     forward_flops_per_token,
@@ -16,6 +16,7 @@ from llama_core.planning.time.step_time import (
     hardware_flops_per_token,
     step_time_of,
 )
+from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, write_json
 from llama_core.records.measurements import ExpectedStep
@@ -52,8 +53,8 @@ def expected_time(run: RunDirectory) -> str:
 
 
 def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
-    """Return the tokens over which the run computes its reference: 0 without one, or if its data are not known yet."""
-    if REFERENCE not in config.objective.per_token or not run.data.exists():
+    """Return the tokens over which the run is still to compute its reference; 0 if its data are not known yet."""
+    if not has_reference(config.objective) or newest_step(run) or not run.data.exists():
         return 0
     with intact(run.data):
         data = read_json(run.data)

@@ -11,7 +11,7 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.scheduler import largest_node_bytes
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
-from llama_core.objectives.preferences import REFERENCE
+from llama_core.objectives.preferences import has_reference
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.verdict import MemoryEstimate
@@ -84,7 +84,7 @@ class PlannedRun:
         Args:
             data: the check of the data.
         """
-        if REFERENCE not in self.config.objective.per_token:
+        if not has_reference(self.config.objective):
             return 0
         if data is None or data.num_tokens is None or data.num_held_out_tokens is None:
             return None

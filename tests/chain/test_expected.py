@@ -75,7 +75,7 @@ def test_a_long_reference_of_a_short_run_is_announced():
     assert "reference before the first step 1 h" in told(1, steps=10, objective="dpo", reference_tokens=300 * 2048)
 
 
-def test_whoever_waits_for_the_first_step_on_a_gpu_learns_how_long_the_reference_takes(tmp_path):
+def test_whoever_waits_for_the_first_step_on_a_gpu_learns_how_long_the_reference_takes(tmp_path, monkeypatch):
     planned = plan_for_gpu(RunConfig.from_mapping({"model": "llama3_8b", "parallel": {"gpus": 8}} | PAIRS))
     run = RunDirectory(tmp_path)
     run.config.write_text(planned.config.to_yaml())
@@ -85,6 +85,8 @@ def test_whoever_waits_for_the_first_step_on_a_gpu_learns_how_long_the_reference
     cost = planned.cost(1, DataCheck("", num_tokens=10_000 * 128, num_held_out_tokens=1280))
     assert cost.reference_seconds > 1
     assert f", and the reference before the first {format_duration(cost.reference_seconds)}" in expected_step(run)
+    monkeypatch.setattr(expected, "newest_step", lambda run: 2)  # a run that goes on reads it
+    assert "reference" not in expected_step(run)
 
 
 def test_the_cost_of_a_run_has_that_of_its_reference_or_says_that_it_is_without():

@@ -85,7 +85,7 @@ def engine_order(plan, rank):
     return [(action.stage, action.microbatch) for action in actions if action.kind is Kind.FORWARD]
 
 
-@given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(1, 3), st.data())
+@given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(1, 6), st.data())
 @settings(max_examples=40)
 def test_forwards_alone_take_as_long_as_the_engines_order_of_them(name, pp, units, data):
     chunks = 2 if name == "interleaved" else 1
