@@ -383,7 +383,7 @@ def _rewards_panel(contents: RunContents) -> Panel | None:
         summary,
         notes,
         wide=True,
-        height_px=440 if has_reference else None,  # a fourth row
+        height_px=560 if has_reference else None,  # a fourth row
     )
 
 
