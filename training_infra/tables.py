@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 from llama_core.hub import repository_in_cache
 from llama_core.planning.memory.profile import STATES, Category, MemoryProfile, Phase
-from llama_core.planning.time.cost import BILLION, Cost
+from llama_core.planning.time.cost import Cost
 from llama_core.units import GB, format_bytes, format_count, format_duration
 from training_infra.lines import print_line
 
@@ -106,10 +106,8 @@ def print_cost(planned: "PlannedRun", cost: "Cost | None") -> None:
     """Print how long the run takes and what it costs, or what a billion tokens cost if its length is unknown."""
     if cost is not None:
         print_line(f"cost: {cost.summary()} [--price]")
-    elif planned.step is not None:
-        price = planned.config.launch.dollars_per_gpu_hour
-        told = Cost.of(planned.step, BILLION, "for scale", price).summary()
-        print_line(f"cost: {told}; add --tokens or --data for a run's cost [--price]")
+    elif (scale := planned.cost_for_scale) is not None:
+        print_line(f"cost: {scale.summary()}; add --tokens or --data for a run's cost [--price]")
 
 
 def print_comparison(comparison: "Comparison") -> None:

@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.scheduler import largest_node_bytes
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
+from llama_core.objectives.preferences import has_reference
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.verdict import MemoryEstimate
@@ -18,8 +19,8 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice
 from llama_core.planning.search.leanest import NothingFitsError
-from llama_core.planning.time.cost import Cost
-from llama_core.planning.time.step_time import StepTime, step_time_of
+from llama_core.planning.time.cost import BILLION, Cost
+from llama_core.planning.time.step_time import StepTime, forward_time_of, step_time_of
 from llama_core.planning.work import Work
 from llama_core.units import GIB
 
@@ -46,7 +47,11 @@ class PlannedRun:
             return self.choice.step
         if config.launch.device == "cpu" or not self.estimate.fits:
             return None
-        return step_time_of(config, self.plan, gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE))
+        return step_time_of(config, self.plan, self._gpu)
+
+    @property
+    def _gpu(self) -> DeviceSpec:
+        return gpu_spec(self.config.launch.gpu_type or DEFAULT_GPU_TYPE)
 
     def cost(self, tokens: float | None = None, data: DataCheck | None = None) -> Cost | None:
         """Return the time and the price of the run; None if its length or the time of a step is unknown.
@@ -58,7 +63,32 @@ class PlannedRun:
         num_tokens, told_by = self.length(tokens, data)
         if num_tokens is None or self.step is None:
             return None
-        return Cost.of(self.step, num_tokens, told_by, self.config.launch.dollars_per_gpu_hour)
+        return self._cost_of(self.step, num_tokens, told_by, self.reference_tokens(data))
+
+    @property
+    def cost_for_scale(self) -> Cost | None:
+        """The time and the price of a billion tokens; None if the time of a step is unknown."""
+        if self.step is None:
+            return None
+        return self._cost_of(self.step, BILLION, "for scale", self.reference_tokens(None))
+
+    def _cost_of(self, step: StepTime, tokens: float, told_by: str, reference_tokens: float | None) -> Cost:
+        reference_seconds = reference_tokens
+        if reference_tokens:  # neither unknown nor none at all
+            reference_seconds = forward_time_of(self.config, self.plan, self._gpu, reference_tokens)
+        return Cost.of(step, tokens, told_by, self.config.launch.dollars_per_gpu_hour, reference_seconds)
+
+    def reference_tokens(self, data: DataCheck | None) -> float | None:
+        """Return the tokens over which the reference is computed, held-out ones too: 0 without one, None if unknown.
+
+        Args:
+            data: the check of the data.
+        """
+        if not has_reference(self.config.objective):
+            return 0
+        if data is None or data.num_tokens is None or data.num_held_out_tokens is None:
+            return None
+        return data.num_tokens + data.num_held_out_tokens
 
     def length(self, tokens: float | None = None, data: DataCheck | None = None) -> tuple[float | None, str]:
         """Return the tokens of the run (None if unknown) and where their number comes from; see ``cost``."""

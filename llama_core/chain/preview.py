@@ -54,7 +54,8 @@ class Preview:
     def expected(self) -> str:
         """How long a step and the run take on this machine's CPU; empty elsewhere. Times matrix products."""
         num_tokens, _ = self.planned.length(self.tokens, self.data)
-        return expected_here(self.planned.config, self.planned.plan, num_tokens)
+        reference_tokens = self.planned.reference_tokens(self.data)
+        return expected_here(self.planned.config, self.planned.plan, num_tokens, reference_tokens or 0)
 
     @property
     def exit_code(self) -> int:

@@ -476,6 +476,11 @@ class ModelSpec:
         adapters = self._adapter_matmul_parameters
         return 4 * self.num_matmul_parameters + 2 * self._trained_matmul_parameters + 6 * adapters
 
+    @property
+    def forward_matmul_flops_per_token(self) -> int:
+        """Those of ``matmul_flops_per_token`` in the forward, which are a third of them if all parameters are trained."""
+        return 2 * (self.num_matmul_parameters + self._adapter_matmul_parameters)
+
     @cached_property
     def _adapter_matmul_parameters(self) -> int:
         """Parameters of adapters that every token is multiplied with: all matrices, but no look-up of tokens."""

@@ -22,7 +22,7 @@ from llama_core.data.chat_template import (
     ChatTemplate,
 )
 from llama_core.data.corpus import Document, Turns
-from llama_core.data.pairs import Pair, no_answer
+from llama_core.data.pairs import SYSTEM_ROLES, Pair, equal_answers, no_answer
 from llama_core.data.rendering import Message, Spans, TemplateRefusalError, Tools
 from llama_core.data.source_file import SourceFile
 from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
@@ -32,7 +32,6 @@ from llama_core.records.files import user_path
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """The known roles; a template may accept fewer."""
-_SYSTEM_ROLES = ("system", "developer")
 _CALLS = ("tool_calls", "function_call")
 """Keys of a message that are empty where it calls no tool."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -146,7 +145,7 @@ class ChatFormat:
                 "data.chat_template, or data.loss_on=all"
             )
         identity = json.dumps([canonical(message) for message in kept], sort_keys=True, default=str)
-        has_system = kept[0]["role"] in _SYSTEM_ROLES
+        has_system = kept[0]["role"] in SYSTEM_ROLES
         num_calls = sum(len(message.get("tool_calls", ())) for message in kept)
         return Document(
             text, location, Turns(counted, identity, num_turns, has_system, num_empty, len(tools), num_calls)
@@ -165,6 +164,8 @@ class ChatFormat:
         of_chosen, of_rejected = (
             Document(text, location, replace(turns, messages=identity)) for text, turns in (chosen, rejected)
         )
+        if of_chosen.text == of_rejected.text:  # a template may strip the spaces in which they differ
+            raise equal_answers()
         return replace(of_chosen, other=of_rejected)
 
     def _text(self, prompt: str, answer: str) -> tuple[str, Turns]:
@@ -198,7 +199,7 @@ class ChatFormat:
                 f"{location}: chat template {self.template.name!r} renders no text of the answer {name!r}; set another "
                 "data.chat_template"
             )
-        has_system = kept[0]["role"] in _SYSTEM_ROLES
+        has_system = kept[0]["role"] in SYSTEM_ROLES
         num_calls = sum(len(message.get("tool_calls", ())) for message in kept)
         return text, Turns(counted, "", num_turns, has_system, num_empty, len(tools), num_calls)
 
@@ -386,7 +387,7 @@ def _says_something(message: Message) -> bool:
 def _content(message: Message, which: str, location: str) -> str:
     """Return the content of a message; a system prompt may lack it."""
     content = message.get("content")
-    if content is None and message["role"] in _SYSTEM_ROLES:
+    if content is None and message["role"] in SYSTEM_ROLES:
         return ""
     if "content" not in message:
         raise DataError(f"{location}: {which} has no 'content', only {_listed(message)}; give it 'role' and 'content'")

@@ -36,6 +36,8 @@ class DataCheck:
     """A sentence for each property of the data that may be unintended."""
     num_tokens: int | None = None
     """Tokens of all files, extrapolated from the first records of each; None for the sample and for a dataloader."""
+    num_held_out_tokens: int | None = None
+    """The same of the files of ``data.validation``; 0 if it names none."""
 
 
 def check_data(data: DataConfig, spec: ModelSpec, *, reads: Reads = "documents") -> DataCheck:
@@ -61,11 +63,11 @@ def check_data(data: DataConfig, spec: ModelSpec, *, reads: Reads = "documents")
     chat = next((one.chat for one in found if one.conversations.num_conversations), found[0].chat)
     conversations = sum((one.conversations for one in found), ConversationCounts())
     about_training = notes(data, spec, chat, conversations, sum(one.num_documents for one in found))
-    counts = [one.num_tokens for one in found if one.num_tokens is not None]
     return DataCheck(
         "; ".join(f"{name}: {one.summary}" if name else one.summary for name, one in sources.items()),
         (*(note for one in (*found, *held_out) for note in one.about), *about_training),
-        sum(counts) if len(counts) == len(found) else None,
+        _num_tokens(found),
+        _num_tokens(held_out),
     )
 
 
@@ -83,6 +85,12 @@ class _FirstRecords:
     """Conversations and texts that were read."""
     num_tokens: int | None = None
     """Tokens of all of its files, extrapolated; None for the sample."""
+
+
+def _num_tokens(sources: Sequence[_FirstRecords]) -> int | None:
+    """Return the tokens of all of them; None if those of one are unknown."""
+    counts = [one.num_tokens for one in sources if one.num_tokens is not None]
+    return sum(counts) if len(counts) == len(sources) else None
 
 
 def _first_records(

@@ -21,7 +21,7 @@ from llama_core.data.tokenizer import check_fits, load_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.objectives.next_token import NEXT_TOKEN
-from llama_core.objectives.preferences import REFERENCE
+from llama_core.objectives.preferences import has_reference
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.records.data_changes import DataChange
 
@@ -232,7 +232,7 @@ def load_datasets(
 
     def in_rows(chosen: Selection, length: int) -> PackedDataset:
         rows = pack(chosen, length, document_mask=data.document_mask)
-        if isinstance(rows, PackedPairs) and REFERENCE in objective.per_token:
+        if isinstance(rows, PackedPairs) and has_reference(objective):
             rows.set_references(np.zeros((rows.num_pairs, 2), np.float32))
         return rows
 
@@ -269,7 +269,7 @@ def load_datasets(
         num_sequences=num_sequences,
         vocab_size=tokenizer.vocab_size,
     )
-    if REFERENCE in objective.per_token:
+    if has_reference(objective):
         num_rows = sum(len(rows) for rows in (*in_all_lengths.values(), *validation.values()))
         note = f"before the first step, the reference takes a forward over {num_rows:,} sequences"
         statistics = replace(statistics, notes=(*statistics.notes, note))

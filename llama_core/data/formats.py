@@ -23,7 +23,7 @@ from llama_core.data.bad_lines import (
     checked_text,
     json_type,
 )
-from llama_core.data.pairs import Message, Pair, begin_alike, pair_of_messages, pair_of_texts
+from llama_core.data.pairs import Message, Pair, begin_alike, has_prompt, pair_of_messages, pair_of_texts
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.objectives.traits import Reads
 
@@ -344,6 +344,12 @@ def _read_pair(record: Record) -> Pair:
     if isinstance(prompt, str) and begin_alike(chosen, rejected):
         asked = []  # the prompt once more, beside conversations that begin with it
     pair = pair_of_messages([*_system(record), *asked], chosen, rejected)
+    if prompt is None and not has_prompt(pair):
+        names = record.names
+        raise UnusableRecordError(
+            "missing field",
+            f"no {names['prompt']!r}, and {names['chosen']!r} and {names['rejected']!r} begin differently",
+        )
     return pair._replace(tools=_tools(record))
 
 

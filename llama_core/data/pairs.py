@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from llama_core.data.bad_lines import UnusableRecordError
 
 Message = dict[str, Any]
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a message that says how to answer, and asks nothing."""
 
 
 class Pair(NamedTuple):
@@ -60,6 +62,11 @@ def pair_of_messages(prompt: Sequence[Message], chosen: Sequence[Message], rejec
         if not answer:
             raise no_answer(name)
     return pair
+
+
+def has_prompt(pair: Pair) -> bool:
+    """Return whether a pair of messages has a turn before its answers, beside a system prompt."""
+    return any(isinstance(message, dict) and message["role"] not in SYSTEM_ROLES for message in pair.prompt)
 
 
 def begin_alike(chosen: Sequence[Message], rejected: Sequence[Message]) -> bool:

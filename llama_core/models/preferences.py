@@ -63,8 +63,11 @@ class PreferenceObjective:
         beta: factor on log-probabilities, or what else the subclass says.
     """
 
-    num_sums = 4
-    """Rewards of the chosen answers and of the others, pairs in which the chosen one has more, pairs."""
+    has_reference = False
+    """Whether its batches hold log-probabilities under a reference."""
+    num_sums = 5
+    """Rewards of the chosen answers and of the others, gains of both, pairs in which the chosen one has the higher
+    reward, pairs."""
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
@@ -92,7 +95,7 @@ class PreferenceObjective:
         outcome = self.of_pairs(answers)
         exists_BP = _pairs(starts_BA).amin(-1) > 0
         counts_BP = exists_BP & starts_here_BP
-        self._measure(outcome.rewards.detach(), counts_BP)
+        self._measure(outcome.rewards.detach(), answers.gains.detach(), counts_BP)
         # a pair that begins on another rank is worth nothing here, but has its gradient
         elsewhere_BP = outcome.losses - outcome.losses.detach()
         losses_BP = torch.where(counts_BP, outcome.losses, elsewhere_BP)
@@ -102,13 +105,13 @@ class PreferenceObjective:
         """Return the number of pairs whose first token is here."""
         return (_starts(batch) & (batch.per_token[ANSWER] % 2 != 0)).sum()
 
-    def _measure(self, rewards_BP2: Tensor, counts_BP: Tensor) -> None:
-        """Add the rewards of the pairs that count to those of this step, unless this is an evaluation."""
+    def _measure(self, rewards_BP2: Tensor, gains_BP2: Tensor, counts_BP: Tensor) -> None:
+        """Add what the pairs that count have to the sums of this step, unless this is an evaluation."""
         if not torch.is_grad_enabled():
             return
         chosen_BP, rejected_BP = rewards_BP2.unbind(-1)
         is_right_BP = chosen_BP > rejected_BP
-        of_pairs = torch.stack((chosen_BP, rejected_BP, is_right_BP, torch.ones_like(chosen_BP)))
+        of_pairs = torch.stack((chosen_BP, rejected_BP, gains_BP2.sum(-1), is_right_BP, torch.ones_like(chosen_BP)))
         measured = torch.where(counts_BP, of_pairs, 0).sum((1, 2))
         self._measured = measured if self._measured is None else self._measured + measured
 
@@ -118,16 +121,19 @@ class PreferenceObjective:
         return measured
 
     def of_step(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the fields of a step's record, from the sums over all ranks."""
-        chosen, rejected, num_right, num_pairs = sums
+        """Return the fields of a step's record, from the sums over all ranks; ``kl`` only with a reference."""
+        chosen, rejected, gains, num_right, num_pairs = sums
         if not num_pairs:
             return {}
-        return {
+        fields = {
             "reward_chosen": chosen / num_pairs,
             "reward_rejected": rejected / num_pairs,
             "reward_margin": (chosen - rejected) / num_pairs,
             "reward_accuracy": num_right / num_pairs,
         }
+        if self.has_reference:
+            fields["kl"] = gains / (2 * num_pairs)
+        return fields
 
 
 class Dpo(PreferenceObjective):
@@ -140,6 +146,8 @@ class Dpo(PreferenceObjective):
     Sources: Rafailov et al. 2023, arXiv:2305.18290, equation 7; Mitchell 2023, "A note on DPO with noisy preferences &
     relationship to IPO", for the smoothing.
     """
+
+    has_reference = True
 
     def __init__(self, beta: float, label_smoothing: float) -> None:
         super().__init__(beta)
@@ -161,6 +169,8 @@ class Ipo(PreferenceObjective):
 
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17.
     """
+
+    has_reference = True
 
     def of_pairs(self, answers: Answers) -> Outcome:
         """Return losses and rewards."""

@@ -48,3 +48,8 @@ ORPO = ObjectiveType(
     unit="nats/pair",
     reads="pairs",
 )
+
+
+def has_reference(objective: ObjectiveType) -> bool:
+    """Return whether an objective compares answers with what the weights that a run begins with make of them."""
+    return REFERENCE in objective.per_token

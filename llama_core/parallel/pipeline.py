@@ -182,7 +182,8 @@ class _Execution:
         x = batch.tokens_BS
         if stage > 0:
             x = self._arrived(Kind.RECV_F, key, self.outputs, (stage - 1, action.microbatch))
-            self.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+            if torch.is_grad_enabled():  # else there is no backward, which would drop it
+                self.inputs[key] = x.requires_grad_()
         self._tell(action, "begins")
         layers = self.pipeline.layers[stage]
         out = self.pipeline.data.call(x, batch, layers=layers)

@@ -86,6 +86,11 @@ class StepRecord:
     """Mean over the pairs of the chosen answer's reward less the rejected one's."""
     reward_accuracy: float | None = None
     """Share of the pairs in which the chosen answer has the higher reward."""
+    kl: float | None = None
+    """Mean over the step's answers, chosen and rejected, of the summed log-probability under the model less that under
+    the reference, in nats: a one-sample estimate of the KL divergence from the reference, on the answers of the data.
+    Not multiplied by beta. The answers are not drawn from the model, so it may be negative. None without a reference.
+    """
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from llama_core.data.datasets import Datasets, validation_batches
 from llama_core.data.packing import PackedPairs
 from llama_core.errors import DataError, RunDirectoryError
 from llama_core.models.batch import Batch
-from llama_core.objectives.preferences import REFERENCE
+from llama_core.objectives.preferences import has_reference
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, wait_for_all
 from llama_core.planning.plan import ParallelPlan
@@ -64,7 +64,7 @@ class References:
     @classmethod
     def of(cls, run: RunDirectory, weights: str, objective: ObjectiveType, datasets: Datasets) -> "References | None":
         """Return the rows that need a reference; None if the objective reads none."""
-        if REFERENCE not in objective.per_token:
+        if not has_reference(objective):
             return None
         trained = zip(datasets.train.names, datasets.train.sources, strict=True)
         every = [(f"train/{name}", rows) for name, rows in trained]

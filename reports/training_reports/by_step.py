@@ -361,35 +361,58 @@ def _rewards_panel(contents: RunContents) -> Panel | None:
     if steps["reward_margin"].isna().all():
         return None
     last = steps.iloc[-1]
+    summary = (
+        "At the last step the chosen answers' reward exceeded that of the rejected ones by "
+        f"{last['reward_margin']:.3g}, and it was higher in {last['reward_accuracy']:.1%} of the pairs."
+    )
+    notes = [
+        "A reward is what the objective makes of an answer's log-probability: with a reference, beta times the "
+        "gain over it, so that both begin at 0.",
+        "Both may fall: only the margin between them is trained for.",
+    ]
+    has_reference = _has_reference(steps)
+    if has_reference:
+        summary += f" The KL divergence from the reference was about {last['kl']:.3g} nats."
+        notes.append(
+            "The KL divergence is an estimate on the answers of the data, which are not drawn from the model, so it "
+            "may be negative: the mean gain in an answer's log-probability over the reference."
+        )
     return Panel(
         "Rewards of the answers",
         rewards(steps),
-        "At the last step the chosen answers' reward exceeded that of the rejected ones by "
-        f"{last['reward_margin']:.3g}, and it was higher in {last['reward_accuracy']:.1%} of the pairs.",
-        [
-            "A reward is what the objective makes of an answer's log-probability: with a reference, beta times the "
-            "gain over it, so that both begin at 0.",
-            "Both may fall: only the margin between them is trained for.",
-        ],
+        summary,
+        notes,
         wide=True,
+        height_px=560 if has_reference else None,  # a fourth row
     )
 
 
+def _has_reference(steps: pd.DataFrame) -> bool:
+    return bool(steps["kl"].notna().any())
+
+
 def rewards(steps: pd.DataFrame) -> go.Figure:
-    """Return three rows by step: rewards of chosen and rejected answers, their margin, and how often it is right."""
-    figure = styled_figure("", rows=3)
-    lines = (
+    """Return rows by step: rewards of chosen and rejected answers, their margin, and how often it is right.
+
+    With a reference, the lowest row is the KL divergence from it.
+    """
+    titles = ["reward", "margin", "accuracy"]
+    lines = [
         ("reward_chosen", "chosen", BLUE, "%{y:.3g}", 1),
         ("reward_rejected", "rejected", ORANGE, "%{y:.3g}", 1),
         ("reward_margin", "margin", TEAL, "%{y:.3g}", 2),
         ("reward_accuracy", "accuracy", BLUE, "%{y:.1%}", 3),
-    )
+    ]
+    if _has_reference(steps):
+        titles.append("KL (nats)")
+        lines.append(("kl", "KL from the reference", PURPLE, "%{y:.3g} nats", 4))
+    figure = styled_figure("", rows=len(titles))
     for column, name, color, hover, row in lines:
         add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
-    for row, title in enumerate(("reward", "margin", "accuracy"), start=1):
+    for row, title in enumerate(titles, start=1):
         figure.update_yaxes(title_text=title, row=row)
     figure.update_yaxes(range=[0, 1.05], tickformat=".0%", row=3)
-    _label_steps(figure, steps, lowest_row=3)
+    _label_steps(figure, steps, lowest_row=len(titles))
     return figure
 
 

@@ -5,19 +5,22 @@ from dataclasses import replace
 import pytest
 
 from llama_core.chain import expected
-from llama_core.chain.expected import SLOW_STEP_SECONDS, expected_here, expected_step, slow_steps
+from llama_core.chain.expected import CPU_SHARE, SLOW_STEP_SECONDS, expected_here, expected_step, slow_steps
 from llama_core.chain.planned import plan_for_gpu
 from llama_core.config.run import RunConfig
+from llama_core.data.check import DataCheck
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.step_time import hardware_flops_per_token
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.units import TFLOP, format_duration
 
 
-def told(batch_size, num_sequences=None, **training):
+def told(batch_size, num_sequences=None, reference_tokens=0, **training):
     settings = {"seq_len": 2048, "batch_size": batch_size} | training
     config = RunConfig.from_mapping({"model": "tiny_llama3_150m", "training": settings, "launch": {"device": "cpu"}})
-    return slow_steps(config, ParallelPlan(num_microbatches=batch_size), 0.1 * TFLOP, num_sequences)
+    plan = ParallelPlan(num_microbatches=batch_size)
+    return slow_steps(config, plan, 0.1 * TFLOP, num_sequences, reference_tokens)
 
 
 def test_a_quick_step_is_not_announced():
@@ -51,6 +54,59 @@ def test_a_plan_tells_the_time_of_any_run_on_this_cpu_and_of_none_elsewhere(monk
     assert ", the 30 steps of the run " in told(None)
     assert ", the 7 steps of the run " in told(7 * 2 * 128)
     assert told(None, device="cuda") == told(None, launcher="slurm") == ""
+
+
+PAIRS = {"training": {"objective": "dpo", "seq_len": 128, "batch_size": 2, "steps": 30}}
+
+
+def test_the_time_of_a_run_on_this_cpu_has_that_of_its_reference(monkeypatch):
+    """A forward is a third of a step without recomputation: that of 300 sequences takes as long as 50 steps of two."""
+    monkeypatch.setattr(expected, "_rate_here", lambda precision: 0.01 * TFLOP)
+    config = RunConfig.from_mapping(PAIRS | {"launch": {"device": "cpu"}})
+    plan = ParallelPlan(num_microbatches=2)
+    step = hardware_flops_per_token(config.spec, 128, "none") * 2 * 128 / (CPU_SHARE * 0.01 * TFLOP)
+    told = expected_here(config, plan, None, 300 * 128)
+    of_steps, of_reference = map(format_duration, (30 * step, 50 * step))
+    assert told.endswith(f"the 30 steps of the run {of_steps}, the reference before the first step {of_reference}")
+    assert "reference" not in expected_here(config, plan, None, 0)
+
+
+def test_a_long_reference_of_a_short_run_is_announced():
+    assert "reference before the first step 1 h" in told(1, steps=10, objective="dpo", reference_tokens=300 * 2048)
+
+
+def test_whoever_waits_for_the_first_step_on_a_gpu_learns_how_long_the_reference_takes(tmp_path, monkeypatch):
+    planned = plan_for_gpu(RunConfig.from_mapping({"model": "llama3_8b", "parallel": {"gpus": 8}} | PAIRS))
+    run = RunDirectory(tmp_path)
+    run.config.write_text(planned.config.to_yaml())
+    write_json(run.plan, planned.plan.as_dict())
+    assert "reference" not in expected_step(run)
+    write_json(run.data, {"num_sequences": 10_000, "num_validation_tokens": 1280})
+    cost = planned.cost(1, DataCheck("", num_tokens=10_000 * 128, num_held_out_tokens=1280))
+    assert cost.reference_seconds > 1
+    assert f", and the reference before the first {format_duration(cost.reference_seconds)}" in expected_step(run)
+    monkeypatch.setattr(expected, "newest_step", lambda run: 2)  # a run that goes on reads it
+    assert "reference" not in expected_step(run)
+
+
+def test_the_cost_of_a_run_has_that_of_its_reference_or_says_that_it_is_without():
+    def cost(objective, data=None):
+        training = PAIRS["training"] | {"objective": objective}
+        config = RunConfig.from_mapping({"model": "llama3_8b", "parallel": {"gpus": 8}, "training": training})
+        return plan_for_gpu(config).cost(1e6, data)
+
+    data = DataCheck("", num_tokens=9_000_000, num_held_out_tokens=1_000_000)
+    without = cost("simpo", data)
+    dpo = cost("dpo", data)
+    assert without.reference_seconds == 0
+    assert "reference" not in without.summary()
+    assert dpo.seconds == pytest.approx(without.seconds + dpo.reference_seconds, rel=0.01)
+    assert dpo.dollars == pytest.approx(dpo.seconds / 3600 * 8 * dpo.dollars_per_gpu_hour)
+    assert f" with {format_duration(dpo.reference_seconds)} for the reference, " in dpo.summary()
+    unknown = cost("dpo")
+    assert unknown.reference_seconds is None
+    assert unknown.seconds == pytest.approx(dpo.seconds - dpo.reference_seconds)
+    assert " without the reference's forward over the data, " in unknown.summary()
 
 
 def test_the_step_expected_of_a_gpu_is_the_planned_one(tmp_path):

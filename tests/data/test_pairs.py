@@ -149,6 +149,11 @@ BAD = {
         {"prompt": "?", "chosen": " ", "rejected": "no"},
         "empty (no answer is left of 'chosen' beside the prompt)",
     ),
+    "a pair without the other answer": (
+        {"prompt": "?", "chosen": "yes", "rejected": ""},
+        "empty (no answer is left of 'rejected' beside the prompt)",
+    ),
+    "a null": ({"prompt": "?", "chosen": "yes", "rejected": None}, "wrong type ('rejected' is null)"),
     "a field that is missing": (
         {"prompt": "?", "chosen": "yes"},
         "missing field (no 'chosen' and 'rejected' among 'prompt', 'chosen', which make a pair of answers)",
@@ -160,6 +165,34 @@ BAD = {
     "equal answers": (
         {"prompt": "?", "chosen": "yes", "rejected": "yes"},
         "equal answers (the chosen answer is the rejected one)",
+    ),
+    "equal answers but for spaces, which the template strips": (
+        {"prompt": "?", "chosen": "yes", "rejected": "yes "},
+        "equal answers (the chosen answer is the rejected one)",
+    ),
+    "equal texts": (
+        {"chosen": "Ask: yes", "rejected": "Ask: yes"},
+        "equal answers (the chosen answer is the rejected one)",
+    ),
+    "a text that is only the prompt": (
+        {"chosen": "Ask: yes", "rejected": "Ask: "},
+        "empty (no answer is left of 'rejected' beside the prompt)",
+    ),
+    "conversations with other prompts": (
+        {"chosen": say("one?", "yes"), "rejected": say("two?", "no")},
+        "missing field (no 'prompt', and 'chosen' and 'rejected' begin differently)",
+    ),
+    "conversations that share only a system prompt": (
+        {name: [{"role": "system", "content": "Be brief."}, *say(f"{name}?", name)] for name in ("chosen", "rejected")},
+        "missing field (no 'prompt', and 'chosen' and 'rejected' begin differently)",
+    ),
+    "a conversation and a text": (
+        {"chosen": say("?", "yes"), "rejected": "no"},
+        "missing field (no 'prompt', and 'chosen' and 'rejected' begin differently)",
+    ),
+    "an answer of the user": (
+        {"chosen": [*say("?"), {"role": "user", "content": "yes"}], "rejected": say("?", "no")},
+        "empty (no answer is left of 'chosen' beside the prompt)",
     ),
     "equal conversations": (
         {"chosen": say("?", "yes"), "rejected": say("?", "yes")},
@@ -199,6 +232,9 @@ def test_a_check_before_the_job_reads_the_same_pairs(tmp_path):
     data = DataConfig(source=str(source), cache_dir=str(tmp_path / "cache"), chat_template="llama2")
     checked = check_data(data, SPEC, reads="pairs")
     assert checked.num_tokens == load(tmp_path, source).statistics.num_tokens
+    assert checked.num_held_out_tokens == 0
+    apart = check_data(data.model_copy(update={"validation": str(source)}), SPEC, reads="pairs")
+    assert apart.num_held_out_tokens == apart.num_tokens == checked.num_tokens
 
 
 def test_long_pairs_are_truncated_and_those_without_an_answer_left_out_and_both_are_told(tmp_path):

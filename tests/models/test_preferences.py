@@ -13,6 +13,8 @@ from llama_core.models.batch import IGNORE_INDEX
 from llama_core.models.head import HeadInputs
 from llama_core.models.llama import build_llama
 from llama_core.models.objective import build_objective
+from llama_core.objectives.preferences import has_reference
+from llama_core.objectives.registry import objective_type
 
 BETA = 0.3
 
@@ -111,6 +113,7 @@ def test_rewards_are_those_of_the_pairs_and_an_evaluation_leaves_them_alone():
         "reward_rejected": rejected.mean(),
         "reward_margin": (chosen - rejected).mean(),
         "reward_accuracy": (chosen > rejected).float().mean(),
+        "kl": rewards.mean() / BETA,
     }
     assert record == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
 
@@ -125,6 +128,17 @@ def test_a_model_that_is_the_reference_has_the_loss_of_a_coin_and_no_rewards():
     assert loss.item() / int(objective.count(same)) == pytest.approx(math.log(2), abs=1e-12)
     record = objective.of_step(objective.take_measured().tolist())
     assert record["reward_margin"] == pytest.approx(0, abs=1e-12)
+    assert record["kl"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_step_has_a_divergence_from_the_reference_if_its_objective_reads_one(name):
+    settings, _ = FORMULAS[name]
+    objective = objective_of(name, **settings)
+    batch, hidden, weight = problem()
+    objective.loss(HeadInputs(hidden, weight), batch)
+    fields = objective.of_step(objective.take_measured().tolist())
+    assert ("kl" in fields) == has_reference(objective_type(name.split()[0]))
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -4,12 +4,14 @@ import pytest
 
 from llama_core.config.hardware import GPUS_PER_NODE, PCIE_BANDWIDTH, gpu_names, gpu_spec
 from llama_core.config.models import ModelSpec, model_names, model_spec
+from llama_core.config.strategy import LoRA
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES
 from llama_core.planning.time.links import COLLECTIVE_SHARE, LINK_SECONDS, START_SECONDS
 from llama_core.planning.time.parts import CONTENTION
 from llama_core.planning.time.step_time import (
     flops_per_token,
+    forward_time,
     hardware_flops_per_token,
     model_flops_utilisation,
     step_time,
@@ -57,6 +59,16 @@ def test_full_recomputation_adds_a_third_where_the_head_is_small():
     spec = model_spec("llama3_405b")
     ratio = hardware_flops_per_token(spec, 8192, "full") / flops_per_token(spec, 8192)
     assert ratio == pytest.approx(4 / 3, rel=2e-3)
+
+
+def test_full_recomputation_of_frozen_layers_costs_their_forward_and_not_a_third_of_all():
+    dense = model_spec("llama3_8b")
+    frozen = replace(dense, lora=LoRA(lora_rank=1))
+    recomputed = [
+        hardware_flops_per_token(spec, 8192, "full") - hardware_flops_per_token(spec, 8192, "none")
+        for spec in (dense, frozen)
+    ]
+    assert recomputed[1] == pytest.approx(recomputed[0], rel=1e-3)
 
 
 def test_without_recomputation_the_hardware_does_what_the_model_needs():
@@ -247,3 +259,20 @@ def test_the_summary_names_only_the_parts_that_take_time():
 def test_published_runs_of_the_8b_model_are_estimated_to_within_fifteen_per_cent(plan, published, too_fast):
     estimated = step(plan, "h100_96gb").tokens_per_second_per_device
     assert estimated == pytest.approx((1 + too_fast) * published, rel=0.15)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_forward_over_the_tokens_of_a_step_takes_a_part_of_it_and_over_twice_as_many_twice_as_long(plan):
+    work = Work(SPEC, plan, SEQ_LEN)
+    whole = step_time(work, gpu_spec("h100"))
+    forward = forward_time(work, gpu_spec("h100"), whole.tokens)
+    assert 0.2 * whole.total < forward < 0.6 * whole.total
+    assert forward_time(work, gpu_spec("h100"), 2 * whole.tokens) == pytest.approx(2 * forward)
+
+
+def test_a_forward_of_frozen_weights_takes_a_larger_part_of_a_step_and_as_long():
+    device = gpu_spec("h100")
+    works = [Work(spec, ParallelPlan(), SEQ_LEN) for spec in (SPEC, replace(SPEC, lora=LoRA(lora_rank=1)))]
+    whole, frozen = (forward_time(work, device, SEQ_LEN) for work in works)
+    assert frozen == pytest.approx(whole, rel=0.1)
+    assert frozen / step_time(works[1], device).total > 1.3 * whole / step_time(works[0], device).total

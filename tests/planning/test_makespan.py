@@ -1,10 +1,16 @@
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama_core.parallel.pipeline import Pipeline
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
-from llama_core.planning.time.makespan import EXACT_UNITS, span
+from llama_core.planning.time.makespan import EXACT_UNITS, forwards_alone, span
+from llama_core.schedules.actions import Kind
 from llama_core.schedules.clock import simulate
 from llama_core.schedules.registry import schedule_names
 
@@ -56,3 +62,44 @@ def test_a_hop_costs_nothing_between_stages_of_one_rank():
     plan, passes = ParallelPlan(pp=2, schedule="zbv", num_microbatches=1), [Pass(1.0, 2.0)] * 4
     late = span(plan, passes, hop=0.1).makespan - span(plan, passes).makespan
     assert late == pytest.approx(4 * 0.1)  # of three boundaries one is within the last rank
+
+
+@pytest.mark.parametrize("units", [1, 8])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_forwards_alone_wait_only_while_the_pipeline_fills(schedule, chunks, units):
+    plan = ParallelPlan(pp=4, schedule=schedule, num_chunks=chunks, num_microbatches=4 * units)
+    assert forwards_alone(plan, [1.0] * plan.num_stages) == chunks * plan.num_microbatches + 3
+
+
+def test_a_hop_delays_forwards_alone_once_on_the_way_to_each_further_rank():
+    plan = ParallelPlan(pp=4, num_microbatches=8)
+    assert forwards_alone(plan, [1.0] * 4, hop=0.25) == 8 + 3 * (1.0 + 0.25)
+
+
+def engine_order(plan, rank):
+    """The forwards of a rank, as (stage, microbatch), in the order in which the engine runs an evaluation."""
+    schedule = plan.build_schedule()
+    own = SimpleNamespace(schedule=schedule, num_ranks=plan.pp, rank=rank, layers=range(plan.num_stages))
+    own.rank_of = partial(Pipeline.rank_of, own)
+    actions = Pipeline._forwards(own, plan.num_microbatches)
+    return [(action.stage, action.microbatch) for action in actions if action.kind is Kind.FORWARD]
+
+
+@given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(1, 6), st.data())
+@settings(max_examples=40)
+def test_forwards_alone_take_as_long_as_the_engines_order_of_them(name, pp, units, data):
+    chunks = 2 if name == "interleaved" else 1
+    plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
+    seconds = [data.draw(times) for _ in range(plan.num_stages)]
+    waiting = [engine_order(plan, rank) for rank in range(pp)]
+    free = [0.0] * pp
+    ended = {}
+    for turn in count():  # each rank runs its next forward as soon as the stage before has ended
+        own = waiting[turn % pp]
+        if own and (own[0][0] == 0 or (own[0][0] - 1, own[0][1]) in ended):
+            stage, microbatch = own.pop(0)
+            start = max(free[turn % pp], ended.get((stage - 1, microbatch), 0.0))
+            ended[stage, microbatch] = free[turn % pp] = start + seconds[stage]
+        if not any(waiting):
+            break
+    assert forwards_alone(plan, seconds) == pytest.approx(max(free))

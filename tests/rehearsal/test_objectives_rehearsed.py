@@ -1,6 +1,8 @@
 """The rehearsal trains for the objective of its run, so it finds out a program that does not tell the truth."""
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_objective import MASKED
 from weighted_objective import WEIGHTED
 from width import cases
@@ -12,7 +14,11 @@ from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.communication import communication
 from llama_core.planning.work import Work
+from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.rehearsal.dry_run import rehearse
+from llama_core.rehearsal.kernels import kernels_of
+from llama_core.rehearsal.trace import _fake_batch, alone_among
+from llama_core.training.engine import build_model
 
 PLANS = {
     "alone": ParallelPlan(microbatch_size=4),
@@ -53,3 +59,37 @@ def test_what_an_objective_sends_is_in_the_rehearsed_traffic(kind):
     counted = {(one.collective, one.axis): one.num_bytes for one in rank.traffic if one.axis == "tp"}
     expected = {(one.collective, one.axis): one.num_bytes for one in communication(Work.of(config, plan))}
     assert counted == expected
+
+
+DEEP = {
+    "zero3": PLANS["zero3"],
+    "tp2 pp2": PLANS["tp2 pp2"],
+    "many microbatches": ParallelPlan(pp=2, num_microbatches=16, recompute="full"),
+    "zero2, many microbatches": ParallelPlan(pp=2, dp_shard=2, zero_stage=2, num_microbatches=16, recompute="full"),
+}
+
+
+@pytest.mark.parametrize("plan", cases(DEEP, narrow=["tp2 pp2", "many microbatches"]))
+def test_the_reference_of_adapters_takes_no_more_memory_than_training(plan):
+    """Adapters, since the gradients and moments of whole weights would hide what a forward keeps."""
+    config = RunConfig.from_mapping(
+        {
+            "architecture": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "ffn_size": 128, "vocab_size": 256},
+            "strategy": "lora",
+            "training": {"objective": "dpo", "precision": "bf16", "seq_len": 256, "batch_size": plan.batch_size},
+        }
+    )
+    for pp_rank in range(plan.pp):
+        reference = peak_of_reference(config, plan, plan.world_size // plan.pp * pp_rank)
+        assert 0 < reference <= estimate_memory(Work.of(config, plan), pp_rank=pp_rank).peak_bytes
+
+
+def peak_of_reference(config, plan, rank):
+    """The most bytes that a rank holds while it computes the reference of as many rows as a step has."""
+    with alone_among(plan.world_size, rank), kernels_of(config, plan):
+        model = build_model(config, plan, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter() as counter:
+            model.materialize()
+            counter.forget_segments()
+            model.log_probabilities_of_answers([_fake_batch(config, plan) for _ in range(plan.num_microbatches)])
+    return max(peak.num_bytes for peak in counter.peaks.values())

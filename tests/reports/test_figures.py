@@ -30,6 +30,7 @@ def steps():
         reward_rejected=lambda table: -0.2 * table["step"],
         reward_margin=lambda table: 0.3 * table["step"],
         reward_accuracy=lambda table: 1 - 0.5 / table["step"],
+        kl=lambda table: -0.4 * table["step"],
     )
 
 
@@ -62,6 +63,7 @@ def rows(figure):
                 "rejected": "reward_rejected",
                 "margin": "reward_margin",
                 "accuracy": "reward_accuracy",
+                "KL from the reference": "kl",
             },
         ),
         (by_step.throughput, {"training steps": "tokens_per_second"}),

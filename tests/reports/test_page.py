@@ -144,6 +144,14 @@ def test_a_run_on_pairs_of_answers_shows_their_rewards(run, tmp_path):
     assert "Rewards of the answers" in page.text
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "exceeded that of the rejected ones by 1.5, and it was higher in 75.0% of the pairs" in captions
+    assert "KL" not in captions
+
+
+def test_a_run_with_a_reference_shows_how_far_the_model_is_from_it(run, tmp_path):
+    values = {"reward_margin": 1.5, "reward_accuracy": 0.75, "kl": -2.5}
+    page = report(write_run(tmp_path / "pairs", records=[replace(record, **values) for record in step_records()]))
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "The KL divergence from the reference was about -2.5 nats" in captions
 
 
 def test_a_known_peak_rate_gives_the_mfu(run):

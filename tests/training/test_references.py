@@ -114,6 +114,7 @@ def test_the_first_step_has_the_loss_of_a_coin_and_later_ones_prefer_the_chosen_
     summary = trainer.fit()
     assert column(trainer, "loss")[0] == pytest.approx(math.log(2), abs=1e-4)
     assert column(trainer, "reward_margin")[0] == pytest.approx(0, abs=1e-3)
+    assert column(trainer, "kl")[0] == pytest.approx(0, abs=1e-3)
     assert column(trainer, "reward_margin")[-1] > 0.05
     assert column(trainer, "reward_accuracy")[-1] > 0.9
     assert column(trainer, "loss")[-1] < 0.67
@@ -130,7 +131,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_the_reference_of_its_beginning(t
         first.fit()
     second = trainer_of(tmp_path, source)
     second.fit()
-    for name in ("loss", "reward_chosen", "reward_accuracy", "eval_loss"):
+    for name in ("loss", "reward_chosen", "reward_accuracy", "kl", "eval_loss"):
         assert column(second, name) == column(undisturbed, name)
     torch.testing.assert_close(weights(second), weights(undisturbed), rtol=0, atol=0)
 
@@ -168,6 +169,7 @@ def test_a_run_of_an_objective_without_a_reference_computes_none(tmp_path, sourc
     trainer.fit()
     assert not trainer.run.reference.exists()
     assert None not in column(trainer, "reward_accuracy")
+    assert set(column(trainer, "kl")) == {None}
 
 
 def test_a_model_that_is_measured_returns_its_loss_again_afterwards(tmp_path, source):

@@ -18,24 +18,40 @@ class Cost:
     told_by: str
     """Where their number comes from."""
     seconds: float
-    """Time of all steps, without checkpoints, evaluations and failures."""
+    """Time of the reference and of all steps, without checkpoints, evaluations and failures."""
     gpu_hours: float
     """That time on all devices."""
     dollars: float
     """Their price."""
     dollars_per_gpu_hour: float
+    reference_seconds: float | None = 0.0
+    """The part of ``seconds`` before the first step, in which the reference of the objective is computed: 0 without
+    one. None if it is unknown, because the length of the data is: then ``seconds`` are without it."""
 
     @classmethod
-    def of(cls, step: StepTime, tokens: float, told_by: str, dollars_per_gpu_hour: float) -> "Cost":
-        """Return the cost of training on ``tokens`` in steps like ``step``."""
-        seconds = step.training_time(tokens)
-        dollars = step.price(tokens, dollars_per_gpu_hour)
-        return cls(tokens, told_by, seconds, seconds / 3600 * step.num_devices, dollars, dollars_per_gpu_hour)
+    def of(
+        cls,
+        step: StepTime,
+        tokens: float,
+        told_by: str,
+        dollars_per_gpu_hour: float,
+        reference_seconds: float | None = 0.0,
+    ) -> "Cost":
+        """Return the cost of training on ``tokens`` in steps like ``step``, after so long for the reference."""
+        seconds = step.training_time(tokens) + (reference_seconds or 0.0)
+        gpu_hours = seconds / 3600 * step.num_devices
+        dollars = gpu_hours * dollars_per_gpu_hour
+        return cls(tokens, told_by, seconds, gpu_hours, dollars, dollars_per_gpu_hour, reference_seconds)
 
     def summary(self) -> str:
         """Return the cost in one line."""
+        reference = ""
+        if self.reference_seconds is None:
+            reference = " without the reference's forward over the data"
+        elif self.reference_seconds > 0:
+            reference = f" with {format_duration(self.reference_seconds)} for the reference"
         return (
-            f"{format_count(self.tokens)} tokens ({self.told_by}) take {format_days(self.seconds)}, "
+            f"{format_count(self.tokens)} tokens ({self.told_by}) take {format_days(self.seconds)}{reference}, "
             f"{self.gpu_hours:,.1f} GPU hours, "
             f"about ${self.dollars:,.2f} at ${self.dollars_per_gpu_hour:,.2f} per GPU hour"
         )

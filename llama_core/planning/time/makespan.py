@@ -55,6 +55,36 @@ def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_
     return Span(longer.makespan + later_periods * pace, longer.busy + later_periods * more_work)
 
 
+def forwards_alone(plan: ParallelPlan, forwards: Sequence[float], hop: float = 0.0) -> float:
+    """Return the time of the forwards of ``plan.num_microbatches`` microbatches without any backward.
+
+    They run as ``Pipeline.evaluate`` orders them: in waves of as many microbatches as there are ranks, of which every
+    stage takes the whole wave before its rank goes on to another stage.
+
+    Args:
+        plan: the plan.
+        forwards: the time of a forward of every stage.
+        hop: time to send an output to another rank; only the receiver waits for it.
+    """
+    count = plan.num_microbatches
+    schedule = plan.layout
+    free = [0.0] * plan.pp
+    for first in range(0, count, plan.pp):
+        wave = range(first, min(first + plan.pp, count))
+        ready = dict.fromkeys(wave, 0.0)
+        before: dict[int, int] = {}
+        for stage, seconds in enumerate(forwards):
+            for microbatch in wave:
+                rank = schedule.rank_of(stage, microbatch % schedule.num_microbatches)
+                arrived = ready[microbatch]
+                if before.get(microbatch, rank) != rank:
+                    arrived += hop
+                ready[microbatch] = max(arrived, free[rank]) + seconds
+                free[rank] = ready[microbatch]
+                before[microbatch] = rank
+    return max(free)
+
+
 def _clock(plan: ParallelPlan, num_microbatches: int, passes: Sequence[Pass], hop: float) -> Span:
     """Return the time of a step of this many microbatches."""
     schedule = plan.schedule_of(num_microbatches)

@@ -18,7 +18,7 @@ from llama_core.planning.time.communication import Messages
 from llama_core.planning.time.compute import StageCompute, of_layers
 from llama_core.planning.time.kernels import NO_TIME, Pass
 from llama_core.planning.time.links import Links
-from llama_core.planning.time.makespan import Span, span
+from llama_core.planning.time.makespan import Span, forwards_alone, span
 from llama_core.planning.transfers import PassTraffic, Traffic
 from llama_core.planning.work import Stage, Work
 from llama_core.units import GB
@@ -82,6 +82,10 @@ class StepParts:
         for added in self._adding().values():
             passes = self._with(added, passes)
         return self._in_order(passes)
+
+    def forwards(self) -> float:
+        """Return the seconds of the forwards of ``plan.num_microbatches`` microbatches without any backward."""
+        return forwards_alone(self.plan, [one.forward for one in self.passes()], self.hop)
 
     @property
     def hop(self) -> float:

@@ -46,9 +46,16 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
     This approaches 4/3 of ``flops_per_token`` as the layers outweigh the head, which is not recomputed. The scores
     that flash attention recomputes in its backward are not counted.
     """
-    forward = flops_per_token(spec, seq_len) / 3
-    head_forward = 2 * spec.embedding_parameters
-    return 3 * forward + (forward - head_forward if recompute == "full" else 0)
+    flops = flops_per_token(spec, seq_len)
+    if recompute == "full":
+        head_forward = 2 * spec.embedding_parameters
+        flops += forward_flops_per_token(spec, seq_len) - head_forward
+    return flops
+
+
+def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
+    """Return the FLOPs per token of a forward pass alone, attention in full."""
+    return spec.forward_matmul_flops_per_token + 4 * spec.num_layers * spec.q_size * seq_len
 
 
 def model_flops_utilisation(
@@ -154,5 +161,23 @@ def step_time(work: Work, device: DeviceSpec) -> StepTime:
 
 def step_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> StepTime:
     """Return the time of one optimizer step of a resolved ``config`` under ``plan`` on its nodes of ``device``."""
-    on_its_nodes = replace(device, gpus_per_node=node_size(config, device.gpus_per_node))
-    return step_time(Work.of(config, plan), on_its_nodes)
+    return step_time(Work.of(config, plan), _on_its_nodes(config, device))
+
+
+def forward_time(work: Work, device: DeviceSpec, tokens: float) -> float:
+    """Return the seconds of one forward over ``tokens`` on ``device``, in which nothing is kept for a backward.
+
+    Every forward of the engine has the rows of a microbatch, and as many of them follow each other as in a step.
+    """
+    plan = work.plan
+    tokens_at_a_time = plan.rows_per_forward * plan.num_microbatches * plan.dp * work.seq_len
+    return tokens / tokens_at_a_time * StepParts(work, device).forwards()
+
+
+def forward_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec, tokens: float) -> float:
+    """Return the seconds of one forward over ``tokens`` for a resolved ``config`` on its nodes of ``device``."""
+    return forward_time(Work.of(config, plan), _on_its_nodes(config, device), tokens)
+
+
+def _on_its_nodes(config: RunConfig, device: DeviceSpec) -> DeviceSpec:
+    return replace(device, gpus_per_node=node_size(config, device.gpus_per_node))
