@@ -1,9 +1,11 @@
 """The best element of a sweep in a line of text: how far ahead it is, and whether that is more than chance."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from llama_core.chain import steps
-from llama_core.records.evaluations import read_scores
+from llama_core.errors import RunDirectoryError
+from llama_core.records.evaluations import Score, read_scores
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, has_result, read_record
 from llama_core.sweep.divergence import divergence_of
@@ -57,7 +59,9 @@ def _trained(sweep: SweepDirectory, record: SweepRecord, names: Sequence[str]) -
         if divergence_of(run, summary):
             diverged.append(name)
             continue
-        scores = read_scores(run) if record.objective.kind == "score" else []
+        scores: list[Score] = []
+        with suppress(RunDirectoryError):  # damaged: as if it had not been evaluated
+            scores = read_scores(run)
         quality = quality_of(record.objective, evaluation, summary, scores)
         if quality is not None:
             qualities[name] = quality
@@ -76,7 +80,8 @@ def _fastest(ranked: list[str], timed: Mapping[str, BenchmarkRecord], record: Sw
 def _best(ranked: Sequence[str], qualities: Mapping[str, Quality], record: SweepRecord) -> str:
     objective = record.objective
     if not ranked:
-        return f"not known: no element has a {objective.name} without having diverged"
+        what = objective.name if objective.kind == "score" else f"a {objective.name}"
+        return f"not known: no element has {what} without having diverged"
     names = record.names
     first, *others = ranked
     best = f"{names[first]}: {objective.name} {qualities[first].value:.4f}"

@@ -1,7 +1,7 @@
 """The evaluations of a sweep's elements: is the score asked for, and has the last checkpoint got its own?"""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from llama_core.chain import steps
@@ -17,6 +17,10 @@ from llama_core.records.evaluations import LOSS, SCORE
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
 from llama_core.sweep.naming import ElementNames
+from llama_core.sweep.objective import Objective
+
+MOST_LISTED = 12
+"""Most tasks that an error lists."""
 
 
 def check_score(config: SweepConfig) -> None:
@@ -35,17 +39,22 @@ def check_score(config: SweepConfig) -> None:
     tasks = find_tasks(asked.tasks, asked.include_path, Asked.of(asked), tell=partial(say, "note"))
     directions = {f"{task}/{metric}": higher for (task, metric), higher in tasks.directions().items()}
     if objective.name not in directions:
-        own = [name for name in directions if name.startswith(f"{objective.task}/")]
-        known = own or list(dict.fromkeys(name.rpartition("/")[0] for name in directions))
-        what = "choose one of" if own else "evaluation.tasks of the base gives scores of"
-        near = did_you_mean(objective.name, directions)
-        listed = ", ".join(f"{SCORE}{name}" if own else name for name in known)
-        raise ConfigError(f"objective={config.objective}: {what} {listed}{near}")
+        raise ConfigError(f"objective={config.objective}: {_what_there_is(objective, list(directions))}")
     if directions[objective.name] is None:
         raise ConfigError(
             f"objective={config.objective}: the tasks of {objective.task} disagree whether a higher {objective.metric} "
             "is better; rank by one of its tasks"
         )
+
+
+def _what_there_is(objective: Objective, names: Sequence[str]) -> str:
+    """Return which scores there are instead: those of the same task, or else those of which tasks."""
+    near = did_you_mean(objective.name, names)
+    if own := [f"{SCORE}{name}" for name in names if name.startswith(f"{objective.task}/")]:
+        return f"choose one of {', '.join(own)}{near}"
+    tasks = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
+    more = f" and {len(tasks) - MOST_LISTED} more" if len(tasks) > MOST_LISTED else ""
+    return f"evaluation.tasks of the base gives scores of {', '.join(tasks[:MOST_LISTED])}{more}{near}"
 
 
 def is_evaluated(run: RunDirectory) -> bool:
@@ -88,6 +97,7 @@ class ElementEvaluations:
                 is_left = evaluator.look(has_trained=True)
             except TrainingInfraError as error:
                 self._say(name, f"not evaluated: {error}")
+                evaluator.stop()
                 is_left = False
             if not is_left:
                 del self._left[name]

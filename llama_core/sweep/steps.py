@@ -279,13 +279,15 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
 
 
 def _run_and_evaluate(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    evaluations = ElementEvaluations(read_record(sweep).names)
+    """Follow the jobs, run the local elements, and evaluate what all of them leave, and what earlier ones left."""
+    names = read_record(sweep).names
+    evaluations = ElementEvaluations(names)
+    left = list(unevaluated(sweep))
     try:
-        left = list(unevaluated(sweep))
         for run in left:
             if not _is_here(run):
                 evaluations.add(run)
-        _wait(jobs, read_record(sweep).names, evaluations)
+        _wait(jobs, names, evaluations)
         for run in left:
             if _is_here(run):
                 evaluations.add(run)
