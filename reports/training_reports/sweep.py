@@ -10,7 +10,7 @@ from training_reports import sweep_throughput, sweep_trained
 from training_reports.contents import MEASURES, RunContents
 from training_reports.layout import Card
 from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
-from training_reports.sweep_rows import HAVE_ENDED, NOT_EVALUATED, Ranking, Row, measured_row
+from training_reports.sweep_rows import NOT_EVALUATED, Ranking, Row, measured_row
 from training_reports.sweep_summary import next_commands, summarise
 from training_reports.sweep_table import PEAKS, PREDICTED, Cell, bytes_cell, number, predicted_cell
 
@@ -62,7 +62,7 @@ def write_report(sweep: SweepDirectory) -> Path:
                 [(row.name, row.not_evaluated) for row in ranking.rows if row.not_evaluated],
             ),
             Problems(
-                f"Ended without being {done}", ("Element", "What happened", "Next"), list(_ended(ranking.unranked))
+                f"Ended without being {done}", ("Element", "What happened", "Next"), list(_ended(ranking.missing))
             ),
             Problems("Skipped: cannot run", ("Element", "Reason"), [(row.name, row.skipped) for row in skipped]),
         ],
@@ -130,11 +130,11 @@ def _memory_notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"The measurement is the peak of {measure}, less what was held before the model was built."
 
 
-def _ended(unranked: Sequence[Row]) -> Iterator[tuple[str, str, str | None]]:
+def _ended(missing: Sequence[Row]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the name of each element whose job has ended without a result, how it ended, and what to do."""
-    for row in unranked:
+    for row in missing:
         outcome = row.outcome
-        if outcome is not None and row.status not in HAVE_ENDED:
+        if outcome is not None:
             yield row.name, f"{outcome.status}: {outcome.reason}", outcome.next_action or None
 
 

@@ -105,12 +105,12 @@ def measured_row(
     diverged = _divergence(contents)
     status = "diverged" if diverged else _status(element, contents)
     quality = None
+    not_evaluated = ""
     if objective.trains and contents.training is not None and status in HAVE_ENDED:
         quality = quality_of(objective, evaluation, contents.training, contents.scores)
-    not_evaluated = ""
-    if objective.kind == "score" and status == "finished" and quality is None:
-        status = NOT_EVALUATED
-        not_evaluated = why_not_evaluated(RunDirectory(contents.path))
+        if objective.kind == "score" and status == "finished" and quality is None:
+            status = NOT_EVALUATED
+            not_evaluated = why_not_evaluated(RunDirectory(contents.path))
     benchmark = contents.benchmark
     peaks: dict[str, int | None] = {
         how: profile["peak_bytes"] if profile else None for how, _, profile in contents.predictions
@@ -212,7 +212,7 @@ class Ranking:
 
     @property
     def missing(self) -> list[Row]:
-        """Those of them that have not taken all their steps."""
+        """Those of them that neither diverged nor lack only a score: they failed, or have not run to their end."""
         return [row for row in self.unranked if not (row.diverged or row.not_evaluated)]
 
 
