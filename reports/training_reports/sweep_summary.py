@@ -169,7 +169,7 @@ def _not_evaluated(ranking: Ranking) -> Iterator[str]:
     if rows:
         named = "; ".join(f"{row.name} ({row.not_evaluated.rstrip('.')})" for row in rows[:MOST_NAMED])
         more = f"; and {len(rows) - MOST_NAMED} more, listed below" if len(rows) > MOST_NAMED else ""
-        yield f"{len(rows)} of {len(ranking.rows)} trained, but have no score: {named}{more}."
+        yield f"{len(rows)} of {len(ranking.rows)} trained without getting a score: {named}{more}."
 
 
 def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
