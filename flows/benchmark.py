@@ -19,7 +19,7 @@ from tasks.endings import ended_by
 def benchmark(
     sweep: SweepConfig, sweep_dir: Path | None = None, resume: bool = False, fail_on_regression: bool = False
 ) -> Path | State[Any]:
-    """Time or train every element of a sweep, and rank them by their throughput or their held-out loss.
+    """Time or train every element of a sweep, and rank them by their throughput, a held-out loss or a score.
 
     Args:
         sweep: the base configuration, the grid, and the objective that ranks its elements.

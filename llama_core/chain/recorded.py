@@ -5,11 +5,12 @@ from pathlib import Path
 
 from llama_core.chain.evaluate import Evaluation
 from llama_core.chain.tasks import Asked, TaskEvaluation
+from llama_core.config.evaluation import EvaluationConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.models.pretrained import is_checkpoint
 from llama_core.records.checkpoints import checkpoint_step, place_of
 from llama_core.records.directory import RunDirectory
-from llama_core.records.evaluations import Score, write_scores
+from llama_core.records.evaluations import LOSS, Score, write_scores
 from llama_core.records.files import now
 from llama_core.records.owners import other_owner
 from llama_core.records.progress import read_progress
@@ -38,7 +39,7 @@ def recorded_losses(
     """
     settings = _settings(
         "" if seq_len is None else f"{seq_len} tokens a sequence",
-        "" if num_sequences is None else f"{num_sequences or 'all'} sequences",
+        _of_sequences(num_sequences),
         tokenizer=tokenizer,
         dtype=dtype,
     )
@@ -48,7 +49,7 @@ def recorded_losses(
                 step=at.step,
                 tokens=at.tokens,
                 task=one.data,
-                metric="loss",
+                metric=LOSS,
                 value=one.rows.mean,
                 standard_error=one.rows.standard_error,
                 higher_is_better=False,
@@ -86,6 +87,21 @@ def recorded_tasks(
             scores = [score.of_checkpoint(at.step, at.tokens, settings=settings, time=time) for score in one.scores]
             at.write(scores, tell)
         yield one
+
+
+def settings_of_run(evaluation: EvaluationConfig, metric: str) -> str:
+    """Return the ``settings`` of the scores that a run's own evaluations record.
+
+    Args:
+        evaluation: what the run's checkpoints are evaluated on.
+        metric: that of a score.
+    """
+    asked = _of_sequences(evaluation.sequences) if metric == LOSS else str(Asked.of(evaluation))
+    return _settings(asked, tokenizer=None, dtype=evaluation.dtype)
+
+
+def _of_sequences(number: int | None) -> str:
+    return "" if number is None else f"{number or 'all'} sequences"
 
 
 def _settings(*parts: str, tokenizer: str | None, dtype: str) -> str:

@@ -5,7 +5,7 @@ calls the steps in order; each can be repeated on its own.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +186,20 @@ def benchmark(run: RunDirectory) -> BenchmarkRecord:
     return read_typed(run.benchmark, BenchmarkRecord)
 
 
+def evaluator_of(run: RunDirectory, tell: Callable[[str], None]) -> Evaluator | None:
+    """Return what evaluates the checkpoints of a run that has trained; None if its configuration asks for nothing.
+
+    Args:
+        run: the run.
+        tell: called with a line about each evaluation that has ended.
+    """
+    config = load_config(run)
+    if not config.evaluation.is_asked_for:
+        return None
+    here = RunDirectory(run.path.resolve())
+    return Evaluator(here, config, evaluations_of(here, config, beside_ranks=False), tell)
+
+
 def evaluate(run: RunDirectory) -> list[Score]:
     """Evaluate the checkpoints that still wait for it, a line for each, and return the scores of all.
 
@@ -195,11 +209,9 @@ def evaluate(run: RunDirectory) -> list[Score]:
         RunDirectoryError: if earlier scores are damaged.
         StoppedError: if Ctrl-C stops it.
     """
-    config = load_config(run)
-    if not config.evaluation.is_asked_for:
+    evaluator = evaluator_of(run, partial(say, "evaluate"))
+    if evaluator is None:
         return []
-    here = RunDirectory(run.path.resolve())
-    evaluator = Evaluator(here, config, evaluations_of(here, config, beside_ranks=False), tell=partial(say, "evaluate"))
     try:
         evaluator.wait()
     except EnvironmentMismatchError as error:
@@ -253,6 +265,9 @@ def records(run: RunDirectory) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"run_dir": str(run.path)}
     found |= {path.stem: read_json(path) for path in paths if path.exists()}
+    scores = read_scores(run)
+    if scores:
+        found["evaluations"] = [asdict(score) for score in scores]
     goodput = read_goodput(run)
     if goodput is not None:
         found["goodput"] = goodput.as_dict()

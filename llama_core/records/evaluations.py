@@ -12,6 +12,11 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, atomic_write, checked_record, damaged, read_file, unreadable
 from llama_core.records.held_out import TOLD_APART
 
+SCORE = "evaluation/"
+"""What the name of a score's curve begins with, and of a sweep's objective: ``evaluation/TASK/METRIC``."""
+LOSS = "loss"
+"""The metric of data."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -42,6 +47,11 @@ class Score:
     def spread(self) -> float | None:
         """How far chance alone moves the value, either way."""
         return None if self.standard_error is None else TOLD_APART * self.standard_error
+
+    @property
+    def tag(self) -> str:
+        """The name of its curve, such as ``evaluation/arc_easy/acc``."""
+        return f"{SCORE}{self.task}/{self.metric}"
 
     def __str__(self) -> str:
         """Return the score and how far chance moves it, in one line."""

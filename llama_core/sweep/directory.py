@@ -118,7 +118,7 @@ def is_timed(run: RunDirectory) -> bool:
 
 def has_result(run: RunDirectory, objective: Objective) -> bool:
     """Return whether the run has been timed or trained to its end, as the objective needs."""
-    return is_timed(run) if objective.kind == "throughput" else is_finished(run)
+    return is_finished(run) if objective.trains else is_timed(run)
 
 
 def unfinished(sweep: SweepDirectory) -> Iterator[RunDirectory]:

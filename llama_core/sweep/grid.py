@@ -27,9 +27,9 @@ from llama_core.records.files import by_dotted_key
 from llama_core.sweep.objective import (
     HELD_OUT,
     Objective,
-    problems_of_loss,
     problems_of_part,
     problems_of_throughput,
+    problems_of_training,
 )
 
 __all__ = ["HELD_OUT", "Element", "GridValue", "Objective", "SweepConfig"]
@@ -85,10 +85,11 @@ class SweepConfig(Section):
     include: list[dict[str, GridValue]] = Field(default_factory=list)
     """Elements to add: values for keys of the grid, and the base's for the others. One given again runs again."""
     objective: Annotated[str, AfterValidator(_objective)] = "throughput"
-    """What ranks the elements: throughput (of timed steps), loss (each trains, and its held-out loss counts), or
-    eval_loss/NAME (the same, but the loss of this source or named part of the held-out documents)."""
+    """What ranks the elements: throughput (of timed steps), loss (each trains, and its held-out loss counts),
+    eval_loss/NAME (the same, but the loss of this source or named part of the held-out documents), or
+    evaluation/TASK/METRIC (each trains, and this score of its last checkpoint counts, as evaluation/arc_easy/acc)."""
     tokens: int | None = Field(None, ge=1)
-    """If a loss ranks the elements, tokens that each element trains on; default: the training.steps of each."""
+    """If a loss or a score ranks the elements, tokens that each trains on; default: the training.steps of each."""
 
     @field_validator("base", mode="before")
     @classmethod
@@ -114,12 +115,12 @@ class SweepConfig(Section):
     def _problems_of_objective(self) -> Iterator[Problem]:
         compared = self._compared()
         ranking = self.ranking
-        if ranking.kind == "throughput":
+        if not ranking.trains:
             if self.tokens is not None:
-                yield Problem("tokens needs objective=loss or another loss: timed steps train nothing")
+                yield Problem("tokens needs objective=loss, another loss or a score: timed steps train nothing")
             yield from problems_of_throughput(compared)
             return
-        yield from problems_of_loss(compared, self.base)
+        yield from problems_of_training(ranking, compared, self.base)
         if ranking.part:
             yield from problems_of_part(ranking.part, self.base.data)
         lengths = [self.base.training.steps, *self.grid.get("training.steps", ())]
@@ -127,7 +128,8 @@ class SweepConfig(Section):
         has_tokens = self.tokens is not None
         if has_steps == has_tokens:
             yield Problem(
-                "objective=loss needs the length of training: set either training.steps of the base, or tokens"
+                f"objective={self.objective} needs the length of training: set either training.steps of the base, or "
+                "tokens"
             )
 
     @property

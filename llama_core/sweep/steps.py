@@ -1,4 +1,4 @@
-"""The steps of a sweep on its directory: prepare, validate, rehearse, submit, follow, cancel.
+"""The steps of a sweep on its directory: prepare, validate, rehearse, submit, follow, evaluate, cancel.
 
 The elements of a sweep are ordinary runs, so these steps apply those of ``llama_core.chain`` to many runs. An element
 that cannot run is recorded with the reason, and the others continue.
@@ -46,11 +46,12 @@ from llama_core.sweep.directory import (
     write_record,
 )
 from llama_core.sweep.divergence import divergence_of
+from llama_core.sweep.evaluations import ElementEvaluations, check_score, unevaluated
 from llama_core.sweep.grid import Element, SweepConfig
 from llama_core.sweep.history import check_folder, history_folder
 from llama_core.sweep.lock import discard_new, lock, unlock
 from llama_core.sweep.naming import ElementNames
-from llama_core.sweep.objective import Kind
+from llama_core.sweep.objective import Objective
 
 SWEEPS = Path("sweeps")
 
@@ -59,8 +60,6 @@ CANCEL_GRACE_SECONDS = 15.0
 LOOK_SECONDS = 1.0
 """Time between two checks of the jobs; Slurm itself is asked less often."""
 
-_PART: dict[Kind, Part] = {"throughput": "benchmark", "loss": "train"}
-"""The part of its work that the run of an element does."""
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
 _FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
 """Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
@@ -79,7 +78,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
     Raises:
         RunDirectoryError: if the directory holds other files, or already holds a sweep and ``resume`` is not set, or
             another process works on it.
-        ConfigError: if no element can run, with the reason for each.
+        ConfigError: if no element can run, with the reason for each, or no evaluation gives the score that ranks them.
     """
     sweep = _directory(config, sweep_dir, resume=resume)
     as_run = RunDirectory(sweep.path)
@@ -96,6 +95,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
 
 
 def _prepare(sweep: SweepDirectory, config: SweepConfig) -> None:
+    check_score(config)
     elements = config.elements()
     mapping = config.model_dump()
     write_record(sweep, SweepRecord(mapping, tuple(ElementRecord(e.name, e.settings) for e in elements)))
@@ -124,7 +124,11 @@ def _directory(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> 
 def _newest_unfinished(config: SweepConfig) -> SweepDirectory | None:
     records = sorted(SWEEPS.glob(f"{config.name}-*/sweep.json"), key=lambda path: path.stat().st_mtime)
     sweeps = (SweepDirectory(path.parent) for path in reversed(records))
-    return next((sweep for sweep in sweeps if _continues(config, sweep) and any(unfinished(sweep))), None)
+    return next((sweep for sweep in sweeps if _continues(config, sweep) and _is_unfinished(sweep)), None)
+
+
+def _is_unfinished(sweep: SweepDirectory) -> bool:
+    return any(unfinished(sweep)) or any(unevaluated(sweep))
 
 
 def _continues(config: SweepConfig, sweep: SweepDirectory) -> bool:
@@ -152,7 +156,7 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
         requested = config.config_of(element)
         if requested.launch.is_elastic:
             raise ConfigError("launch.min_nodes: elements are compared on the nodes that they ask for; leave it out")
-        if config.ranking.kind == "throughput":
+        if not config.ranking.trains:
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())
         steps.estimate(run)
@@ -173,7 +177,7 @@ def validate(sweep: SweepDirectory) -> None:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
     """
     record = read_record(sweep)
-    trains = _PART[record.objective.kind] == "train"
+    trains = record.objective.trains
     if not trains:
         check_folder(history_folder(record.sweep_config.base, sweep.path))
     for runs in _groups(list(unfinished(sweep))):
@@ -229,12 +233,17 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     at_work = {job.run.name for job in jobs}
     # attach has recorded the outcome of jobs that ended while nobody waited.
     waiting = [run for run in unfinished(sweep) if run.name not in at_work and not _is_here(run)]
-    part = _PART[read_record(sweep).objective.kind]
+    part = _part(read_record(sweep).objective)
     for runs in _groups(waiting):
         with_configs = [(run, load_config(run)) for run in runs]
         num_ranks = load_plan(runs[0]).world_size
         jobs += submission.submit_array(sweep.path, with_configs, num_ranks, part, worker=worker, ask=ask)
     return jobs
+
+
+def _part(objective: Objective) -> Part:
+    """Return the part of its work that the run of an element does."""
+    return "train" if objective.trains else "benchmark"
 
 
 def attach(sweep: SweepDirectory, ask: SharedAnswers | None = None) -> list[JobHandle]:
@@ -245,9 +254,10 @@ def attach(sweep: SweepDirectory, ask: SharedAnswers | None = None) -> list[JobH
 
 
 def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow the Slurm jobs to their end, then run the local elements.
+    """Follow the Slurm jobs to their end, then run the local elements, and wait for the evaluations of both.
 
-    An element that fails does not stop the sweep. An interrupt (Ctrl-C) stops all jobs first.
+    An element that fails, or that cannot be evaluated, does not stop the sweep. An interrupt (Ctrl-C) stops all jobs
+    first.
 
     Args:
         sweep: the sweep.
@@ -258,8 +268,7 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
         StoppedError: if the sweep was interrupted, or one of its jobs was cancelled.
     """
     try:
-        _wait(jobs, read_record(sweep).names)
-        _run_here(sweep)
+        _run_and_evaluate(sweep, jobs)
     except KeyboardInterrupt:
         say("stopping", "every job of the sweep")
         cancel(sweep)
@@ -269,12 +278,32 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
     _check_ends(sweep)
 
 
-def _run_here(sweep: SweepDirectory) -> None:
-    """Run the local elements one after the other, with a progress bar for each that trains."""
+def _run_and_evaluate(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
+    """Follow the jobs, run the local elements, and evaluate what all of them leave, and what earlier ones left."""
+    names = read_record(sweep).names
+    evaluations = ElementEvaluations(names)
+    left = list(unevaluated(sweep))
+    try:
+        for run in left:
+            if not _is_here(run):
+                evaluations.add(run)
+        _wait(jobs, names, evaluations)
+        for run in left:
+            if _is_here(run):
+                evaluations.add(run)
+                evaluations.wait()  # one after the other, as they train
+        _run_here(sweep, evaluations)
+        evaluations.wait()
+    finally:
+        evaluations.stop()
+
+
+def _run_here(sweep: SweepDirectory, evaluations: ElementEvaluations) -> None:
+    """Train or time the local elements one after the other, with a progress bar for each that trains."""
     record = read_record(sweep)
     here = [run for run in unfinished(sweep) if _is_here(run)]
     for number, run in enumerate(here, start=1):
-        job = steps.submit(run, only=_PART[record.objective.kind])
+        job = steps.submit(run, only=_part(record.objective))
         if job is None:
             continue
         name = record.names[run.name]
@@ -284,14 +313,20 @@ def _run_here(sweep: SweepDirectory) -> None:
         _say_end(name, run, outcome)
         if outcome.status == "cancelled":
             break
+        if is_finished(run):
+            evaluations.add(run)
+            evaluations.wait()  # before the next one takes the machine
 
 
-def _wait(jobs: Sequence[JobHandle], names: ElementNames) -> None:
+def _wait(jobs: Sequence[JobHandle], names: ElementNames, evaluations: ElementEvaluations) -> None:
     while jobs:
         alive = [job for job in jobs if job.is_running()]
         for job in jobs:
             if job not in alive:
                 _say_end(names[job.run.name], job.run, job.wait())
+                if is_finished(job.run):
+                    evaluations.add(job.run)
+        evaluations.look()
         jobs = alive
         if jobs:
             time.sleep(LOOK_SECONDS)
@@ -330,7 +365,7 @@ def _say_best(sweep: SweepDirectory) -> None:
 
 def cancel(sweep: SweepDirectory) -> int:
     """Cancel every job of the sweep and return their number; elements keep their results and checkpoints."""
-    grace_seconds = CANCEL_GRACE_SECONDS if read_record(sweep).objective.kind == "throughput" else None
+    grace_seconds = None if read_record(sweep).objective.trains else CANCEL_GRACE_SECONDS
     return len(cancel_all(attach(sweep), grace_seconds))
 
 
@@ -350,6 +385,12 @@ def stopped(sweep: SweepDirectory, again: str | None = None) -> StoppedError:
     record = read_record(sweep)
     num_elements = len(record.runnable)
     num_done = num_elements - len(list(unfinished(sweep)))
+    num_left = len(list(unevaluated(sweep)))
+    if num_done == num_elements and num_left:
+        return StoppedError(
+            f"stopped with the last checkpoints of {num_left} of {num_elements} elements not evaluated; continue with: "
+            f"{again}"
+        )
     if num_done == num_elements:
         return StoppedError(f"stopped after all {num_elements} elements were {record.objective.done}")
     return StoppedError(

@@ -80,6 +80,21 @@ class Tasks:
         """The names, in their order."""
         return tuple(self._by_name)
 
+    def directions(self) -> dict[tuple[str, str], bool | None]:
+        """Return whether a higher value is better of each score of the tasks and groups, by its task and metric.
+
+        It is None if the tasks of a group disagree.
+        """
+        found: dict[tuple[str, str], bool | None] = {}
+        for loaded in self._by_name.values():
+            for name, task in loaded["tasks"].items():
+                for metric, higher in task.higher_is_better().items():
+                    filters = [one.name for one in task._filters]
+                    found |= {(name, _metric(metric, how)): higher for how in filters}
+            for name, group in loaded["groups"].items():
+                found |= {(name, metric): higher for metric, higher in _directions_of_group(name, group, found)}
+        return found
+
     def _check(self, name: str, task: Any) -> None:
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"task {name!r} has images or sound, which the model cannot read; choose another")
@@ -123,6 +138,25 @@ class Tasks:
             except Exception as error:  # of a task's templates, filters and metrics, which may raise anything
                 raise DataError(f"task {name!r} does not work: {_in_words(error)}") from None
         return tuple(_scores(results))
+
+
+def _directions_of_group(
+    name: str, group: Any, of_tasks: Mapping[tuple[str, str], bool | None]
+) -> Iterator[tuple[str, bool | None]]:
+    """Yield each metric that a group aggregates, and whether a higher value is better."""
+    members = {task.task_name for task in group.get_all_tasks()}
+    for aggregated in group.aggregate_metric_list or ():
+        filters = aggregated.filter_list
+        for metric in dict.fromkeys(metric for task, metric in of_tasks if task in members):
+            base, _, how = metric.partition(",")
+            if base == aggregated.metric and (filters is None or (how or "none") in filters):
+                own = {of_tasks[task, metric] for task in members if (task, metric) in of_tasks}
+                yield metric, own.pop() if len(own) == 1 else None
+
+
+def _metric(metric: str, how: str) -> str:
+    """Return the name of a metric in a score, with the filter of the answers that it is over unless that is none."""
+    return metric if how == "none" else f"{metric},{how}"
 
 
 def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:
@@ -197,7 +231,7 @@ def _scores(results: Mapping[str, Any]) -> Iterator[TaskScore]:
             error = found.get(f"{metric}_stderr,{how}")
             yield TaskScore(
                 task=name,
-                metric=metric if how == "none" else key,
+                metric=_metric(metric, how),
                 value=float(value),
                 standard_error=float(error) if _is_number(error) else None,
                 higher_is_better=results["higher_is_better"].get(name, {}).get(metric) is not False,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.evaluations import Score
+from llama_core.records.evaluations import SCORE, Score
 from llama_core.training.events import EventFile
 from llama_core.training.metrics import open_wandb
 
@@ -24,7 +24,7 @@ def show_scores(run: RunDirectory, config: RunConfig, scores: Sequence[Score], t
         tell: called with a line if they cannot be shown.
     """
     step, tokens = scores[0].step, scores[0].tokens
-    by_tag = {f"evaluation/{score.task}/{score.metric}": score.value for score in scores}
+    by_tag = {score.tag: score.value for score in scores}
     if config.tracking.tensorboard:
         try:
             events = EventFile(run.tensorboard / PART)
@@ -36,7 +36,7 @@ def show_scores(run: RunDirectory, config: RunConfig, scores: Sequence[Score], t
         try:
             board = open_wandb(run, config, PART)
             # An evaluation that was repeated ends after those of later steps, and W&B's own steps only go up.
-            board.define_metric("evaluation/*", step_metric="tokens")
+            board.define_metric(f"{SCORE}*", step_metric="tokens")
             board.log({"tokens": tokens, "step": step, **by_tag})
             board.finish()
         except EnvironmentMismatchError as error:

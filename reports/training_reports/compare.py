@@ -14,7 +14,7 @@ from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Card, Panel, write_page
 from training_reports.measures import Measure, held_out_names
 from training_reports.run_comparison import RunComparison
-from training_reports.sweep_loss import SMOOTHED_POINTS
+from training_reports.sweep_trained import SMOOTHED_POINTS
 
 HEADLINES = {
     "held-out loss": ("Lowest held-out loss", ""),

@@ -6,11 +6,11 @@ from pathlib import Path
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
 from llama_core.sweep.grid import Objective
 from llama_core.sweep.judgement import read_judgement
-from training_reports import sweep_loss, sweep_throughput
+from training_reports import sweep_throughput, sweep_trained
 from training_reports.contents import MEASURES, RunContents
 from training_reports.layout import Card
 from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
-from training_reports.sweep_rows import Ranking, Row, measured_row
+from training_reports.sweep_rows import NOT_EVALUATED, Ranking, Row, measured_row
 from training_reports.sweep_summary import next_commands, summarise
 from training_reports.sweep_table import PEAKS, PREDICTED, Cell, bytes_cell, number, predicted_cell
 
@@ -24,14 +24,15 @@ def write_report(sweep: SweepDirectory) -> Path:
     record = read_record(sweep)
     names = record.names
     objective = record.objective
+    config = record.sweep_config
+    evaluation = config.base.evaluation
     rows = [
-        measured_row(names[element.name], element, RunContents.read(sweep.run(element.name)), part=objective.part)
+        measured_row(names[element.name], element, RunContents.read(sweep.run(element.name)), objective, evaluation)
         for element in record.elements
     ]
     skipped = [row for row in rows if row.skipped]
     ranking = _ranking(objective, [row for row in rows if not row.skipped])
     judgement = read_judgement(sweep)
-    config = record.sweep_config
     done = objective.done
     page = ElementsPage(
         kind="sweep",
@@ -56,7 +57,12 @@ def write_report(sweep: SweepDirectory) -> Path:
                 [(row.name, row.diverged) for row in ranking.rows if row.diverged],
             ),
             Problems(
-                f"Ended without being {done}", ("Element", "What happened", "Next"), list(_ended(ranking.unranked))
+                "Trained, but not evaluated",
+                ("Element", "What happened"),
+                [(row.name, row.not_evaluated) for row in ranking.rows if row.not_evaluated],
+            ),
+            Problems(
+                f"Ended without being {done}", ("Element", "What happened", "Next"), list(_ended(ranking.missing))
             ),
             Problems("Skipped: cannot run", ("Element", "Reason"), [(row.name, row.skipped) for row in skipped]),
         ],
@@ -69,15 +75,21 @@ def write_report(sweep: SweepDirectory) -> Path:
 
 
 def _ranking(objective: Objective, rows: Sequence[Row]) -> Ranking:
-    if objective.kind == "throughput":
-        return sweep_throughput.rank(rows)
-    return sweep_loss.rank(rows, objective.loss)
+    return sweep_trained.rank(rows, objective) if objective.trains else sweep_throughput.rank(rows)
 
 
 def _status(ranking: Ranking, done: str) -> str:
-    num_diverged = sum(bool(row.diverged) for row in ranking.rows)
-    ranked = f"{len(ranking.ranked) + num_diverged} of {len(ranking.rows)} {done}"
-    return f"{ranked}, {num_diverged} diverged" if num_diverged else ranked
+    has_run = f"{len(ranking.rows) - len(ranking.missing)} of {len(ranking.rows)} {done}"
+    return ", ".join([has_run, *(f"{number} {what}" for what, number in _unsound(ranking).items())])
+
+
+def _unsound(ranking: Ranking) -> dict[str, int]:
+    """Return how many elements have run, but are not ranked, by the reason."""
+    numbers = {
+        "diverged": sum(bool(row.diverged) for row in ranking.rows),
+        NOT_EVALUATED: sum(bool(row.not_evaluated) for row in ranking.rows),
+    }
+    return {what: number for what, number in numbers.items() if number}
 
 
 def _style(unfinished: Sequence[Row]) -> str:
@@ -118,21 +130,20 @@ def _memory_notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"The measurement is the peak of {measure}, less what was held before the model was built."
 
 
-def _ended(unranked: Sequence[Row]) -> Iterator[tuple[str, str, str | None]]:
+def _ended(missing: Sequence[Row]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the name of each element whose job has ended without a result, how it ended, and what to do."""
-    for row in unranked:
+    for row in missing:
         outcome = row.outcome
-        if outcome is not None and not row.diverged:
+        if outcome is not None:
             yield row.name, f"{outcome.status}: {outcome.reason}", outcome.next_action or None
 
 
 def _counts(record: SweepRecord, ranking: Ranking) -> Card:
     done = record.objective.done
-    num_missing = sum(not row.diverged for row in ranking.unranked)
+    num_missing = len(ranking.missing)
     num_skipped = len(record.elements) - len(ranking.rows)
     lines = [f"{num_missing} of them not {done} (yet)." if num_missing else f"All of them {done}."]
-    if num_diverged := sum(bool(row.diverged) for row in ranking.rows):
-        lines.append(f"{num_diverged} of them diverged.")
+    lines += [f"{number} of them {what}." for what, number in _unsound(ranking).items()]
     if num_skipped:
         lines.append(f"{num_skipped} more {'was' if num_skipped == 1 else 'were'} skipped.")
     return Card("Elements", str(len(ranking.rows)), "can run", lines)

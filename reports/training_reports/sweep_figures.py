@@ -168,36 +168,39 @@ class Point:
 
     name: str
     x: int | float | str
-    loss: float
+    value: float
+    """Its held-out loss, or its score."""
     spread: float | None
     """How far chance moves its distance to the best element; None for the best itself, or if it is unknown."""
 
 
-def loss_by_value(
+def quality_by_value(
     lines: Mapping[str, Sequence[Point]],
     *,
+    y_title: str,
+    higher_is_better: bool,
     values: Sequence[int | float | str],
     x_title: str,
-    unit: str,
     is_log: bool,
     diverged: Sequence[tuple[str, int | float | str]] = (),
 ) -> go.Figure:
-    """Return the held-out loss of the elements by one of their settings.
+    """Return the held-out loss or the score of the elements by one of their settings.
 
     Args:
         lines: the elements of each line in the order of their values, by their other settings; the best line first.
+        y_title: what the points are.
+        higher_is_better: whether the best point is the highest.
         values: all values of the setting, in order.
         x_title: the setting.
-        unit: of the losses.
         is_log: whether the x axis is logarithmic.
-        diverged: name and value of the elements that diverged: crosses at the top.
+        diverged: name and value of the elements that diverged: crosses where the worst ones are.
     """
-    figure = styled_figure(f"held-out loss ({unit})")
+    figure = styled_figure(html.escape(y_title))
     for number, (name, points) in enumerate(lines.items()):
         color = CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY
         figure.add_scatter(
             x=[point.x for point in points],
-            y=[point.loss for point in points],
+            y=[point.value for point in points],
             error_y={"type": "data", "array": [point.spread or 0.0 for point in points], "thickness": 1.5, "width": 4},
             name=html.escape(name),
             mode="lines+markers",
@@ -208,13 +211,14 @@ def loss_by_value(
             hovertemplate="<b>%{hovertext}</b><br>%{y:.4f}<extra></extra>",
         )
     drawn = [point for points in lines.values() for point in points]
-    lowest = min(point.loss for point in drawn)
-    highest = max(point.loss + (point.spread or 0.0) for point in drawn)
-    margin = 0.12 * (highest - lowest) or 0.5
+    sign = -1 if higher_is_better else 1  # the best point has the lowest value after it
+    best = min(sign * point.value for point in drawn)
+    worst = max(sign * point.value + (point.spread or 0.0) for point in drawn)
+    margin = 0.12 * (worst - best) or 0.5
     if diverged:
         figure.add_scatter(
             x=[value for _, value in diverged],
-            y=[highest + margin] * len(diverged),
+            y=[sign * (worst + margin)] * len(diverged),
             name="diverged",
             mode="markers",
             marker={"color": RED, "symbol": "x", "size": 10},
@@ -222,10 +226,10 @@ def loss_by_value(
             hovertext=[html.escape(name) for name, _ in diverged],
             hovertemplate="<b>%{hovertext}</b><br>diverged<extra></extra>",
         )
-        highest += margin
-    figure.add_hline(lowest, line={"color": GREY, "width": 1, "dash": "dot"})
+        worst += margin
+    figure.add_hline(sign * best, line={"color": GREY, "width": 1, "dash": "dot"})
     figure.update_layout(hovermode="closest")
-    figure.update_yaxes(range=[lowest - margin, highest + margin])
+    figure.update_yaxes(range=sorted([sign * (best - margin), sign * (worst + margin)]))
     _set_values(figure, values, x_title, is_log=is_log)
     return figure
 

@@ -6,18 +6,26 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.directory import RunDirectory
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.sweep.directory import ElementRecord
 from llama_core.sweep.divergence import divergence
 from llama_core.sweep.grid import GridValue
+from llama_core.sweep.objective import Objective
+from llama_core.sweep.quality import NOT_ENDED, Quality, quality_of, why_not_evaluated
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
 from training_reports.sweep_table import Cell, Order
+
+NOT_EVALUATED = "not evaluated"
+HAVE_ENDED = frozenset({"finished", "diverged", NOT_EVALUATED})
+"""The states of elements that have taken all their steps."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,16 @@ class Row:
     settings: Mapping[str, GridValue]
     """Its value for each key of the grid."""
     status: str
-    """How its job ended, ``diverged`` if its loss ended far above the start, or its state so far; of a prediction,
-    whether it fits."""
+    """How its job ended, ``diverged`` if its loss ended far above the start, ``not evaluated`` without the score that
+    ranks it, or its state so far; of a prediction, whether it fits."""
     style: str
     """The CSS class of the status."""
     skipped: str = ""
     """Why it cannot run; empty if it can."""
     diverged: str = ""
     """How its training diverged, in words; empty if it did not."""
+    not_evaluated: str = ""
+    """Why it has no score, though it has trained and a score ranks the elements; empty otherwise."""
     folder: str = ""
     """The name of its run directory."""
     num_parameters: int | None = None
@@ -58,6 +68,8 @@ class Row:
     outcome: Outcome | None = None
     benchmark: BenchmarkRecord | None = None
     training: TrainingSummary | None = None
+    quality: Quality | None = None
+    """How good its model is by what ranks the elements; None if it has not trained, or was not evaluated."""
     steps: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False)
     """One row for each step of its run."""
     loss_unit: str = NEXT_TOKEN.unit_in_words
@@ -71,37 +83,48 @@ class Row:
     @property
     def measured_seconds(self) -> float | None:
         """The median time of a timed step, or else of a training step, if it finished."""
-        if self.status not in {"finished", "diverged"}:
+        if self.status not in HAVE_ENDED:
             return None
         if self.benchmark is not None:
             return self.benchmark.median_seconds
         return None if self.steps.empty else float(self.steps["step_seconds"].median())
 
 
-def measured_row(name: str, element: ElementRecord, contents: RunContents, *, part: str = "") -> Row:
+def measured_row(
+    name: str, element: ElementRecord, contents: RunContents, objective: Objective, evaluation: EvaluationConfig
+) -> Row:
     """Return the row of an element that runs, or is skipped because it cannot.
 
     Args:
         name: its name on the page.
         element: what the sweep recorded of it.
         contents: what its run has recorded so far.
-        part: the name of the held-out tokens whose loss is that of the row; empty for all of them.
+        objective: what ranks the elements.
+        evaluation: what the checkpoints of all elements are evaluated on.
     """
     diverged = _divergence(contents)
     status = "diverged" if diverged else _status(element, contents)
+    quality = None
+    not_evaluated = ""
+    if objective.trains and contents.training is not None and status in HAVE_ENDED:
+        quality = quality_of(objective, evaluation, contents.training, contents.scores)
+        if objective.kind == "score" and status == "finished" and quality is None:
+            status = NOT_EVALUATED
+            not_evaluated = why_not_evaluated(RunDirectory(contents.path))
     benchmark = contents.benchmark
     peaks: dict[str, int | None] = {
         how: profile["peak_bytes"] if profile else None for how, _, profile in contents.predictions
     }
     measured = benchmark or contents.training
-    peaks["measured"] = measured.memory_added_bytes if measured and status in {"finished", "diverged"} else None
+    peaks["measured"] = measured.memory_added_bytes if measured and status in HAVE_ENDED else None
     return Row(
         name,
         element.settings,
         status,
-        "idle" if element.skipped or contents.outcome is None else STATUS_STYLE.get(status, "bad"),
+        _style(element, contents, status, not_evaluated),
         skipped=element.skipped,
         diverged=diverged,
+        not_evaluated=not_evaluated,
         folder=element.name,
         num_parameters=_num_parameters(contents) if any(map(_is_of_model, element.settings)) else None,
         plan=contents.parallel_plan,
@@ -113,8 +136,9 @@ def measured_row(name: str, element: ElementRecord, contents: RunContents, *, pa
         usable_bytes=(contents.estimate or {}).get("usable_bytes"),
         outcome=contents.outcome,
         benchmark=benchmark,
-        training=contents.training and contents.training.of_part(part),
-        steps=contents.steps_of_part(part),
+        training=contents.training,
+        quality=quality,
+        steps=contents.steps_of_part(objective.part),
         loss_unit=contents.loss_unit,
     )
 
@@ -125,6 +149,12 @@ def _status(element: ElementRecord, contents: RunContents) -> str:
     if contents.outcome is not None:
         return contents.outcome.status
     return "waiting" if contents.job is None else "submitted"
+
+
+def _style(element: ElementRecord, contents: RunContents, status: str, not_evaluated: str) -> str:
+    if element.skipped or contents.outcome is None or not_evaluated == NOT_ENDED:
+        return "idle"
+    return "warn" if not_evaluated else STATUS_STYLE.get(status, "bad")
 
 
 def _divergence(contents: RunContents) -> str:
@@ -179,6 +209,11 @@ class Ranking:
     def unranked(self) -> list[Row]:
         """The elements without a result, of those that can run."""
         return [row for row in self.rows if row.name not in self.results]
+
+    @property
+    def missing(self) -> list[Row]:
+        """Those of them that neither diverged nor lack only a score: they failed, or have not run to their end."""
+        return [row for row in self.unranked if not (row.diverged or row.not_evaluated)]
 
 
 def ordered(rows: Iterable[Row], best_first: Iterable[str]) -> list[Row]:

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama_core.records.directory import command_to_resume
-from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.records.evaluations import LOSS
+from llama_core.records.measurements import BenchmarkRecord
 from llama_core.redaction import shell_word
-from llama_core.sweep.best import CHANCE
+from llama_core.sweep.best import chance
 from llama_core.sweep.directory import SweepDirectory, SweepRecord
 from llama_core.sweep.edges import edges
 from llama_core.sweep.grid import Objective
 from llama_core.sweep.judgement import ComparedElement, Judgement
 from llama_core.sweep.naming import SettingWords, differing_keys
+from llama_core.sweep.quality import Quality
 from llama_core.units import format_count
 from training_reports.sweep_history import shown_time
 from training_reports.sweep_rows import Ranking, Row
@@ -34,6 +36,7 @@ def summarise(
         "Compared": _compared(record),
         "Best": _best(objective, ranking),
         "Diverged": _diverged(ranking),
+        "Not evaluated": _not_evaluated(ranking),
         "Did not run": _left_out(ranking, skipped),
         "Since last time": _since(judgement) if judgement else (),
         "Next": [
@@ -53,7 +56,7 @@ def next_commands(sweep: SweepDirectory, objective: Objective, ranking: Ranking)
         return
     best = ranking.ranked[0]
     run = sweep.run(best.folder)
-    if objective.kind == "throughput":
+    if not objective.trains:
         yield "Train with the fastest settings", f"training-infra train --config {shell_word(run.config)}"
     elif best.training is not None:
         twice = 2 * best.training.steps
@@ -81,9 +84,9 @@ def _best(objective: Objective, ranking: Ranking) -> Iterator[str]:
     ranked = ranking.ranked
     if not ranked:
         without = " without diverging" if ranking.diverged else ""
-        yield f"No element has been {objective.done}{without} yet."
+        yield f"No element has been {objective.ranked}{without} yet."
         return
-    yield from _lowest_loss(ranked, objective.loss) if objective.kind == "loss" else _fastest(_timed(ranked))
+    yield from _best_trained(ranked, objective) if objective.trains else _fastest(_timed(ranked))
 
 
 def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
@@ -100,24 +103,28 @@ def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
             yield f"The slowest ({apart[-1]}) reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
 
 
-def _lowest_loss(ranked: Sequence[Row], loss: str) -> Iterator[str]:
-    trained = {row.name: row.training for row in ranked if row.training is not None}
-    best, *others = trained
-    summary = trained[best]
-    yield f"{best}: {loss} {summary.eval_loss:.4f}."
+def _best_trained(ranked: Sequence[Row], objective: Objective) -> Iterator[str]:
+    qualities = _qualities(ranked)
+    best, *others = qualities
+    quality = qualities[best]
+    yield f"{best}: {objective.name} {quality.value:.4f}."
     if others:
-        ahead = trained[others[0]].eval_above(summary)
-        yield f"The next ({others[0]}) is {ahead} above{CHANCE[ahead.is_told_apart]}."
-    if more := [name for name in _close(trained) if name != others[0]]:
+        behind = qualities[others[0]].behind(quality)
+        yield f"The next ({others[0]}) is {behind} {objective.behind}{chance(behind.is_told_apart, objective)}."
+    if more := [name for name in _close(qualities) if name != others[0]]:
         yield f"{len(more)} more {'is' if len(more) == 1 else 'are'} within the spread."
     yield from _not_a_setting(ranked)
     yield _caveat(ranked)
 
 
-def _close(trained: Mapping[str, TrainingSummary]) -> list[str]:
+def _qualities(ranked: Sequence[Row]) -> dict[str, Quality]:
+    return {row.name: row.quality for row in ranked if row.quality is not None}
+
+
+def _close(qualities: Mapping[str, Quality]) -> list[str]:
     """Return the elements that chance alone may have put behind the first."""
-    best, *others = trained
-    return [name for name in others if trained[name].eval_above(trained[best]).is_told_apart is False]
+    best, *others = qualities
+    return [name for name in others if qualities[name].behind(qualities[best]).is_told_apart is False]
 
 
 def _not_a_setting(ranked: Sequence[Row]) -> Iterator[str]:
@@ -138,9 +145,9 @@ def _not_a_setting(ranked: Sequence[Row]) -> Iterator[str]:
             behind |= with_less
     if reasons:
         other = next(row for row in ranked if row.name in behind)
-        loss = f" ({other.training.eval_loss:.4f})" if other.training else ""
+        value = f" ({other.quality.value:.4f})" if other.quality else ""
         yield f"The best {' and '.join(reasons)}, which need not be a better setting."
-        yield f"Of those with less, the best is {other.name}{loss}."
+        yield f"Of those with less, the best is {other.name}{value}."
 
 
 def _caveat(ranked: Sequence[Row]) -> str:
@@ -157,16 +164,20 @@ def _diverged(ranking: Ranking) -> Iterator[str]:
         yield f"{len(diverged)} of {len(ranking.rows)}: {_listed(diverged)}."
 
 
+def _not_evaluated(ranking: Ranking) -> Iterator[str]:
+    rows = [row for row in ranking.rows if row.not_evaluated]
+    if rows:
+        named = "; ".join(f"{row.name} ({row.not_evaluated.rstrip('.')})" for row in rows[:MOST_NAMED])
+        more = f"; and {len(rows) - MOST_NAMED} more, listed below" if len(rows) > MOST_NAMED else ""
+        yield f"{len(rows)} of {len(ranking.rows)} trained without getting a score: {named}{more}."
+
+
 def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
     return {row.name: row.benchmark for row in ranked if row.benchmark is not None}
 
 
 def _left_out(ranking: Ranking, skipped: Sequence[Row]) -> Iterator[str]:
-    failed = [
-        (row.name, f"{row.outcome.status}, {row.outcome.reason}")
-        for row in ranking.unranked
-        if row.outcome and not row.diverged
-    ]
+    failed = [(row.name, f"{row.outcome.status}, {row.outcome.reason}") for row in ranking.missing if row.outcome]
     for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
         if reasons:
             named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MOST_NAMED])
@@ -206,8 +217,8 @@ def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
 def _next(objective: Objective, ranked: Sequence[Row], judgement: Judgement | None) -> Iterator[str]:
     if judgement:
         yield from _look_for(judgement)
-    if objective.kind == "loss":
-        yield from _more_rows(ranked)
+    if objective.trains:
+        yield from _more_to_ask(objective, ranked)
         return
     timed = _timed(ranked)
     if timed and not_told_apart(timed):
@@ -217,16 +228,20 @@ def _next(objective: Objective, ranked: Sequence[Row], judgement: Judgement | No
         yield from _room(ranked[0])
 
 
-def _more_rows(ranked: Sequence[Row]) -> Iterator[str]:
-    trained = {row.name: row.training for row in ranked if row.training is not None}
-    if trained and _close(trained):
-        rows = trained[next(iter(trained))].eval_rows
-        number = f", here {len(rows.counts)}" if rows else ""
-        seeds = "" if any("training.seed" in row.settings for row in ranked) else _SEEDS
-        yield f"To tell the first ones apart, evaluate on more rows (training.eval_sequences{number}){seeds}."
+def _more_to_ask(objective: Objective, ranked: Sequence[Row]) -> Iterator[str]:
+    qualities = _qualities(ranked)
+    if not qualities or not _close(qualities):
+        return
+    rows = next(iter(qualities.values())).rows
+    number = f", here {len(rows.counts)}" if rows else ""
+    more = f"rows (training.eval_sequences{number})"
+    if objective.kind == "score":
+        more = "sequences (evaluation.sequences)" if objective.metric == LOSS else "questions, or on more tasks"
+    seeds = "" if any("training.seed" in row.settings for row in ranked) else _SEEDS
+    yield f"To tell the first ones apart, evaluate on more {more}{seeds}."
 
 
-_SEEDS = ", and add training.seed: [0, 1, 2] to the grid, which shows how far chance alone moves the loss"
+_SEEDS = ", and add training.seed: [0, 1, 2] to the grid, which shows how far chance alone moves the result"
 
 
 def _look_for(judgement: Judgement) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -11,6 +12,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
+from prefect.exceptions import ParameterTypeError
 
 from flows.train import train
 from llama_core.chain.stopping import stopped
@@ -221,3 +224,20 @@ def test_the_parameters_of_the_flow_make_a_form():
     form = json.dumps(train.parameters.model_dump())
     for text in ("sequences per optimizer step", "Peak learning rate", "continue the run in ``run_dir``"):
         assert text in form
+    assert "Most questions of each task" in form
+
+
+def test_a_deployment_run_is_given_its_evaluation_in_the_configuration_as_the_docs_say():
+    (written,) = re.findall(r"-p config='(\{[^']*\"evaluation\"[^']*\})'", (ROOT / "docs" / "prefect.md").read_text())
+    given = json.loads(written)
+    (deployed,) = [
+        one["parameters"]["config"]
+        for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+        if one["name"] == "llama3_8b"
+    ]
+    assert given == deployed | {"evaluation": given["evaluation"]}
+    config = train.validate_parameters({"config": given})["config"]
+    assert (config.evaluation.tasks, config.evaluation.limit) == (("hellaswag", "arc_easy"), 500)
+    assert config.evaluation.every_tokens == 10**10
+    with pytest.raises(ParameterTypeError, match=r"config\.evaluation\.task: Extra inputs"):
+        train.validate_parameters({"config": deployed | {"evaluation": {"task": ["hellaswag"]}}})

@@ -5,6 +5,9 @@ from dataclasses import replace
 from synthetic_run import BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_record, write_run
 
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import checkpoint_name
+from llama_core.records.evaluation_jobs import write_ending
+from llama_core.records.evaluations import Score, write_scores
 from llama_core.records.files import read_json, write_json
 from llama_core.records.held_out import HeldOutRows
 from llama_core.records.job import JobRecord
@@ -124,9 +127,18 @@ def write_planned_sweep(path, grid):
 
 
 def write_loss_sweep(
-    path, losses=(2.6, 2.4, 2.9), *, batch_sizes=(8,), models=(), noise=0.01, last_loss=None, objective="loss"
+    path,
+    losses=(2.6, 2.4, 2.9),
+    *,
+    batch_sizes=(8,),
+    models=(),
+    noise=0.01,
+    last_loss=None,
+    objective="loss",
+    scores=(),
+    higher_is_better=True,
 ):
-    """Write a sweep ranked by held-out loss: elements with these losses, and one whose loss was not finite.
+    """Write a sweep whose elements train: elements with these held-out losses, and one whose loss was not finite.
 
     Args:
         path: its directory.
@@ -136,6 +148,9 @@ def write_loss_sweep(
         noise: how much the loss of a row differs between elements, beyond the difference of their means.
         last_loss: the training loss that the last of these elements ends with.
         objective: what ranks them; the held-out loss of ``code`` falls where that of all, and of ``wiki``, rises.
+        scores: what their last checkpoints score on the task arc in the metric acc, if they are evaluated; None of one
+            whose evaluation failed.
+        higher_is_better: whether a higher score is better.
     """
     num_rates = -(-len(losses) // max(1, len(models))) + 1
     grid = {
@@ -145,6 +160,8 @@ def write_loss_sweep(
     }
     data = {"validation": {"code": "code.jsonl", "wiki": "wiki.jsonl"}}
     base = {"training": {"steps": 40}, "launch": {"device": "cpu"}, "data": data}
+    if scores:
+        base["evaluation"] = {"tasks": ["arc"], "limit": 100}
     config = SweepConfig.from_mapping({"name": path.name, "base": base, "grid": grid, "objective": objective})
     sweep, elements = SweepDirectory(path), config.elements()
     write_record(
@@ -175,12 +192,26 @@ def write_loss_sweep(
             named_eval_rows={name: HeldOutRows.of([16 * mean] * 2, [16] * 2) for name, mean in named.items()},
         )
         write_json(run.training, summary)
+    for element, score in zip(elements, scores, strict=False):
+        _write_scores(sweep.run(element.name), score, higher_is_better=higher_is_better)
     diverged = [step_record(step, loss=9.0 * step, tokens=800 * step) for step in range(1, 24)]
     outcome = replace(FAILED, status="non-finite", reason="the loss is not finite", attempts=())
     run = write_run(sweep.run(elements[-1].name).path, outcome=outcome, records=diverged)
     run.training.unlink()
     run.benchmark.unlink()
     return sweep
+
+
+def _write_scores(run, value, *, higher_is_better):
+    """Write the scores of the checkpoints of steps 20 and 40, and those of step 40 asked in another way."""
+    for step, settings, amount in ((20, "first 100", 0.9), (40, "first 100", value), (40, "", 0.01)):
+        if amount is not None:
+            score = Score(step, 800 * step, "arc", "acc", amount, None, higher_is_better, 100, "1", settings, "")
+            write_scores(run, [replace(score, standard_error=0.03 if amount > 0.5 else 0.04)])
+    checkpoint = run.checkpoints / checkpoint_name(40)
+    checkpoint.mkdir(parents=True)
+    write_json(checkpoint / "state.json", {"step": 40, "tokens": 32_000})
+    write_ending(run, checkpoint, "" if value is not None else "the disk is full")
 
 
 def write_history(sweep):

@@ -31,10 +31,10 @@ from training_reports.sweep_figures import (
     throughput_against_memory,
     throughput_by_element,
 )
-from training_reports.sweep_loss import rank
 from training_reports.sweep_pareto import are_alike, pareto_front
 from training_reports.sweep_rows import measured_row
 from training_reports.sweep_scaling import Sized, scaling_lines
+from training_reports.sweep_trained import rank
 
 
 def text_of(page, heading):
@@ -213,6 +213,35 @@ def test_elements_are_ranked_by_the_held_out_loss_of_one_name(tmp_path):
     assert dict(best_lines(sweep))["best"].startswith("learning rate 0.01: held-out loss of code 2.1000, 0.3000")
 
 
+def test_elements_are_ranked_by_the_score_of_their_last_checkpoint(tmp_path):
+    sweep = write_loss_sweep(tmp_path / "scores", objective="evaluation/arc/acc", scores=(0.40, 0.55, None))
+    page = write_report(sweep).read_text()
+    table = text_of(page, "Every element, best arc/acc first")
+    assert re.findall(r"learning rate (\S+)", table) == ["0.001", "0.0001", "0.01", "0.1"]
+    assert "learning rate 0.0001 finished 0.4000 0.1500 ± 0.1000 2.6750" in table
+    assert "learning rate 0.01 not evaluated" in table
+    assert "3 of 4 trained, 1 not evaluated" in page
+    assert "learning rate 0.01 the disk is full" in text_of(page, "Trained, but not evaluated")
+    assert "non-finite: the loss is not finite" in text_of(page, "Ended without being trained")
+    assert "learning rate 0.001 0.1500 ± 0.1000 ahead of the next." in text_of(page, "Best arc/acc")
+    assert "The next (learning rate 0.0001) is 0.1500 ± 0.1000 behind." in text_of(page, "In short")
+    assert dict(best_lines(sweep))["best"] == (
+        "learning rate 0.001: arc/acc 0.5500, 0.1500 ± 0.1000 ahead of the next (learning rate 0.0001); "
+        "3 elements trained, 1 of them not evaluated"
+    )
+    figure = panels(sweep)["arc/acc by learning rate"].figure
+    assert figure.layout.yaxis.range[1] > 0.55 > 0.40 - 0.10 > figure.layout.yaxis.range[0]
+
+
+def test_a_score_of_which_less_is_better_is_ranked_by_less(tmp_path):
+    sweep = write_loss_sweep(
+        tmp_path / "scores", objective="evaluation/arc/acc", scores=(0.40, 0.55, None), higher_is_better=False
+    )
+    table = text_of(write_report(sweep).read_text(), "Every element, best arc/acc first")
+    assert re.findall(r"learning rate (\S+)", table)[:2] == ["0.0001", "0.001"]
+    assert dict(best_lines(sweep))["best"].startswith("learning rate 0.0001: arc/acc 0.4000, 0.1500")
+
+
 def test_a_lead_that_chance_explains_is_not_called_best_without_saying_so(tmp_path):
     page = write_report(write_loss_sweep(tmp_path / "noisy", (2.42, 2.4, 2.9), noise=0.05)).read_text()
     assert "below the next, within the spread" in text_of(page, "Lowest held-out loss")
@@ -330,11 +359,14 @@ def test_the_history_is_a_table_with_verdicts_and_a_list_of_changes(tmp_path):
 
 
 def panels(sweep):
-    """Return the panels of a sweep ranked by loss, by title."""
+    """Return the panels of a sweep whose elements train, by title."""
     record = read_record(sweep)
+    asked = (record.objective, record.sweep_config.base.evaluation)
     contents = [RunContents.read(sweep.run(one.name)) for one in record.elements]
-    rows = [measured_row(record.names[one.name], one, of) for one, of in zip(record.elements, contents, strict=True)]
-    return {panel.title: panel for panel in rank(rows, "held-out loss").panels}
+    rows = [
+        measured_row(record.names[one.name], one, of, *asked) for one, of in zip(record.elements, contents, strict=True)
+    ]
+    return {panel.title: panel for panel in rank(rows, record.objective).panels}
 
 
 @pytest.mark.parametrize("last_loss", [None, 500.0])

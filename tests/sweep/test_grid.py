@@ -180,6 +180,10 @@ def test_a_wrong_sweep_is_refused_with_the_reason(mapping, complaint):
 
 
 DOMAINS = {name: {"path": f"{name}.jsonl", "weight": 1} for name in ("wiki", "code")}
+SCORED = {
+    "objective": "evaluation/law/loss",
+    "base": {"training": {"steps": 5, "batch_size": 4}, "evaluation": {"data": {"law": "law.jsonl"}}},
+}
 LENGTH = {"objective": "loss", "base": {"training": {"steps": 5, "batch_size": 4}}}
 
 
@@ -214,6 +218,23 @@ LENGTH = {"objective": "loss", "base": {"training": {"steps": 5, "batch_size": 4
                 "base": {**LENGTH["base"], "data": {"validation": {"wiki": "a", "code": "b"}}},
             },
             "objective=eval_loss/math: choose one of eval_loss/code, eval_loss/wiki",
+        ),
+        (SCORED | {"objective": "evaluation/acc"}, "choose one of throughput, loss, eval_loss/NAME, evaluation/TASK/M"),
+        (LENGTH | {"objective": "evaluation/arc/acc"}, "set evaluation.tasks or evaluation.data of the base"),
+        (
+            SCORED | {"objective": "evaluation/laws/loss"},
+            "objective=evaluation/laws/loss: choose one of evaluation/law/loss; did you mean 'law'?",
+        ),
+        (
+            SCORED | {"objective": "evaluation/law/acc"},
+            "objective=evaluation/law/acc: choose one of evaluation/law/loss",
+        ),
+        (SCORED, "parallel.tp cannot change the law/loss, which ranks the elements"),
+        (SCORED | {"grid": {"evaluation.limit": [1, 2]}}, "evaluation.limit cannot change the law/loss"),
+        (SCORED | {"grid": {"data.tokenizer": ["a", "b"]}}, "losses on data cannot be compared"),
+        (
+            {"objective": "evaluation/law/loss", "base": {"evaluation": SCORED["base"]["evaluation"]}},
+            "objective=evaluation/law/loss needs the length of training",
         ),
     ],
 )

@@ -130,6 +130,8 @@ def test_scores_of_every_kind_of_task_are_those_of_hflm(tasks, ours, theirs, lim
     assert accuracy.standard_error == expected["toy_choice", "acc"].standard_error
     assert (accuracy.version, accuracy.higher_is_better) == ("2.0", True)
     assert not found["toy_rolling", "word_perplexity"].higher_is_better
+    directions = Tasks(list(TASKS), folder=tasks).directions()
+    assert directions == {name: score.higher_is_better for name, score in found.items()}
 
 
 def test_chat_with_solved_examples_and_a_system_prompt_has_the_scores_of_hflm(tasks, folder, theirs):
@@ -187,7 +189,9 @@ def test_a_group_has_the_scores_of_its_tasks_and_their_mean(ours, tmp_path):
     aggregate = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
     group = {"group": "both", "task": ["one", "two"], "aggregate_metric_list": aggregate, "metadata": {"version": 3}}
     (folder / "both.yaml").write_text(yaml.safe_dump(group))
-    found = {(one.task, one.metric): one for one in Tasks(["both"], folder=folder).run("both", ours, limit=5)}
+    both = Tasks(["both"], folder=folder)
+    found = {(one.task, one.metric): one for one in both.run("both", ours, limit=5)}
+    assert both.directions() == {name: one.higher_is_better for name, one in found.items()}
     assert {task for task, _ in found} == {"both", "one", "two"}
     whole = found["both", "acc"]
     assert whole.value == pytest.approx((found["one", "acc"].value + found["two", "acc"].value) / 2)

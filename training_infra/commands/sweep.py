@@ -96,7 +96,8 @@ SWEEP = Command(
         Argument(
             "--objective",
             metavar="loss",
-            help="rank by throughput of timed steps (default), or by held-out loss after training",
+            help="rank by throughput of timed steps (default), or after training by held-out loss, eval_loss/NAME or "
+            "a score: evaluation/TASK/METRIC",
         ),
         Argument(
             "--sweep-dir", type=Path, metavar="sweeps/mine", help="the sweep's directory; default: sweeps/<name>-<date>"

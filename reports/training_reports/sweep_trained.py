@@ -1,4 +1,4 @@
-"""The elements of a sweep ranked by their held-out loss."""
+"""The elements of a sweep ranked by how good their models are: by a held-out loss, or by a score."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -6,7 +6,9 @@ import pandas as pd
 
 from llama_core.records.held_out import TOLD_APART
 from llama_core.records.measurements import TrainingSummary
-from llama_core.sweep.best import CHANCE, by_held_out_loss
+from llama_core.sweep.best import chance
+from llama_core.sweep.objective import Objective
+from llama_core.sweep.quality import Quality, best_first
 from llama_core.units import format_count
 from training_reports import sweep_figures
 from training_reports.figures import LEGEND_LINE_PX
@@ -23,48 +25,54 @@ MOST_POINTS = 500
 """Most points of a line."""
 
 
-def rank(rows: Sequence[Row], loss: str) -> Ranking:
-    """Return the elements by a held-out loss after their last step, the lowest first, and those that diverged.
+def rank(rows: Sequence[Row], objective: Objective) -> Ranking:
+    """Return the elements by their quality after the last step, the best first, and those that diverged.
 
     Args:
         rows: all elements that can run.
-        loss: the name of the loss.
+        objective: what ranks them, not their throughput.
     """
-    trained = {
-        row.name: row.training
-        for row in rows
-        if row.status in {"finished", "diverged"} and row.training and row.training.eval_loss is not None
-    }
+    qualities = {row.name: row.quality for row in rows if row.quality is not None}
+    trained = {row.name: row.training for row in rows if row.training is not None}
     unsound = {row.name for row in rows if row.style == "bad"}
-    order = by_held_out_loss(trained)
+    order = best_first(qualities)
     sound = [name for name in order if name not in unsound]
     diverged = [name for name in order if name in unsound]
     ranked = ordered(rows, [*sound, *diverged])
     steps = {row.name: row.steps for row in ranked if not row.steps.empty}
-    best = trained[sound[0]] if sound else None
+    best = qualities[sound[0]] if sound else None
     by = _x_axis(steps)
-    unit = " or ".join(dict.fromkeys(row.loss_unit for row in rows))
+    loss_unit = " or ".join(dict.fromkeys(row.loss_unit for row in rows))
+    unit = "" if objective.kind == "score" else loss_unit
+    held_out = "Held-out loss" if objective.kind == "score" else objective.title
     return Ranking(
-        title=f"Every element, lowest {loss} first",
-        order="ascending",
-        columns=(_title(loss), "Above the best", "Training loss", "Steps", "Tokens", "Tokens/s"),
+        title=f"Every element, {objective.superlative} {objective.name} first",
+        order="descending" if best is not None and best.higher_is_better else "ascending",
+        columns=(
+            objective.title,
+            f"{objective.behind.capitalize()} the best",
+            "Training loss",
+            "Steps",
+            "Tokens",
+            "Tokens/s",
+        ),
         rows=ranked,
-        results={name: _cells(trained[name], best, steps.get(name)) for name in sound},
-        diverged={name: _cells(trained[name], None, steps.get(name)) for name in diverged},
-        cards=_best({name: trained[name] for name in sound}, loss, unit),
+        results={name: _cells(qualities[name], trained[name], best, steps.get(name)) for name in sound},
+        diverged={name: _cells(qualities[name], trained[name], None, steps.get(name)) for name in diverged},
+        cards=_best({name: qualities[name] for name in sound}, objective, unit),
         panels=[
-            *settings_panels(rows, sound, _title(loss), unit),
-            *_held_out(steps, by, _title(loss), unit, unsound),
-            _training(steps, by, unit, unsound),
+            *settings_panels(rows, sound, objective, unit),
+            *_held_out(steps, by, held_out, loss_unit, unsound),
+            _training(steps, by, loss_unit, unsound),
         ],
     )
 
 
-def _cells(summary: TrainingSummary, best: TrainingSummary | None, steps: pd.DataFrame | None) -> list[Cell]:
+def _cells(quality: Quality, summary: TrainingSummary, best: Quality | None, steps: pd.DataFrame | None) -> list[Cell]:
     rate = None if steps is None else float(steps["tokens_per_second"].median())
     return [
-        number(summary.eval_loss, "{:.4f}"),
-        _above(summary, best),
+        number(quality.value, "{:.4f}"),
+        _behind(quality, best),
         number(summary.train_loss, "{:.4f}"),
         number(summary.steps, "{:,}"),
         Cell(format_count(summary.tokens), summary.tokens),
@@ -72,39 +80,33 @@ def _cells(summary: TrainingSummary, best: TrainingSummary | None, steps: pd.Dat
     ]
 
 
-def _above(summary: TrainingSummary, best: TrainingSummary | None) -> Cell:
+def _behind(quality: Quality, best: Quality | None) -> Cell:
     if best is None:
         return UNKNOWN
-    if summary is best:
+    if quality is best:
         return number(0.0, "{:.4f}")
-    above = summary.eval_above(best)
-    return Cell(str(above), above.amount)
+    behind = quality.behind(best)
+    return Cell(str(behind), behind.amount)
 
 
-def _title(loss: str) -> str:
-    return f"{loss[0].upper()}{loss[1:]}"
-
-
-def _best(trained: Mapping[str, TrainingSummary], loss: str, unit: str) -> list[Card]:
-    title = f"Lowest {loss}"
-    if not trained:
-        return [Card(title, None, "", ["No element has been trained yet."])]
-    best, *others = trained
-    summary = trained[best]
+def _best(qualities: Mapping[str, Quality], objective: Objective, unit: str) -> list[Card]:
+    title = f"{objective.superlative.capitalize()} {objective.name}"
+    if not qualities:
+        return [Card(title, None, "", [f"No element has been {objective.ranked} yet."])]
+    best, *others = qualities
+    quality = qualities[best]
     lines = [best]
     if others:
-        ahead = trained[others[0]].eval_above(summary)
-        lines.append(f"{ahead} below the next{CHANCE[ahead.is_told_apart]}.")
-    lines.append(_sampled(summary))
-    return [Card(title, f"{summary.eval_loss:.4f}", unit, lines)]
+        ahead = qualities[others[0]].behind(quality)
+        lines.append(f"{ahead} {objective.ahead} the next{chance(ahead.is_told_apart, objective)}.")
+    lines.append(_sampled(quality))
+    return [Card(title, f"{quality.value:.4f}", unit, lines)]
 
 
-def _sampled(summary: TrainingSummary) -> str:
-    tokens = f"{format_count(summary.eval_tokens)} held-out tokens"
-    rows = summary.eval_rows
-    if rows is None or rows.spread is None:
-        return f"Mean over {tokens} after the last step."
-    return f"± {rows.spread:.4f}: {TOLD_APART:.0f} standard errors over {len(rows.counts)} rows, {tokens}."
+def _sampled(quality: Quality) -> str:
+    if quality.standard_error is None:
+        return f"Over {quality.sample} after the last step."
+    return f"± {TOLD_APART * quality.standard_error:.4f}: {TOLD_APART:.0f} standard errors over {quality.sample}."
 
 
 def _curves(
