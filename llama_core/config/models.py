@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.rope import Llama3Scaling, RopeScaling
-from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, LoRA, MoE
+from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.optimizers.traits import LAYERS, Trained
 from llama_core.units import format_count
@@ -327,6 +327,14 @@ class ModelSpec:
         frozen = self.parameter_shapes.keys() - self.trained_in_full
         matrices = (name for name in frozen if name.endswith(".weight"))
         return frozenset(name for name in matrices if matrix_name(name.removesuffix(".weight")) in targets)
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """Names of the matrices that are held in NF4: with ``lora.base=nf4``, the frozen ones inside layers."""
+        if self.lora is None or self.lora.base == "plain":
+            return frozenset()
+        frozen = self.parameter_shapes.keys() - self.trained_in_full
+        return frozenset(name for name in frozen if matrix_name(name.removesuffix(".weight")) in MATRICES)
 
     @cached_property
     def layers(self) -> tuple[LayerTraits, ...]:

@@ -119,6 +119,8 @@ class LoRA(_Strategy):
     """Scale by lora_alpha / sqrt(lora_rank) instead, so that high ranks learn as fast; default lora_alpha: 8."""
     initial_values: Literal["random", "pissa"] = "random"
     """How A and B begin: random (B at zero), or pissa (as the principal part of the matrix, which is taken off it)."""
+    base: Literal["plain", "nf4"] = "plain"
+    """What frozen matrices inside layers are held in: plain numbers, or nf4 (QLoRA: four bits each, 4.125 with scales)."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of an adapter's inputs to drop, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
@@ -212,7 +214,7 @@ class LoRA(_Strategy):
 
     def _needless(self) -> Iterator[Problem]:
         """Yield which settings belong to another method."""
-        taken = ("method", "target_modules", *self.kind.keys)
+        taken = ("method", "target_modules", "base", *self.kind.keys)
         for key, value in self.model_dump(exclude_defaults=True).items():
             if key not in taken:
                 text = f" has no effect, because lora.method={self.method} takes {', '.join(taken[1:])}; leave it out"

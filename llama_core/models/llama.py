@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llama_core.config.models import ModelSpec, adapter_weight, weight_of
 from llama_core.config.parametrization import factors_of
-from llama_core.models import pissa
+from llama_core.models import nf4, pissa
 from llama_core.models.adapters import method_of
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.head import HeadInputs, logits, whole_head
@@ -194,9 +194,10 @@ def initialize_weights(model: Llama, seed: int) -> None:
     Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth.
     """
     for name, parameter in model.named_parameters():
-        if not takes_principal_part(name, model.spec):
+        if name not in model.spec.packed and not takes_principal_part(name, model.spec):
             initialize_parameter(name, parameter, model.spec, seed)
     begin_with_principal_parts(model, partial(_draw_again_, model.spec, seed))
+    pack_matrices(model, partial(_draw_again_, model.spec, seed))
 
 
 @torch.no_grad()
@@ -333,7 +334,33 @@ def with_adapters(model: Llama) -> Llama:
             if isinstance(module, Linear):
                 adapted.bias = module.bias
             setattr(model.get_submodule(parent), name, adapted)
+    for _, module in packed_modules(model):
+        nf4.keep_packed(module)
     return model
+
+
+def packed_modules(model: Llama) -> Iterator[tuple[str, Linear]]:
+    """Yield the names of the matrices of a model, or of a part of one, that are held in NF4, with their modules."""
+    for path, module in model.named_modules():
+        if f"{path}.weight" in model.spec.packed and isinstance(module, Linear):
+            yield f"{path}.weight", module
+
+
+@torch.no_grad()
+def pack_matrices(model: Llama, read: Callable[[str, Tensor], None]) -> None:
+    """Set the matrices that are held in NF4.
+
+    Args:
+        model: the model, or any part of it.
+        read: sets a tensor to the whole matrix called by a name.
+    """
+    for name, module in packed_modules(model):
+        matrix_OI = torch.empty(model.spec.parameter_shapes[name], device=local_part(module.weight).device)
+        read(name, matrix_OI)
+        packed = nf4.pack(matrix_OI)
+        _set(module.weight, packed.bytes_OK)
+        local_part(module.get_buffer("groups")).copy_(packed.groups_G)
+        local_part(module.get_buffer("offset")).copy_(packed.offset)
 
 
 def build_llama(

@@ -142,7 +142,7 @@ def _distribute(path: str, module: nn.Module, mesh: DeviceMesh, placements: dict
         if own_name not in placements:
             raise NotImplementedError(f"{own_name} is not divided: neither its matrix nor the adapter has a row for it")
         divided = distribute_tensor(parameter, mesh, [placements[own_name]], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(divided))
+        module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
 class Replicated(ParallelStyle):

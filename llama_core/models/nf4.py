@@ -1,0 +1,197 @@
+"""NF4: a frozen matrix as four-bit codes in blocks of 64, whose scales are codes of eight bits (double quantisation).
+
+A block is 33 bytes: 32 of codes, two in a byte, and the code of its scale. A matrix is [O, I / 64 * 33] bytes, which
+ranks divide by rows, or by columns of whole blocks, as they divide any matrix. A scale is its code's number times
+that of its group, plus an offset: a group is 256 consecutive blocks of the whole matrix. These few numbers are on every
+rank.
+
+Numbers and codes are those of bitsandbytes. Source: Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E.
+"""
+
+# Shape suffixes: O rows of a matrix, I its columns, K bytes of a row, N blocks, G groups of blocks
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llama_core.models.layers import Linear, local_part, multiply_own_part
+
+
+BLOCK = 64
+"""Elements of a row that share a scale."""
+BLOCK_BYTES = BLOCK // 2 + 1
+GROUP = 256
+"""Blocks whose scales share a number."""
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The numbers of the 16 codes: quantiles of a normal distribution, and zero."""
+
+
+def row_bytes(columns: int) -> int:
+    """Return the bytes of a row of so many columns, a multiple of ``BLOCK``."""
+    return columns // BLOCK * BLOCK_BYTES
+
+
+def num_groups(rows: int, columns: int) -> int:
+    """Return the groups of a matrix's blocks."""
+    return -(-rows * columns // (BLOCK * GROUP))
+
+
+@cache
+def scale_levels() -> tuple[float, ...]:
+    """Return the numbers of the 256 codes of scales: seven bits, of which fewer are fraction the smaller the number."""
+    levels = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
+        means = 10.0 ** (exponent - 6) * (bounds[:-1] + bounds[1:]) / 2
+        levels += [*means.tolist(), *(-means).tolist()]
+    return tuple(sorted(levels))
+
+
+class Packed(NamedTuple):
+    """A whole matrix in NF4."""
+
+    bytes_OK: Tensor
+    """uint8."""
+    groups_G: Tensor
+    """The number of every group, fp32."""
+    offset: Tensor
+    """What is added to every scale, fp32, [1]."""
+
+
+def pack(matrix_OI: Tensor) -> Packed:
+    """Round a matrix to NF4."""
+    blocks_NB = matrix_OI.float().reshape(-1, BLOCK)
+    scales_N = blocks_NB.abs().amax(1)
+    codes_NB = _nearest(_divided(blocks_NB, scales_N), LEVELS)
+    offset = scales_N.mean()
+    groups_GN = F.pad(scales_N - offset, (0, -len(scales_N) % GROUP)).view(-1, GROUP)
+    groups_G = groups_GN.abs().amax(1)
+    codes_of_scales_N = _nearest(_divided(groups_GN, groups_G), scale_levels()).flatten()[: len(scales_N)]
+    pairs = codes_NB[:, 0::2] << 4 | codes_NB[:, 1::2]
+    packed = torch.cat([pairs, codes_of_scales_N[:, None]], dim=1)
+    return Packed(packed.view(len(matrix_OI), -1), groups_G, offset[None])
+
+
+def _divided(values: Tensor, by: Tensor) -> Tensor:
+    return values / torch.where(by == 0, 1, by)[:, None]
+
+
+def _nearest(values: Tensor, levels: tuple[float, ...]) -> Tensor:
+    """Return the code of the nearest level of each value."""
+    numbers = torch.tensor(levels, device=values.device)
+    return torch.bucketize(values, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
+
+
+class Place(NamedTuple):
+    """Where the blocks of a part lie in its whole matrix."""
+
+    first_row: int
+    first_block: int
+    """Within the row."""
+    blocks_of_row: int
+    """Of the whole matrix."""
+
+    def blocks(self, part_OK: Tensor) -> Tensor:
+        """Return the numbers of a part's blocks in the whole matrix, rows first, [N]."""
+        rows, num_bytes = part_OK.shape
+        first = self.first_row * self.blocks_of_row + self.first_block
+        rows_O = torch.arange(rows, device=part_OK.device, dtype=torch.int32) * self.blocks_of_row + first
+        blocks_N = torch.arange(num_bytes // BLOCK_BYTES, device=part_OK.device, dtype=torch.int32)
+        return (rows_O[:, None] + blocks_N).flatten()
+
+
+def unpack(packed: Packed, place: Place, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a matrix, or of a part of one, [rows, columns].
+
+    Args:
+        packed: the matrix; of the bytes, those of the part.
+        place: where the part lies.
+        dtype: of the result.
+    """
+    device = packed.bytes_OK.device
+    blocks = packed.bytes_OK.view(-1, BLOCK_BYTES)
+    of_codes = torch.tensor(scale_levels(), device=device)
+    groups_N = packed.groups_G[place.blocks(packed.bytes_OK) // GROUP]
+    scales_N = of_codes[blocks[:, -1].int()] * groups_N + packed.offset
+    levels = torch.tensor(LEVELS, device=device)
+    of_pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    numbers = of_pairs[blocks[:, :-1].int()].view(-1, BLOCK)
+    return (numbers * scales_N[:, None]).to(dtype).view(len(packed.bytes_OK), -1)
+
+
+def rounded(matrix_OI: Tensor) -> Tensor:
+    """Return a matrix as it is after it has been packed."""
+    return unpack(pack(matrix_OI), Place(0, 0, matrix_OI.shape[1] // BLOCK), matrix_OI.dtype)
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bytes_OK: Tensor, groups_G: Tensor, offset: Tensor, place: Place) -> Tensor:
+        ctx.save_for_backward(bytes_OK, groups_G, offset)
+        ctx.place = place
+        return x @ unpack(Packed(bytes_OK, groups_G, offset), place, x.dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ unpack(Packed(*ctx.saved_tensors), ctx.place, grad.dtype), None, None, None, None
+
+
+def keep_packed(module: Linear) -> None:
+    """Make a frozen matrix hold bytes in place of its numbers, and multiply by what they stand for.
+
+    Args:
+        module: the matrix, on the meta device.
+    """
+    rows, columns = module.weight.shape
+    packed = torch.empty(rows, row_bytes(columns), dtype=torch.uint8, device="meta")
+    module.weight = nn.Parameter(packed, requires_grad=False)
+    module.register_buffer("groups", torch.empty(num_groups(rows, columns), device="meta"), persistent=False)
+    module.register_buffer("offset", torch.empty(1, device="meta"), persistent=False)
+    module.multiply = partial(_multiply, module)
+
+
+def _multiply(module: Linear, x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:
+    place = _place(module, weight)
+
+    def own(own_x: Tensor, own_bytes: Tensor, _: Tensor | None) -> Tensor:
+        groups_G = local_part(module.get_buffer("groups"))
+        offset = local_part(module.get_buffer("offset"))
+        out: Tensor = _PackedLinear.apply(own_x, own_bytes, groups_G, offset, place)  # type: ignore[no-untyped-call]
+        return out
+
+    if isinstance(weight, DTensor):
+        return multiply_own_part(own, x, weight, None)
+    return own(x, weight, None)
+
+
+def _place(module: Linear, weight: Tensor) -> Place:
+    first_row = first_byte = 0
+    if isinstance(weight, DTensor):
+        _, (first_row, first_byte) = compute_local_shape_and_global_offset(
+            weight.shape, weight.device_mesh, weight.placements
+        )
+    return Place(first_row, first_byte // BLOCK_BYTES, module.in_features // BLOCK)
