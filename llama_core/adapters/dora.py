@@ -28,5 +28,5 @@ DORA = AdapterType(
     program="llama_core.planning.program.dora",
     weights=(A, B, MAGNITUDE),
     json=DoraJson,
-    keys=tuple(key for key in LORA.keys if key != "initial_values"),
+    keys=tuple(key for key in LORA.keys if key not in {"base", "initial_values"}),
 )

@@ -55,5 +55,5 @@ LORA = AdapterType(
         Weight("lora_B.weight", "lora_embedding_B", ("outputs", "lora_rank"), "adapted", "standard"),
     ),
     adapts_head=True,
-    keys=("lora_rank", "lora_alpha", "rslora", "initial_values", "lora_dropout"),
+    keys=("base", "lora_rank", "lora_alpha", "rslora", "initial_values", "lora_dropout"),
 )

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.rope import Llama3Scaling, RopeScaling
-from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
+from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, NF4_BLOCK, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.optimizers.traits import LAYERS, Trained
 from llama_core.units import format_count
@@ -229,11 +229,15 @@ class ModelSpec:
     @property
     def divided_by_tp(self) -> dict[str, int]:
         """The counts that tensor-parallel ranks must divide evenly, by what they count."""
-        return {
+        counts = {
             "key/value heads": self.num_kv_heads,
             "feed-forward columns": self.ffn_size,
             "tokens of the vocabulary": self.vocab_size,
         }
+        if self.packed:
+            counts["blocks of NF4 in a row of o_proj"] = self.q_size // NF4_BLOCK
+            counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // NF4_BLOCK
+        return counts
 
     @property
     def q_size(self) -> int:

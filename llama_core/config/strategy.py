@@ -98,6 +98,8 @@ class _Strategy(Section):
         yield from ()
 
 
+NF4_BLOCK = 64
+"""Consecutive numbers of a matrix's row that share a scale in NF4."""
 DEFAULT_ALPHA_OF_RSLORA = 8.0
 """Gives the default rank the factor that it has without rsLoRA."""
 
@@ -120,7 +122,7 @@ class LoRA(_Strategy):
     initial_values: Literal["random", "pissa"] = "random"
     """How A and B begin: random (B at zero), or pissa (as the principal part of the matrix, which is taken off it)."""
     base: Literal["plain", "nf4"] = "plain"
-    """What frozen matrices inside layers are held in: plain numbers, or nf4 (QLoRA: four bits each, 4.125 with scales)."""
+    """What the frozen matrices inside layers are held in: plain numbers, or nf4 (QLoRA: 4.1 bits each)."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of an adapter's inputs to drop, drawn anew for every token."""
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
@@ -211,10 +213,13 @@ class LoRA(_Strategy):
             tables = " and ".join(self.outside_layers)
             text = f" has {tables}, but lora.initial_values=pissa is for the matrices of layers alone; leave it out"
             yield Problem(text, "target_modules", str(list(self.target_modules)), (*keys, "initial_values"))
+        elif self.take_principal_part and self.base != "plain":
+            text = ": lora.initial_values=pissa takes the principal part off plain numbers; leave one of them out"
+            yield Problem(text, "base", self.base, ("base", "initial_values"))
 
     def _needless(self) -> Iterator[Problem]:
         """Yield which settings belong to another method."""
-        taken = ("method", "target_modules", "base", *self.kind.keys)
+        taken = ("method", "target_modules", *self.kind.keys)
         for key, value in self.model_dump(exclude_defaults=True).items():
             if key not in taken:
                 text = f" has no effect, because lora.method={self.method} takes {', '.join(taken[1:])}; leave it out"
@@ -227,6 +232,12 @@ class LoRA(_Strategy):
             shapes: columns and rows of every matrix that can have an adapter.
             tied: whether the model's head shares the embedding's weights.
         """
+        uneven = [name for name in MATRICES if shapes[name][0] % NF4_BLOCK]
+        if self.base == "nf4" and uneven:
+            yield (
+                f"lora.base=nf4 needs rows of a multiple of {NF4_BLOCK} numbers, but {uneven[0]} has "
+                f"{shapes[uneven[0]][0]} columns; use lora.base=plain"
+            )
         if tied and self.outside_layers:
             yield (
                 f"lora.target_modules has {' and '.join(self.outside_layers)}, but this model uses one matrix as both "

@@ -20,11 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llama_core.config.strategy import NF4_BLOCK
 from llama_core.models.layers import Linear, local_part, multiply_own_part
 
-
-BLOCK = 64
-"""Elements of a row that share a scale."""
+BLOCK = NF4_BLOCK
 BLOCK_BYTES = BLOCK // 2 + 1
 GROUP = 256
 """Blocks whose scales share a number."""
@@ -149,7 +148,9 @@ def rounded(matrix_OI: Tensor) -> Tensor:
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bytes_OK: Tensor, groups_G: Tensor, offset: Tensor, place: Place) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes them by position
+        ctx: Any, x: Tensor, bytes_OK: Tensor, groups_G: Tensor, offset: Tensor, place: Place
+    ) -> Tensor:
         ctx.save_for_backward(bytes_OK, groups_G, offset)
         ctx.place = place
         return x @ unpack(Packed(bytes_OK, groups_G, offset), place, x.dtype).t()
@@ -164,14 +165,20 @@ def keep_packed(module: Linear) -> None:
     """Make a frozen matrix hold bytes in place of its numbers, and multiply by what they stand for.
 
     Args:
-        module: the matrix, on the meta device.
+        module: the matrix, whose numbers are lost.
     """
     rows, columns = module.weight.shape
-    packed = torch.empty(rows, row_bytes(columns), dtype=torch.uint8, device="meta")
+    device = module.weight.device
+    packed = torch.empty(rows, row_bytes(columns), dtype=torch.uint8, device=device)
     module.weight = nn.Parameter(packed, requires_grad=False)
-    module.register_buffer("groups", torch.empty(num_groups(rows, columns), device="meta"), persistent=False)
-    module.register_buffer("offset", torch.empty(1, device="meta"), persistent=False)
+    module.register_buffer("groups", torch.empty(num_groups(rows, columns), device=device), persistent=False)
+    module.register_buffer("offset", torch.empty(1, device=device), persistent=False)
     module.multiply = partial(_multiply, module)
+
+
+def is_finite(module: Linear) -> bool:
+    """Return whether no number of the whole matrix was NaN or infinite, which would have spread to the offset."""
+    return bool(local_part(module.get_buffer("offset")).isfinite().all())
 
 
 def _multiply(module: Linear, x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:

@@ -166,7 +166,13 @@ def _check_adapters(spec: ModelSpec, checkpoint: Path) -> list[str]:
             f"{checkpoint} has trained {len(lost)} weights, such as {lost[0]}, that this run would take from the "
             "frozen base; train them too (trainable, moe), or merge them first (export-hf --merged)"
         )
-    return _check_architecture(spec, theirs, checkpoint)
+    differences = _check_architecture(spec, theirs, checkpoint)
+    if theirs.lora is not None and spec.lora is not None and theirs.lora.base != spec.lora.base:
+        differences.append(
+            f"lora.base is {spec.lora.base}, but the adapters in {checkpoint} were trained over matrices in "
+            f"{theirs.lora.base}; ignore this if it is intended"
+        )
+    return differences
 
 
 def _check_drawn(origin: Origin) -> None:

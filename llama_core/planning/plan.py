@@ -228,14 +228,21 @@ class ParallelPlan:
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
             yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
         yield from self._misfits_of_experts(spec)
-        if spec.trainable and self.zero_backend == "deepspeed":
-            yield f"zero_backend=deepspeed does not train {', '.join(spec.trainable)} beside adapters; use native"
-        if precision == "fp16" and self.zero_backend == "deepspeed":
-            yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
+        if self.zero_backend == "deepspeed":
+            yield from self._misfits_of_deepspeed(spec, precision)
         if precision == "fp8":
             yield from self._misfits_of_fp8(spec, seq_len)
         if precision == "fp16" and self.gradient_compression == "powersgd":
             yield "precision fp16 with gradient_compression=powersgd feeds back errors of another loss scale; use bf16"
+
+    @staticmethod
+    def _misfits_of_deepspeed(spec: ModelSpec, precision: Precision) -> Iterator[str]:
+        if spec.trainable:
+            yield f"zero_backend=deepspeed does not train {', '.join(spec.trainable)} beside adapters; use native"
+        if spec.packed:
+            yield "zero_backend=deepspeed does not shard the bytes of lora.base=nf4; use native"
+        if precision == "fp16":
+            yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
 
     def _misfits_of_fp8(self, spec: ModelSpec, seq_len: int) -> Iterator[str]:
         sizes = {
@@ -248,6 +255,8 @@ class ParallelPlan:
         for what, size in sizes.items():
             if size % FP8_MULTIPLE:
                 yield f"precision fp8 needs multiples of {FP8_MULTIPLE}, but {what} are {size}; use bf16"
+        if spec.packed:
+            yield "precision fp8 does not work with lora.base=nf4; use bf16"
         if self.zero_backend == "deepspeed":
             yield "precision fp8 does not work with zero_backend=deepspeed; use native or bf16"
         if self.splits_backward:

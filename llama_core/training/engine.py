@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, PlanError
+from llama_core.models import nf4
 from llama_core.models.batch import Batch
 from llama_core.models.layers import local_part
-from llama_core.models.llama import Llama
+from llama_core.models.llama import Llama, packed_modules
 from llama_core.models.objective import build_objective
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.apply import ParallelModel
@@ -172,6 +173,9 @@ class NativeEngine:
         """Yield the names of the weights of which this rank holds a NaN or infinity."""
         for name, parameter in self.model.named_parameters():
             if not local_part(parameter.detach()).isfinite().all():
+                yield name
+        for name, module in packed_modules(self.model):
+            if not nf4.is_finite(module):
                 yield name
 
     def update(

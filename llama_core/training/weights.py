@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llama_core.config.models import ModelSpec, adapter_weight, matrix_name, weight_of
 from llama_core.config.strategy import EMBEDDING, LoRA
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models import pissa
+from llama_core.models import nf4, pissa
 from llama_core.models.adapters import method_of
 from llama_core.models.hf import dense_name, hugging_face_names, hugging_face_shapes
 from llama_core.models.layers import local_part
@@ -33,6 +33,7 @@ from llama_core.models.llama import (
     Llama,
     begin_with_principal_parts,
     initialize_parameter,
+    pack_matrices,
     takes_principal_part,
     with_adapters,
 )
@@ -109,13 +110,16 @@ class Pretrained:
         """Read every parameter of ``model``, or this rank's part of it, converted to the parameter's dtype."""
         for name, parameter in model.named_parameters():
             takes_part = takes_principal_part(name, self._spec)
-            if name in self._sources and not (takes_part and name in self._spec.adapted):
+            if name in self._spec.packed:
+                pass  # below, from the whole matrix
+            elif name in self._sources and not (takes_part and name in self._spec.adapted):
                 self._sources[name].read(name, parameter.detach())
             elif not takes_part:
                 initialize_parameter(name, parameter, self._spec, self._seed, read=self._read)
             if name in self._sources:
                 self._progress.add(name, parameter)
         begin_with_principal_parts(model, self._read, keep=self._sources)
+        pack_matrices(model, self._read)
 
     def _read(self, name: str, into: Tensor) -> None:
         self._sources[name].read(name, into)
@@ -276,6 +280,22 @@ class _Merged:
         weight = torch.empty(self._spec.adapter_shapes[name])
         self._adapters.read(name, weight)
         return weight
+
+
+class _Rounded:
+    """Reads matrices that are held in NF4 as they are multiplied with."""
+
+    def __init__(self, base: _Source, spec: ModelSpec) -> None:
+        self._base = base
+        self._packed = spec.packed
+
+    def read(self, name: str, into: Tensor) -> None:
+        if name not in self._packed:
+            self._base.read(name, into)
+            return
+        whole = torch.empty(into.shape)
+        self._base.read(name, whole)
+        into.copy_(nf4.rounded(whole))
 
 
 class _OverWhole:
@@ -453,7 +473,7 @@ def write_hugging_face(
     """
     source = _mean([checkpoint, *others])
     if spec.lora is not None:
-        source = _Merged(spec, spec.lora, _base(spec, origin_of(checkpoint)), source)
+        source = _Merged(spec, spec.lora, _Rounded(_base(spec, origin_of(checkpoint)), spec), source)
     source = _PerExpert(source, spec)
     shapes = hugging_face_shapes(spec)
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
