@@ -24,7 +24,7 @@ HEAVY = (
 )
 """The modules that compute, and those a rank imports to compute: with torch."""
 LIGHT = (
-    *(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "pretrained")),
+    *(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "quantised", "pretrained")),
     "llama_core.training.rates",
     "llama_core.rehearsal.call_order",
 )

@@ -15,7 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_names
@@ -301,6 +311,19 @@ _AnyRope = Annotated[
 ]
 
 
+def _only_nf4(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse quantised weights of another kind than those that ``models.quantised`` reads."""
+    kind = given.get("quant_method", "an unnamed format")
+    if kind == "bitsandbytes":
+        kind = "int8" if given.get("load_in_8bit") else given.get("bnb_4bit_quant_type", "fp4")  # transformers' default
+    if kind != "nf4":
+        raise ConfigError(
+            f"quantization_config: weights in {json.dumps(kind)} cannot be read, only those in bitsandbytes' nf4; "
+            "give the folder of the unquantised model"
+        )
+    return given
+
+
 class _LlamaJson(_Json):
     """The values that a ``config.json`` may have; the text below a key is the error message for any other value."""
 
@@ -335,8 +358,8 @@ class _LlamaJson(_Json):
     """Llama attends to all earlier tokens"""
     partial_rotary_factor: _One = 1.0
     """Llama rotates the whole of every head"""
-    quantization_config: None = None
-    """quantised weights cannot be trained; give the folder of the unquantised model"""
+    quantization_config: Annotated[dict[str, Any], AfterValidator(_only_nf4)] | None = None
+    """is not a mapping of keys to values"""
 
     @classmethod
     def type_name(cls) -> str:

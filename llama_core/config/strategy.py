@@ -100,6 +100,8 @@ class _Strategy(Section):
 
 NF4_BLOCK = 64
 """Consecutive numbers of a matrix's row that share a scale in NF4."""
+NF4_GROUP = 256
+"""Consecutive blocks of a matrix whose scales share a number."""
 DEFAULT_ALPHA_OF_RSLORA = 8.0
 """Gives the default rank the factor that it has without rsLoRA."""
 

@@ -347,17 +347,25 @@ def packed_modules(model: Llama) -> Iterator[tuple[str, Linear]]:
 
 
 @torch.no_grad()
-def pack_matrices(model: Llama, read: Callable[[str, Tensor], None]) -> None:
+def pack_matrices(
+    model: Llama,
+    read: Callable[[str, Tensor], None],
+    *,
+    stored: Callable[[str], nf4.Packed | None] = lambda name: None,
+) -> None:
     """Set the matrices that are held in NF4.
 
     Args:
         model: the model, or any part of it.
         read: sets a tensor to the whole matrix called by a name.
+        stored: returns the whole matrix called by a name if it is stored in NF4, so that its codes stay the same.
     """
     for name, module in packed_modules(model):
-        matrix_OI = torch.empty(model.spec.parameter_shapes[name], device=local_part(module.weight).device)
-        read(name, matrix_OI)
-        packed = nf4.pack(matrix_OI)
+        packed = stored(name)
+        if packed is None:
+            matrix_OI = torch.empty(model.spec.parameter_shapes[name], device=local_part(module.weight).device)
+            read(name, matrix_OI)
+            packed = nf4.pack(matrix_OI)
         _set(module.weight, packed.bytes_OK)
         local_part(module.get_buffer("groups")).copy_(packed.groups_G)
         local_part(module.get_buffer("offset")).copy_(packed.offset)

@@ -10,6 +10,7 @@ Numbers and codes are those of bitsandbytes. Source: Dettmers et al. 2023, arXiv
 
 # Shape suffixes: O rows of a matrix, I its columns, K bytes of a row, N blocks, G groups of blocks
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -20,13 +21,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llama_core.config.strategy import NF4_BLOCK
+from llama_core.config.strategy import NF4_BLOCK, NF4_GROUP
+from llama_core.errors import WeightsError
 from llama_core.models.layers import Linear, local_part, multiply_own_part
+from llama_core.models.quantised import QuantisedTensor
+from llama_core.models.weight_files import StoredTensor
 
 BLOCK = NF4_BLOCK
 BLOCK_BYTES = BLOCK // 2 + 1
-GROUP = 256
-"""Blocks whose scales share a number."""
+GROUP = NF4_GROUP
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -130,20 +133,74 @@ def unpack(packed: Packed, place: Place, dtype: torch.dtype) -> Tensor:
         place: where the part lies.
         dtype: of the result.
     """
-    device = packed.bytes_OK.device
+    rows, num_bytes = packed.bytes_OK.shape
     blocks = packed.bytes_OK.view(-1, BLOCK_BYTES)
-    of_codes = torch.tensor(scale_levels(), device=device)
     groups_N = packed.groups_G[place.blocks(packed.bytes_OK) // GROUP]
-    scales_N = of_codes[blocks[:, -1].int()] * groups_N + packed.offset
-    levels = torch.tensor(LEVELS, device=device)
+    scales_N = _scales(blocks[:, -1], groups_N, packed.offset)
+    return _numbers(blocks[:, :-1], scales_N).to(dtype).view(rows, num_bytes // BLOCK_BYTES * BLOCK)
+
+
+def _scales(codes_N: Tensor, groups_N: Tensor, offset: Tensor) -> Tensor:
+    """Return the scales of blocks, whose groups have the given numbers."""
+    return torch.tensor(scale_levels(), device=codes_N.device)[codes_N.int()] * groups_N + offset
+
+
+def _numbers(pairs: Tensor, scales_N: Tensor) -> Tensor:
+    """Return the numbers of blocks of codes, two in a byte, [N, BLOCK]."""
+    levels = torch.tensor(LEVELS, device=pairs.device)
     of_pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-    numbers = of_pairs[blocks[:, :-1].int()].view(-1, BLOCK)
-    return (numbers * scales_N[:, None]).to(dtype).view(len(packed.bytes_OK), -1)
+    return of_pairs[pairs.int()].view(-1, BLOCK) * scales_N[:, None]
+
+
+def unpack_whole(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a whole matrix, [rows, columns]."""
+    return unpack(packed, Place(0, 0, packed.bytes_OK.shape[1] // BLOCK_BYTES), dtype)
 
 
 def rounded(matrix_OI: Tensor) -> Tensor:
     """Return a matrix as it is after it has been packed."""
-    return unpack(pack(matrix_OI), Place(0, 0, matrix_OI.shape[1] // BLOCK), matrix_OI.dtype)
+    return unpack_whole(pack(matrix_OI), matrix_OI.dtype)
+
+
+def stored_codes(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> Packed | None:
+    """Return a matrix with the codes that bitsandbytes gave it; None without double quantisation, which these need.
+
+    Args:
+        stored: where its parts are, rows of whole blocks.
+        view: returns the values of a stored tensor.
+
+    Raises:
+        WeightsError: if its codes stand for other numbers than NF4's.
+    """
+    if stored.nested is None:
+        return None
+    _check_levels(stored, view)
+    rows, columns = stored.shape
+    pairs = view(stored.codes).view(-1, BLOCK // 2)
+    blocks = torch.cat([pairs, view(stored.scales)[:, None]], dim=1)
+    offset = torch.tensor([stored.nested.offset])
+    return Packed(blocks.view(rows, row_bytes(columns)), view(stored.nested.groups), offset)
+
+
+def stored_numbers(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> Tensor:
+    """Return the numbers of a matrix that bitsandbytes has quantised, in fp32; see ``stored_codes``."""
+    _check_levels(stored, view)
+    scales_N = view(stored.scales)
+    if stored.nested is not None:
+        groups_N = view(stored.nested.groups).repeat_interleave(GROUP)[: len(scales_N)]
+        scales_N = _scales(scales_N, groups_N, torch.tensor(stored.nested.offset))
+    return _numbers(view(stored.codes).view(-1, BLOCK // 2), scales_N).view(stored.shape)
+
+
+def _check_levels(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> None:
+    expected: dict[StoredTensor, tuple[float, ...]] = {stored.levels: LEVELS}
+    if stored.nested is not None:
+        expected[stored.nested.levels] = scale_levels()
+    for levels, numbers in expected.items():
+        if not torch.allclose(view(levels), torch.tensor(numbers), rtol=1e-5, atol=0):
+            raise WeightsError(
+                f"{levels.file} holds codes that stand for other numbers than those of nf4; use the unquantised model"
+            )
 
 
 class _PackedLinear(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Initial weights, inspected without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ from llama_core.errors import CheckpointError, WeightsError
 from llama_core.hub import folder_of
 from llama_core.models.hf import check_weights, dense_name, hugging_face_names, hugging_face_shapes
 from llama_core.models.peft import ADAPTERS, adapter_weights, base_of, check_same_adapters, is_adapter_folder, peft_name
+from llama_core.models.quantised import QuantisedTensor, join_quantised
 from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
 from llama_core.records.checkpoints import (
     LAYOUT,
@@ -150,8 +151,8 @@ def check_pretrained(spec: ModelSpec, source: Path) -> list[str]:
 
 def _check_full_model(spec: ModelSpec, source: Path) -> list[str]:
     if not is_checkpoint(source):
-        hugging_face_weights(spec, source)
-        return _moved(spec, _model_of(source), source)
+        stored = hugging_face_weights(spec, source)
+        return _moved(spec, _model_of(source), source) + _rounded_again(spec, stored, source)
     _check_complete(source)
     return _check_architecture(spec, full_model(source), source)
 
@@ -240,14 +241,16 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[Store
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
     theirs = _model_of(folder)
     spec = _as_dense_as(theirs, spec)
-    tensors = per_expert(read_tensors(folder), spec) if spec.moe else read_tensors(folder)
+    tensors = join_quantised(read_tensors(folder))
+    if spec.moe:
+        tensors = per_expert(tensors, spec)
     _check_fixed(spec, theirs, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored = {
         name: tuple(tensors[theirs] for theirs in hugging_face_names(name, spec)) for name in spec.parameter_shapes
     }
     for tensor in chain.from_iterable(stored.values()):
-        if tensor.dtype not in FLOAT_BYTES:
+        if tensor.dtype not in FLOAT_BYTES and not isinstance(tensor, QuantisedTensor):
             raise WeightsError(
                 f"{tensor.file} holds weights in {tensor.dtype}; dequantise them to one of {', '.join(FLOAT_BYTES)}"
             )
@@ -325,6 +328,16 @@ def _moved(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> list[str]
         f"architecture.{trait} is {_said(getattr(spec, trait))}, but {source} was made for "
         f"{_said(getattr(theirs, trait))}; ignore this if it is intended"
         for trait in different
+    ]
+
+
+def _rounded_again(spec: ModelSpec, stored: Mapping[str, Sequence[StoredTensor]], source: Path) -> list[str]:
+    tensors = [tensor for name in sorted(spec.packed & stored.keys()) for tensor in stored[name]]
+    if not any(isinstance(tensor, QuantisedTensor) and tensor.nested is None for tensor in tensors):
+        return []
+    return [
+        f"{source} has scales in fp32, which lora.base=nf4 rounds to eight bits; quantise it with "
+        "bnb_4bit_use_double_quant=True, or ignore this if it is intended"
     ]
 
 

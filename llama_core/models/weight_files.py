@@ -25,6 +25,8 @@ MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that we read, by the format's names."""
+ELEMENT_BYTES = FLOAT_BYTES | {"U8": 1}
+"""The same, and that of the parts of quantised matrices."""
 _STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
 """Tensors that hold the matrices of all experts, with the names of the matrices that they hold for each expert."""
 _AGAIN = "download it again"
@@ -172,7 +174,7 @@ def _stored(file: Path, first: int, entry: Mapping[str, Any]) -> StoredTensor:
     dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError("not sizes")
-    if dtype in FLOAT_BYTES and end - begin != math.prod(shape) * FLOAT_BYTES[dtype]:
+    if dtype in ELEMENT_BYTES and end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]:
         raise ValueError("bytes and shape disagree")
     return StoredTensor(file, dtype, shape, first + begin)
 

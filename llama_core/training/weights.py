@@ -48,6 +48,7 @@ from llama_core.models.pretrained import (
     resolve_intact,
     stored_model,
 )
+from llama_core.models.quantised import QuantisedTensor
 from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
 from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
@@ -63,7 +64,13 @@ SHARD_BYTES = 5_000_000_000
 """Largest size of a written file, unless a single tensor is larger."""
 SECONDS_BETWEEN_LINES = 10.0
 """How often rank 0 logs the progress of reading."""
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
 _FORMAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _COPIED_AT_ONCE = 1 << 26
 """Elements converted at a time, so that a copy to a device needs no second copy of the whole tensor."""
@@ -96,11 +103,14 @@ class Pretrained:
         self._seed = seed
         origin = origin_of(source)
         stored = stored_model(spec, origin)
-        copied = stored.moe != spec.moe
-        base = _Copied(_base(stored, origin)) if copied else _base(stored, origin)
-        self._sources: dict[str, _Source] = dict.fromkeys(
-            (name for name in spec.parameter_shapes if not (copied and weight_of(name).divided == "router")), base
-        )
+        base = _base(stored, origin)
+        self._sources: dict[str, _Source] = dict.fromkeys(spec.parameter_shapes, base)
+        if stored.moe != spec.moe:
+            self._sources = {
+                name: base if dense_name(name) == name else _Copied(base)
+                for name in spec.parameter_shapes
+                if weight_of(name).divided != "router"
+            }
         if origin.adapters is not None:
             self._sources |= dict.fromkeys(names_beside_base(spec, origin), _adapters(spec, origin.adapters))
         self._progress = _Progress(source)
@@ -119,10 +129,13 @@ class Pretrained:
             if name in self._sources:
                 self._progress.add(name, parameter)
         begin_with_principal_parts(model, self._read, keep=self._sources)
-        pack_matrices(model, self._read)
+        pack_matrices(model, self._read, stored=self._stored_codes)
 
     def _read(self, name: str, into: Tensor) -> None:
         self._sources[name].read(name, into)
+
+    def _stored_codes(self, name: str) -> nf4.Packed | None:
+        return _stored_codes(self._sources[name], name)
 
     def done(self) -> None:
         """Log the bytes read and the time taken."""
@@ -180,6 +193,11 @@ def _adapters(spec: ModelSpec, source: Path) -> _Source:
         if is_checkpoint(source)
         else _Folder({name: (stored,) for name, stored in adapter_weights(spec, source).items()})
     )
+
+
+def _stored_codes(source: _Source, name: str) -> nf4.Packed | None:
+    """Return a matrix that a source has in NF4 already; None of any other."""
+    return source.stored_codes(name) if isinstance(source, _Folder) else None
 
 
 def _saved(checkpoint: Path) -> _Source:
@@ -293,9 +311,12 @@ class _Rounded:
         if name not in self._packed:
             self._base.read(name, into)
             return
-        whole = torch.empty(into.shape)
-        self._base.read(name, whole)
-        into.copy_(nf4.rounded(whole))
+        packed = _stored_codes(self._base, name)
+        if packed is None:
+            whole = torch.empty(into.shape)
+            self._base.read(name, whole)
+            packed = nf4.pack(whole)
+        into.copy_(nf4.unpack_whole(packed, torch.float32))
 
 
 class _OverWhole:
@@ -325,9 +346,6 @@ class _Copied:
         self._dense = dense
 
     def read(self, name: str, into: Tensor) -> None:
-        if dense_name(name) == name:
-            self._dense.read(name, into)
-            return
         matrix = torch.empty(into.shape[1:])
         self._dense.read(dense_name(name), matrix)
         _copy_part(matrix.expand(into.shape), into)
@@ -349,8 +367,15 @@ class _Folder:
         for expert, matrix in enumerate(into, start=first):
             _copy(_cut(self._view(stored[expert]), begins, matrix.shape), matrix)
 
+    def stored_codes(self, name: str) -> nf4.Packed | None:
+        """Return a matrix that is stored in NF4; None of one that is not, or whose scales are not codes."""
+        (stored,) = self._stored[name]
+        return nf4.stored_codes(stored, self._view) if isinstance(stored, QuantisedTensor) else None
+
     def _view(self, stored: StoredTensor) -> Tensor:
-        """Return a view of a tensor in its mapped file; an aligned one is not read yet."""
+        """Return a view of a tensor in its mapped file, where an aligned one is not read yet; or a dequantised one."""
+        if isinstance(stored, QuantisedTensor):
+            return nf4.stored_numbers(stored, self._view)
         if stored.file not in self._mapped:
             self._mapped[stored.file] = _map(stored.file)
         dtype = _DTYPES[stored.dtype]

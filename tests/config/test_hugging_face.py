@@ -148,7 +148,23 @@ def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
         ({"mlp_bias": True}, ["mlp_bias=true: Llama's feed-forward has no biases"]),
         ({"hidden_act": "gelu"}, ['hidden_act="gelu": the feed-forward of Llama is SwiGLU, with silu']),
         ({"sliding_window": 4096}, ["sliding_window=4096: Llama attends to all earlier tokens"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config: quantised weights cannot be trained; give the"]),
+        ({"quantization_config": 4}, ["quantization_config=4: is not a mapping of keys to values"]),
+        (
+            {"quantization_config": {"bits": 4}},
+            ['quantization_config: weights in "an unnamed format" cannot be read, o'],
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq\n"}},
+            ['quantization_config: weights in "awq\\n" cannot be read'],
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            ['quantization_config: weights in "int8" cannot be read, only those in bitsandbytes\' nf4; give the'],
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            ['quantization_config: weights in "fp4" cannot be read'],
+        ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5: Llama rotates the whole of every head"]),
         ({"model_type": None}, ["model_type is missing"]),
         ({"hidden_size": None}, ["hidden_size is missing"]),

@@ -27,6 +27,33 @@ def weights(shapes):
     return header + bytes(2 * sum(map(math.prod, shapes.values())))
 
 
+STATE = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "nested_blocksize": 256, "nested_offset": 0.5}
+
+
+def quantised(shapes, damage=lambda state: state):
+    """Return a file whose matrices are in bitsandbytes' nf4, all zero; ``damage`` may change their JSON."""
+    tensors = {}
+    for name, shape in shapes.items():
+        if "_proj" not in name:
+            tensors[name] = ("BF16", shape, bytes(2 * math.prod(shape)))
+            continue
+        state = damage(json.dumps(STATE | {"shape": shape}).encode())
+        num_blocks = math.prod(shape) // 64
+        tensors[name] = ("U8", (32 * num_blocks, 1), bytes(32 * num_blocks))
+        tensors[f"{name}.absmax"] = ("U8", (num_blocks,), bytes(num_blocks))
+        tensors[f"{name}.quant_map"] = ("F32", (16,), bytes(64))
+        tensors[f"{name}.nested_absmax"] = ("F32", (1,), bytes(4))
+        tensors[f"{name}.nested_quant_map"] = ("F32", (256,), bytes(1024))
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = ("U8", (len(state),), state)
+    header = {}
+    content = b""
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (len(content), len(content) + len(data))}
+        content += data
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content
+
+
 def header_of(rng, entries):
     """Return a file with a changed header whose length field may lie."""
     text = json.dumps(changed(rng, entries)).encode()
@@ -87,6 +114,24 @@ def test_any_folder_is_a_model_or_one_line(hub, tmp_path):
         finally:
             path.rmdir() if path.is_dir() else path.unlink()
             write(path, content)
+
+
+def test_any_quantised_folder_is_a_model_or_one_line(hub, tmp_path):
+    shapes = hugging_face_shapes(RUN.spec)
+    folder = tmp_path / "quantised"
+    write(folder / "config.json", (hub[0] / "config.json").read_bytes())
+    write(folder / WHOLE, quantised(shapes))
+    assert check_pretrained(RUN.spec, folder) == []
+    for number, rng in cases("quantised"):
+        content = quantised(shapes, lambda state, rng=rng: damaged_json(rng, json.loads(state)))
+        if rng.random() < 0.3:
+            content = quantised(shapes)
+            length = int.from_bytes(content[:8], "little")
+            text = json.dumps(changed(rng, json.loads(content[8 : 8 + length]))).encode()
+            content = len(text).to_bytes(8, "little") + text + content[8 + length :]
+        write(folder / WHOLE, content)
+        with naming(number):
+            keep_the_law([partial(check_pretrained, RUN.spec, folder)], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "model.bin", ""])

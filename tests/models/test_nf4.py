@@ -1,0 +1,74 @@
+"""NF4 is bitsandbytes', and a part of a packed matrix is that part of the whole."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_core.models import nf4
+
+seeds = st.integers(0, 2**32 - 1)
+rows = st.integers(1, 5).map(lambda number: 64 * number)
+blocks = st.integers(1, 6)
+
+
+def drawn(seed, num_rows, num_blocks, *, zero_blocks=0):
+    matrix = 0.02 * torch.randn(num_rows, num_blocks * nf4.BLOCK, generator=torch.Generator().manual_seed(seed))
+    matrix.view(-1, nf4.BLOCK)[:zero_blocks] = 0
+    return matrix
+
+
+def codes(packed):
+    """Return the codes of elements, two in a byte, and those of scales."""
+    blocks = packed.bytes_OK.view(-1, nf4.BLOCK_BYTES)
+    return blocks[:, :-1], blocks[:, -1].int()
+
+
+@given(seeds, rows, blocks, st.integers(0, 3))
+def test_codes_are_those_of_bitsandbytes(seed, num_rows, num_blocks, zero_blocks):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    matrix = drawn(seed, num_rows, num_blocks, zero_blocks=zero_blocks)
+    theirs, state = functional.quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4")
+    packed = nf4.pack(matrix)
+    pairs, scales = codes(packed)
+    assert torch.equal(pairs.flatten(), theirs.flatten())
+    torch.testing.assert_close(packed.groups_G, state.state2.absmax)
+    torch.testing.assert_close(packed.offset, state.offset[None])
+    # its CPU kernel looks the code of a scale up in a table, and so misses the nearest one when two are about as near
+    levels = torch.tensor(nf4.scale_levels())
+    exact = (matrix.view(-1, nf4.BLOCK).abs().amax(1) - packed.offset) / packed.groups_G.repeat_interleave(nf4.GROUP)[
+        : len(scales)
+    ]
+    same = scales == state.absmax
+    assert ((scales - state.absmax.int()).abs() <= 1).all()
+    assert ((levels[scales] - exact).abs() <= (levels[state.absmax.int()] - exact).abs() + 1e-6).all()
+    ours = nf4.rounded(matrix).view(-1, nf4.BLOCK)[same]
+    torch.testing.assert_close(
+        ours, functional.dequantize_4bit(theirs, state).view(-1, nf4.BLOCK)[same], rtol=0, atol=1e-6
+    )
+
+
+@given(seeds, rows, blocks)
+def test_rounding_again_keeps_the_codes_of_elements(seed, num_rows, num_blocks):
+    once = nf4.pack(drawn(seed, num_rows, num_blocks))
+    again = nf4.pack(nf4.unpack_whole(once, torch.float32))
+    assert torch.equal(codes(once)[0], codes(again)[0])
+
+
+@given(seeds, rows, st.integers(1, 3))
+def test_blocks_of_zeros_stay_zeros(seed, num_rows, zero_blocks):
+    matrix = drawn(seed, num_rows, 4, zero_blocks=zero_blocks)
+    assert not nf4.rounded(matrix).view(-1, nf4.BLOCK)[:zero_blocks].any()
+    assert not nf4.rounded(torch.zeros_like(matrix)).any()
+
+
+@given(seeds, rows, blocks, st.data())
+def test_a_part_is_that_part_of_the_whole(seed, num_rows, num_blocks, data):
+    whole = nf4.pack(drawn(seed, num_rows, num_blocks))
+    first_row, last_row = sorted(data.draw(st.integers(0, num_rows)) for _ in range(2))
+    first_block, last_block = sorted(data.draw(st.integers(0, num_blocks)) for _ in range(2))
+    part = whole.bytes_OK[first_row:last_row, nf4.BLOCK_BYTES * first_block : nf4.BLOCK_BYTES * last_block]
+    place = nf4.Place(first_row, first_block, num_blocks)
+    ours = nf4.unpack(whole._replace(bytes_OK=part.contiguous()), place, torch.float32)
+    expected = nf4.unpack_whole(whole, torch.float32)
+    assert torch.equal(ours, expected[first_row:last_row, nf4.BLOCK * first_block : nf4.BLOCK * last_block])
