@@ -61,12 +61,15 @@ class Linear(nn.Linear):
     """Whether selective recomputation keeps the product."""
     cast_weight: Tensor | None = None
     """A copy of the weight, or of this rank's part of it, in the dtype of activations; None to cast it at every use."""
+    scales: Tensor | None
+    """What a weight that is held in few bits is read with, in place of a copy; see ``nf4``."""
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """Multiplies an input by the weight, given its copy."""
+    """Multiplies an input by the weight, given its copy or its scales."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.multiply = _multiply
+        self.register_buffer("scales", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``product(x)``, plus the bias if there is one."""
@@ -76,7 +79,7 @@ class Linear(nn.Linear):
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` in the dtype of ``x``; an adapter changes it, and leaves the bias as it is."""
         with annotate({KEPT: self.kept}):
-            return self.multiply(x, self.weight, self.cast_weight)
+            return self.multiply(x, self.weight, self.cast_weight if self.scales is None else self.scales)
 
     def added_to(self, out: Tensor, x: Tensor) -> Tensor:
         """Return ``out + x @ weight.T`` in the dtype of ``x``; where nothing else multiplies, in one kernel."""

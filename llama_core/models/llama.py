@@ -367,8 +367,7 @@ def pack_matrices(
             read(name, matrix_OI)
             packed = nf4.pack(matrix_OI)
         _set(module.weight, packed.bytes_OK)
-        local_part(module.get_buffer("groups")).copy_(packed.groups_G)
-        local_part(module.get_buffer("offset")).copy_(packed.offset)
+        local_part(module.get_buffer("scales")).copy_(packed.scales_G)
 
 
 def build_llama(

@@ -11,7 +11,7 @@ Numbers and codes are those of bitsandbytes. Source: Dettmers et al. 2023, arXiv
 # Shape suffixes: O rows of a matrix, I its columns, K bytes of a row, N blocks, G groups of blocks
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llama_core.config.strategy import NF4_BLOCK, NF4_GROUP
 from llama_core.errors import WeightsError
@@ -61,9 +60,7 @@ def num_groups(rows: int, columns: int) -> int:
     return -(-rows * columns // (BLOCK * GROUP))
 
 
-@cache
-def scale_levels() -> tuple[float, ...]:
-    """Return the numbers of the 256 codes of scales: seven bits, of which fewer are fraction the smaller the number."""
+def _scale_levels() -> tuple[float, ...]:
     levels = [0.0, 1.0]
     for exponent in range(7):
         bounds = torch.linspace(0.1, 1, 2**exponent + 1)
@@ -72,15 +69,17 @@ def scale_levels() -> tuple[float, ...]:
     return tuple(sorted(levels))
 
 
+SCALE_LEVELS = _scale_levels()
+"""The numbers of the 256 codes of scales: the smaller the number, the fewer of its seven bits are fraction."""
+
+
 class Packed(NamedTuple):
-    """A whole matrix in NF4."""
+    """A matrix in NF4, or a part of one."""
 
     bytes_OK: Tensor
     """uint8."""
-    groups_G: Tensor
-    """The number of every group, fp32."""
-    offset: Tensor
-    """What is added to every scale, fp32, [1]."""
+    scales_G: Tensor
+    """Of the whole matrix: the number of every group, and last what is added to every scale; fp32."""
 
 
 def pack(matrix_OI: Tensor) -> Packed:
@@ -91,10 +90,10 @@ def pack(matrix_OI: Tensor) -> Packed:
     offset = scales_N.mean()
     groups_GN = F.pad(scales_N - offset, (0, -len(scales_N) % GROUP)).view(-1, GROUP)
     groups_G = groups_GN.abs().amax(1)
-    codes_of_scales_N = _nearest(_divided(groups_GN, groups_G), scale_levels()).flatten()[: len(scales_N)]
+    codes_of_scales_N = _nearest(_divided(groups_GN, groups_G), SCALE_LEVELS).flatten()[: len(scales_N)]
     pairs = codes_NB[:, 0::2] << 4 | codes_NB[:, 1::2]
     packed = torch.cat([pairs, codes_of_scales_N[:, None]], dim=1)
-    return Packed(packed.view(len(matrix_OI), -1), groups_G, offset[None])
+    return Packed(packed.view(len(matrix_OI), -1), torch.cat([groups_G, offset[None]]))
 
 
 def _divided(values: Tensor, by: Tensor) -> Tensor:
@@ -135,14 +134,14 @@ def unpack(packed: Packed, place: Place, dtype: torch.dtype) -> Tensor:
     """
     rows, num_bytes = packed.bytes_OK.shape
     blocks = packed.bytes_OK.view(-1, BLOCK_BYTES)
-    groups_N = packed.groups_G[place.blocks(packed.bytes_OK) // GROUP]
-    scales_N = _scales(blocks[:, -1], groups_N, packed.offset)
+    groups_N = packed.scales_G[place.blocks(packed.bytes_OK) // GROUP]
+    scales_N = _scales(blocks[:, -1], groups_N, packed.scales_G[-1])
     return _numbers(blocks[:, :-1], scales_N).to(dtype).view(rows, num_bytes // BLOCK_BYTES * BLOCK)
 
 
 def _scales(codes_N: Tensor, groups_N: Tensor, offset: Tensor) -> Tensor:
     """Return the scales of blocks, whose groups have the given numbers."""
-    return torch.tensor(scale_levels(), device=codes_N.device)[codes_N.int()] * groups_N + offset
+    return torch.tensor(SCALE_LEVELS, device=codes_N.device)[codes_N.int()] * groups_N + offset
 
 
 def _numbers(pairs: Tensor, scales_N: Tensor) -> Tensor:
@@ -178,8 +177,9 @@ def stored_codes(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]
     rows, columns = stored.shape
     pairs = view(stored.codes).view(-1, BLOCK // 2)
     blocks = torch.cat([pairs, view(stored.scales)[:, None]], dim=1)
-    offset = torch.tensor([stored.nested.offset])
-    return Packed(blocks.view(rows, row_bytes(columns)), view(stored.nested.groups), offset)
+    offset = torch.tensor([stored.nested.offset], dtype=torch.float32)
+    scales_G = torch.cat([view(stored.nested.groups), offset])
+    return Packed(blocks.view(rows, row_bytes(columns)), scales_G)
 
 
 def stored_numbers(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> Tensor:
@@ -188,16 +188,16 @@ def stored_numbers(stored: QuantisedTensor, view: Callable[[StoredTensor], Tenso
     scales_N = view(stored.scales)
     if stored.nested is not None:
         groups_N = view(stored.nested.groups).repeat_interleave(GROUP)[: len(scales_N)]
-        scales_N = _scales(scales_N, groups_N, torch.tensor(stored.nested.offset))
+        scales_N = _scales(scales_N, groups_N, torch.tensor(stored.nested.offset, dtype=torch.float32))
     return _numbers(view(stored.codes).view(-1, BLOCK // 2), scales_N).view(stored.shape)
 
 
 def _check_levels(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> None:
     expected: dict[StoredTensor, tuple[float, ...]] = {stored.levels: LEVELS}
     if stored.nested is not None:
-        expected[stored.nested.levels] = scale_levels()
+        expected[stored.nested.levels] = SCALE_LEVELS
     for levels, numbers in expected.items():
-        if not torch.allclose(view(levels), torch.tensor(numbers), rtol=1e-5, atol=0):
+        if not torch.allclose(view(levels), torch.tensor(numbers, dtype=torch.float32), rtol=1e-5, atol=0):
             raise WeightsError(
                 f"{levels.file} holds codes that stand for other numbers than those of nf4; use the unquantised model"
             )
@@ -205,17 +205,15 @@ def _check_levels(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd passes them by position
-        ctx: Any, x: Tensor, bytes_OK: Tensor, groups_G: Tensor, offset: Tensor, place: Place
-    ) -> Tensor:
-        ctx.save_for_backward(bytes_OK, groups_G, offset)
+    def forward(ctx: Any, x: Tensor, bytes_OK: Tensor, scales_G: Tensor, place: Place) -> Tensor:
+        ctx.save_for_backward(bytes_OK, scales_G)
         ctx.place = place
-        return x @ unpack(Packed(bytes_OK, groups_G, offset), place, x.dtype).t()
+        return x @ unpack(Packed(bytes_OK, scales_G), place, x.dtype).t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ unpack(Packed(*ctx.saved_tensors), ctx.place, grad.dtype), None, None, None, None
+        return grad @ unpack(Packed(*ctx.saved_tensors), ctx.place, grad.dtype), None, None, None
 
 
 def keep_packed(module: Linear) -> None:
@@ -228,34 +226,35 @@ def keep_packed(module: Linear) -> None:
     device = module.weight.device
     packed = torch.empty(rows, row_bytes(columns), dtype=torch.uint8, device=device)
     module.weight = nn.Parameter(packed, requires_grad=False)
-    module.register_buffer("groups", torch.empty(num_groups(rows, columns), device=device), persistent=False)
-    module.register_buffer("offset", torch.empty(1, device=device), persistent=False)
-    module.multiply = partial(_multiply, module)
+    module.scales = torch.empty(num_groups(rows, columns) + 1, device=device)
+    module.multiply = multiply
 
 
 def is_finite(module: Linear) -> bool:
-    """Return whether no number of the whole matrix was NaN or infinite, which would have spread to the offset."""
-    return bool(local_part(module.get_buffer("offset")).isfinite().all())
+    """Return whether no number of the whole matrix was NaN or infinite, which would have spread to its scales."""
+    assert module.scales is not None
+    return bool(local_part(module.scales).isfinite().all())
 
 
-def _multiply(module: Linear, x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:
-    place = _place(module, weight)
-
-    def own(own_x: Tensor, own_bytes: Tensor, _: Tensor | None) -> Tensor:
-        groups_G = local_part(module.get_buffer("groups"))
-        offset = local_part(module.get_buffer("offset"))
-        out: Tensor = _PackedLinear.apply(own_x, own_bytes, groups_G, offset, place)  # type: ignore[no-untyped-call]
-        return out
-
-    if isinstance(weight, DTensor):
-        return multiply_own_part(own, x, weight, None)
-    return own(x, weight, None)
+def multiply(x: Tensor, packed_OK: Tensor, scales_G: Tensor | None) -> Tensor:
+    """Return ``x @ matrix.T`` in the dtype of ``x``: the product of a ``Linear`` that is held in NF4."""
+    assert scales_G is not None
+    if not isinstance(packed_OK, DTensor):
+        return _multiply(Place(0, 0, packed_OK.shape[1] // BLOCK_BYTES), x, packed_OK, scales_G)
+    place = _place(packed_OK)
+    return multiply_own_part(partial(_multiply, place), x, packed_OK, local_part(scales_G))
 
 
-def _place(module: Linear, weight: Tensor) -> Place:
-    first_row = first_byte = 0
-    if isinstance(weight, DTensor):
-        _, (first_row, first_byte) = compute_local_shape_and_global_offset(
-            weight.shape, weight.device_mesh, weight.placements
-        )
-    return Place(first_row, first_byte // BLOCK_BYTES, module.in_features // BLOCK)
+def _place(packed_OK: DTensor) -> Place:
+    """Return where the part lies that a tensor-parallel rank holds; torch's own function would break the graph."""
+    own_OK = local_part(packed_OK)
+    rank = packed_OK.device_mesh.get_local_rank()
+    blocks_of_row = packed_OK.shape[1] // BLOCK_BYTES
+    if packed_OK.placements[0].is_shard(0):
+        return Place(rank * own_OK.shape[0], 0, blocks_of_row)
+    return Place(0, rank * own_OK.shape[1] // BLOCK_BYTES, blocks_of_row)
+
+
+def _multiply(place: Place, x: Tensor, packed_OK: Tensor, scales_G: Tensor | None) -> Tensor:
+    out: Tensor = _PackedLinear.apply(x, packed_OK, scales_G, place)  # type: ignore[no-untyped-call]
+    return out

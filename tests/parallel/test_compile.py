@@ -28,6 +28,7 @@ from llama_core.planning.plan import ParallelPlan
 
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
 SPARSE = replace(SPEC, moe=MoE(num_experts=4))
+PACKED = replace(SPEC, hidden_size=128, head_dim=32, ffn_size=256, lora=LoRA(base="nf4"))
 RECOMPUTE = ["none", "selective", "full"]
 DIVISIONS = {
     "alone": {},
@@ -101,6 +102,16 @@ def test_all_blocks_share_one_graph_in_every_recompute_mode(graphs, case):
 def test_all_blocks_with_products_in_fp8_are_one_graph_too(graphs, division):
     take_step_of_a_rank(ParallelPlan(**division, compile=True, recompute="selective", num_microbatches=2), fp8=True)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    "division", cases({name: DIVISIONS[name] for name in ("alone", "TP", "CP", "TP x FSDP")}, narrow={"TP"})
+)
+def test_all_blocks_over_matrices_in_nf4_are_one_graph_too(graphs, division):
+    """But for the first, whose input has no gradient."""
+    plan = ParallelPlan(**division, compile=True, recompute="selective", num_microbatches=2)
+    take_step_of_a_rank(plan, PACKED)
+    assert graphs() == 2
 
 
 @pytest.mark.parametrize("case", cases({name: CASES[name] for name in WITH_EXPERTS}, narrow={"alone-full", "TP-none"}))

@@ -111,7 +111,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(base):
         engine.set_weights(Pretrained(spec, base).fill)
     packed = [dict(packed_modules(engine.model)) for engine in (once, again)]
     for name, module in packed[0].items():
-        for tensor in ("weight", "groups", "offset"):
+        for tensor in ("weight", "scales"):
             assert torch.equal(getattr(module, tensor), getattr(packed[1][name], tensor)), name
 
 
@@ -142,7 +142,7 @@ def test_a_weight_that_is_not_finite_is_named(base):
     module = dict(packed_modules(engine.model))["layers.1.attention.wo.weight"]
     broken = torch.ones(module.out_features, module.in_features)
     broken[3, 5] = torch.inf
-    module.get_buffer("offset").copy_(nf4.pack(broken).offset)
+    module.get_buffer("scales").copy_(nf4.pack(broken).scales_G)
     assert list(engine.non_finite_weights()) == ["layers.1.attention.wo.weight"]
 
 
