@@ -56,6 +56,14 @@ ADAPTED_RELATIVE = replace(
 SPARSE_RELATIVE = replace(RELATIVE, moe=MoE(num_experts=4, gate_softmax="all"))
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
 PRINCIPAL = replace(UNTIED, lora=LoRA(lora_rank=4, rslora=True, initial_values="pissa", target_modules=MATRICES))
+PACKED = replace(
+    UNTIED,
+    hidden_size=128,
+    head_dim=32,
+    ffn_size=256,
+    lora=LoRA(base="nf4", lora_rank=4, target_modules=("q_proj", "o_proj", "up_proj")),
+)
+"""Adapters over matrices in NF4, whose rows are some blocks long."""
 HYBRID = replace(
     SPARSE,
     lora=LoRA(lora_rank=4, target_modules=TARGETS),

@@ -41,6 +41,7 @@ FLAGS = (
     Flag("--strategy", "strategy", "lora", is_common=True),
     Flag("--lora-rank", "lora.lora_rank", "64"),
     Flag("--lora-alpha", "lora.lora_alpha", "128"),
+    Flag("--lora-base", "lora.base", "nf4"),
     Flag("--data", "data.source", "texts.jsonl", takes_several=True, is_common=True),
     Flag("--validation-data", "data.validation", "held-out.jsonl", takes_several=True),
     Flag("--num-workers", "data.num_workers", "4"),

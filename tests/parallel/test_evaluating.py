@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from distributed import run_ranks
-from parity import ADAPTED_RELATIVE, DORA, RELATIVE, SPARSE, TIED, draw_adapters
+from parity import ADAPTED_RELATIVE, DORA, PACKED, RELATIVE, SPARSE, TIED, draw_adapters
 from width import cases
 
 from llama_core.models.batched_generation import generate_rows
@@ -20,6 +20,7 @@ SPECS = {
     "experts": SPARSE,
     "relative": RELATIVE,
     "dora": DORA,
+    "nf4": PACKED,
 }
 PLAN = ParallelPlan(tp=2, sequence_parallel=False)
 ROWS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3], [2]]

@@ -3,14 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from parity import HYBRID, UNTIED, largest_differences
+from parity import HYBRID, PACKED, largest_differences
 from test_parity import ADAPTED_PLANS, PLANS
 from width import cases
 
-from llama_core.config.strategy import LoRA
-
-SIZES = {"hidden_size": 128, "head_dim": 32, "ffn_size": 256}
-PACKED = replace(UNTIED, **SIZES, lora=LoRA(base="nf4", lora_rank=4, target_modules=("q_proj", "o_proj", "up_proj")))
 DIVIDED = ADAPTED_PLANS | {name: PLANS[name] for name in ("zero3 dp4", "dp3")}
 
 
@@ -22,6 +18,7 @@ def test_a_plan_matches_one_process(plan):
 
 @pytest.mark.wide
 def test_experts_beside_it_match_one_process():
-    spec = replace(HYBRID, **SIZES, lora=HYBRID.lora.model_copy(update={"base": "nf4"}))
+    sizes = {"hidden_size": 128, "head_dim": 32, "ffn_size": 256}
+    spec = replace(HYBRID, **sizes, lora=HYBRID.lora.model_copy(update={"base": "nf4"}))
     differences = largest_differences(PLANS["tp2 zero3 dp2"], spec=spec)
     assert max(differences.values()) < 1e-8, differences
